@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 # combine the values of two parts of one metric
@@ -58,7 +58,7 @@ class Metric:
         return self.value / self.count if self.count else math.nan
 
 
-class Metrics(Mapping[str, Metric]):
+class Metrics(dict[str, Metric]):
     """Named metrics that accumulate over micro-batches, ranks and workers. Plain data: pickles anywhere.
 
     Example:
@@ -66,30 +66,15 @@ class Metrics(Mapping[str, Metric]):
         total = merge(parts_of_all_ranks).results()               # {"actor/pg_loss": sum / count}
     """
 
-    def __init__(self, parts: Mapping[str, Metric] | None = None) -> None:
-        self._parts: dict[str, Metric] = dict(parts or {})
-
-    def __getitem__(self, name: str) -> Metric:
-        return self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __repr__(self) -> str:
-        return f"Metrics({self._parts!r})"
-
     def add(self, name: str, metric: Metric) -> None:
         """Merge `metric` into the metric of this name.
 
         Raises:
             ValueError: the name was used with another reduction before.
         """
-        known = self._parts.get(name)
+        known = self.get(name)
         try:
-            self._parts[name] = metric if known is None else known.merge(metric)
+            self[name] = metric if known is None else known.merge(metric)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -129,7 +114,7 @@ class Metrics(Mapping[str, Metric]):
 
     def results(self) -> dict[str, float]:
         """Return the value of each metric, in order of appearance."""
-        return {name: metric.result() for name, metric in self._parts.items()}
+        return {name: metric.result() for name, metric in self.items()}
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:

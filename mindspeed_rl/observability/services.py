@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
@@ -45,10 +44,6 @@ class TensorBoardTracker:
         # readers expect the version as the first event
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    @staticmethod
-    def check() -> None:
-        _check_package("tensorboard")
-
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         named = _add_prefix(metrics).items()
         self._add(iteration, [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in named])
@@ -87,10 +82,6 @@ class WandbTracker:
         )
         _logger.info("wandb: %s", self._run.url or f"offline in {self._run.dir}; wandb sync sends it")
 
-    @staticmethod
-    def check() -> None:
-        _check_package("wandb")
-
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log(_add_prefix(metrics), step=iteration)
 
@@ -114,10 +105,6 @@ class SwanlabTracker:
             logdir=rl_config.swanlab_save_dir or str(run_dir / "swanlab"),
             config=dict(config),
         )
-
-    @staticmethod
-    def check() -> None:
-        _check_package("swanlab")
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log(_add_prefix(metrics), step=iteration)
@@ -149,10 +136,6 @@ class MlflowTracker:
         run = self._client.create_run(experiment, run_name=rl_config.mlflow_run_name or run_dir.name)
         self._run_id = run.info.run_id
         self._client.log_text(self._run_id, json.dumps(config, indent=1, ensure_ascii=False), "config.json")
-
-    @staticmethod
-    def check() -> None:
-        _check_package("mlflow", "mlflow-skinny")
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -193,9 +176,3 @@ def _make_rows(iteration: int, completions: Sequence[Completion]) -> list[list[i
 
 def _cell_text(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _check_package(package: str, wheel: str = "") -> None:
-    """Raise ValueError unless the package can be imported; the import itself may take long."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"rl_config.use_{package} is true, but '{package}' is not installed: pip install {wheel or package}.")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -22,7 +23,7 @@ from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.run_files import CONSUMED, LineWriter, cut_back, pending_file, restore_pending, write_pending
 
-#: name of a tracker -> its class, called with (rl_config, run_dir, config) and imported on use
+#: name of a tracker and of its package -> its class, called with (rl_config, run_dir, config) and imported on use
 TRACKERS = {
     "tensorboard": "mindspeed_rl.observability.services:TensorBoardTracker",
     "wandb": "mindspeed_rl.observability.services:WandbTracker",
@@ -54,15 +55,6 @@ class TableTracker(Tracker, Protocol):
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Record the completions of an iteration."""
-
-
-@runtime_checkable
-class _Checked(Protocol):
-    """The class of a tracker that can be checked before the run."""
-
-    @staticmethod
-    def check() -> None:
-        """Raise ValueError when the tracker cannot work on this machine."""
 
 
 class BackgroundTracker:
@@ -159,21 +151,22 @@ class JsonlTracker:
         self._path, self._file = path, LineWriter(path)
         self._has_failed = False
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Append the line, or warn once that lines are missing."""
-        with self._warn_once():
-            self._file.write(_make_record(iteration, metrics))
-            pending_file(self._path).unlink(missing_ok=True)
+    def log(self, iteration: int, metrics: Mapping[str, float], *, is_pending: bool = False) -> None:
+        """Append the line, or warn once that lines are missing.
 
-    def log_pending(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of an iteration before its save: a run that resumes after it has the line if `log` was not reached."""
-        with self._warn_once():
-            write_pending(self._path, _make_record(iteration, metrics))
-
-    @contextlib.contextmanager
-    def _warn_once(self) -> Iterator[None]:
+        Args:
+            iteration: from 1.
+            metrics: its values.
+            is_pending: before the iteration's save; a run that resumes after it has the line also if the final one was not
+                reached.
+        """
+        record = {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
-            yield
+            if is_pending:
+                write_pending(self._path, record)
+            else:
+                self._file.write(record)
+                pending_file(self._path).unlink(missing_ok=True)
         except OSError as error:
             if not self._has_failed:
                 _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)
@@ -184,26 +177,21 @@ class JsonlTracker:
         self._file.close()
 
 
-def _make_record(iteration: int, metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
 class Trackers:
-    """metrics.jsonl, and any number of trackers on threads of their own.
-
-    Attributes:
-        log_pending: see `JsonlTracker.log_pending`.
-    """
+    """metrics.jsonl, and any number of trackers on threads of their own."""
 
     def __init__(self, lines: JsonlTracker, others: Sequence[BackgroundTracker], close_s: float = _CLOSE_S) -> None:
         self._lines, self._others, self._close_s = lines, others, close_s
-        self.log_pending = lines.log_pending
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an iteration to metrics.jsonl and queue them for the others."""
         self._lines.log(iteration, metrics)
         for tracker in self._others:
             tracker.log(iteration, metrics)
+
+    def log_pending(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an iteration that is about to be saved; see `JsonlTracker.log`."""
+        self._lines.log(iteration, metrics, is_pending=True)
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Queue the completions of an iteration for the trackers that have tables."""
@@ -245,10 +233,11 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
     classes: dict[str, Callable[..., Tracker]] = {}
     for name in dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to]):
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
-        tracker = registry.load(target, f"rl_config.report_to {name}")
-        classes[name] = cast("Callable[..., Tracker]", tracker)
-        if isinstance(tracker, _Checked):
-            tracker.check()
+        # found, not imported: that may take long
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            wheel = {"mlflow": "mlflow-skinny"}.get(name, name)
+            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {wheel}.")
+        classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
     # before `restore_pending`, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):
         cut_back(run_dir / name, last_iteration)

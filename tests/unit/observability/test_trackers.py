@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.compat.aliases import apply_second_spellings
+from mindspeed_rl.config.compat.aliases import apply_aliases
 from mindspeed_rl.observability.trackers import TRACKERS, make_trackers
 
 
@@ -80,7 +80,7 @@ def test_wandb_switches_tensorboard_off(tmp_path, fake_wandb):
 
 def test_report_to_takes_several_and_switches_none_off(tmp_path, fake_wandb):
     rl = RLConfig(report_to=["tensorboard", "wandb"])
-    apply_second_spellings(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
     tracker_files(tmp_path, rl)
     assert sys.modules["wandb"].asked["finished"] and (tmp_path / "tensorboard").exists()
 
@@ -115,7 +115,7 @@ def test_an_unknown_tracker_is_an_error_that_names_the_known_ones(tmp_path):
 
 def test_a_tracker_in_report_to_is_its_use_key():
     rl = RLConfig(report_to=["swanlab", "my_module:Tracker"])
-    apply_second_spellings(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
     assert rl.use_swanlab and not rl.use_wandb
 
 
