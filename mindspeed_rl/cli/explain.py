@@ -8,9 +8,9 @@ import os
 import sys
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain.key_reference import matching
+from mindspeed_rl.config.explain.key_reference import find_entries
 from mindspeed_rl.config.explain.plan_page import explain, failed, render
-from mindspeed_rl.config.explain.warnings import learning_rate
+from mindspeed_rl.config.explain.effects import describe_learning_rate
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         directory, name = locate(arguments.config_name, arguments.config_dir)
         tree = compose(directory, name, arguments.overrides)
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
-        report = explain(cfg, arguments.nodes, tree)
+        report = explain(cfg, arguments.nodes)
         if cfg.rl_config is not None and not cfg.is_supervised:
             report["errors"] += check_reward_functions(cfg.rl_config)
             report["valid"] = not report["errors"]
@@ -80,13 +80,13 @@ def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
     each = run.plan.num_prompts
     return {
         "length": f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration",
-        "learning_rate": learning_rate(run.config),
+        "learning_rate": describe_learning_rate(run.config),
     }
 
 
 def _print_keys(text: str) -> int:
     """Print the reference of the keys that match; return 2 when none does."""
-    found = matching(text)
+    found = find_entries(text)
     for entry in found:
         default = f", default {entry.default}" if entry.default else ""
         print(f"{entry.path}  [{entry.kind}{default}]\n    {entry.meaning}".replace("`", "").replace("**", ""))

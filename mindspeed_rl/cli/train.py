@@ -12,8 +12,8 @@ from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
-from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.runtime.fork_server import RL, TRAINING, fork_server, build_local_ray_environment
+from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
 
 
 def main(argv: list[str]) -> int:
@@ -43,23 +43,23 @@ def main(argv: list[str]) -> int:
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolved(cfg, arguments.nodes)
             # as there, and Ray
-            from mindspeed_rl.trainers.launch import started
-            from mindspeed_rl.trainers.recovery import Recovery
+            from mindspeed_rl.trainers.launch import launch_run
+            from mindspeed_rl.trainers.resume import Recovery
             from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated
 
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
-                    with recovery.tolerated(), started(attempt) as trainer:
+                    with recovery.retry_on_fault(), launch_run(attempt) as trainer:
                         trainer.fit()
             except Terminated as error:
                 print(error, file=sys.stderr)
-                _say_how_to_go_on(run, begun)
+                _say_describe_resume(run, begun)
                 return EXIT_CODE
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
         code = say_failure(error)
         if not isinstance(error, ValueError):
-            _say_how_to_go_on(run, begun)
+            _say_describe_resume(run, begun)
         return code
     print(f"finished: {run.folder}")
     return 0
@@ -74,18 +74,18 @@ def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
     return resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
 
 
-def _say_how_to_go_on(run: Run | None, begun: float) -> None:
+def _say_describe_resume(run: Run | None, begun: float) -> None:
     """The last line of a run that ended before its time; none for one that never began."""
     if run is not None:
         # as in main: it brings torch
-        from mindspeed_rl.trainers.resume import how_to_go_on
+        from mindspeed_rl.trainers.resume import describe_resume
 
-        print(how_to_go_on(run, begun), file=sys.stderr)
+        print(describe_resume(run, begun), file=sys.stderr)
 
 
 def prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
-    os.environ.update(quiet_environment(os.environ))
+    os.environ.update(build_quiet_environment(os.environ))
     os.environ.update(build_local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

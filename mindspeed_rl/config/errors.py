@@ -1,16 +1,16 @@
-"""The one exception of the configuration layer, and the sentences it is made of."""
+"""The exception of the configuration layer, and the sentences of which it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.compat.names_elsewhere import OTHERWISE, RENAMED, VALUES
+from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
 
 class ConfigError(ValueError):
-    """A run file that cannot be used; `errors` holds one sentence for each mistake, all of them at once."""
+    """A run file that cannot be used; `errors` holds one sentence for each violation, all of them at once."""
 
     def __init__(self, errors: Iterable[str]) -> None:
         self.errors: list[str] = list(errors)
@@ -25,76 +25,110 @@ class ConfigError(ValueError):
         return type(self), (self.errors,)
 
 
+@dataclass(frozen=True)
+class KeyNames:
+    """Dotted names of keys.
+
+    Attributes:
+        here: by the last name of the key; names that several groups have are left out.
+        elsewhere: by the name in another project. A dotted name answers groups of verl; one without a dot holds in any group.
+    """
+
+    here: Mapping[str, str]
+    elsewhere: Mapping[str, str]
+
+
+def raise_together(checks: Iterable[Callable[[], object]]) -> None:
+    """Run all checks, so that one wrong path hides no other; do nothing where at most one fails, which fails again later.
+
+    Args:
+        checks: each raises ValueError for what is wrong with one file.
+
+    Raises:
+        ConfigError: several of them fail; a sentence each.
+    """
+    errors: dict[str, None] = {}
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            errors |= dict.fromkeys(error.errors)
+        except ValueError as error:
+            errors[str(error)] = None
+    if len(errors) > 1:
+        raise ConfigError(errors)
+
+
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
 
 
-def reference(path: str) -> str:
-    """Return where docs/keys.md says more of a key, or of a group; roles share the entries of megatron_training."""
+def link_reference(path: str) -> str:
+    """Return the place in docs/keys.md that describes a key or a group; roles share the entries of megatron_training."""
     group, dot, name = path.partition(".")
     if not group:
         return "docs/keys.md"
     return f"docs/keys.md#{'megatron_training' if group in _ROLES else group}{dot}{name}"
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
+def suggest_name(name: object, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`, or None when nothing is close."""
     return registry.nearest(name, known, cutoff=0.5)  # keys are long, so that half a key is a hint
 
 
-def unknown_key(path: str, value: object, known: Iterable[str], homes: Mapping[str, str] | None = None) -> str:
-    """Return the sentence for a key that no group has: what it is called here, or what its name is most like.
+def unknown_key(path: str, value: object, known: Iterable[str], names: KeyNames | None = None) -> str:
+    """Return the sentence for a key that no group has, with its name here or the most similar name.
 
     Args:
         path: the dotted key as the user wrote it, for example "rl_config.clip_ration".
         known: the keys of the same group.
-        homes: the dotted name of every key by its last name, for a key in the wrong group.
+        names: the names of all keys, for a key in the wrong group or under its name in another project.
     """
-    said = f"{path} (value {value!r}) is not a known key"
-    if isinstance(value, Mapping) and (inside := _known_inside(path, value)):
-        return f"{said}; {'; '.join(inside)}"
+    names = names or KeyNames({}, {})
+    message = f"{path} (value {value!r}) is not a known key"
+    if isinstance(value, Mapping) and (inner := _translate_group(path, value, names)):
+        return f"{message}; {'; '.join(inner)}"
     group, _, name = path.rpartition(".")
-    likely = (homes or {}).get(name) or _renamed(path)
-    if likely is None and (instead := _elsewhere(path, OTHERWISE)):
-        return f"{said}: {instead}"
-    if likely is None and (spelled := nearest(name, known)):
-        likely = f"{group}.{spelled}" if group else spelled
+    likely = names.here.get(name) or _find_renamed(path, names)
+    if likely is None and (instead := find_longest_end(path, NO_EQUIVALENT)):
+        return f"{message}: {instead}"
+    if likely is None and (similar := suggest_name(name, known)):
+        likely = f"{group}.{similar}" if group else similar
     if likely is None:
-        return f"{said}; no key of {group or 'the top level'} has a similar name (see {reference(group)})"
-    return f"{said}; the nearest known key is {likely} (see {reference(likely)})"
+        return f"{message}; no key of {group or 'the top level'} has a similar name (see {link_reference(group)})"
+    return f"{message}; the nearest known key is {likely} (see {link_reference(likely)})"
 
 
-def _known_inside(path: str, group: Mapping[Any, Any]) -> list[str]:
-    """Return what the keys of another project's group are called here."""
-    found: list[str] = []
+def _translate_group(path: str, group: Mapping[str, object], names: KeyNames) -> list[str]:
+    """Return a sentence for each key of another project's group."""
+    sentences: list[str] = []
     for name, value in group.items():
         inner = f"{path}.{name}"
         if isinstance(value, Mapping):
-            found += _known_inside(inner, value)
-        elif likely := _renamed(inner):
-            found.append(f"{inner} is {likely} here (see {reference(likely)})")
-        elif instead := _elsewhere(inner, OTHERWISE):
-            found.append(f"{inner}: {instead}")
-    return found
+            sentences += _translate_group(inner, value, names)
+        elif likely := _find_renamed(inner, names):
+            sentences.append(f"{inner} is {likely} here (see {link_reference(likely)})")
+        elif instead := find_longest_end(inner, NO_EQUIVALENT):
+            sentences.append(f"{inner}: {instead}")
+    return sentences
 
 
-def _renamed(path: str) -> str | None:
-    """Return the key that another project calls as `path` does; a role asks for its own."""
-    likely = _elsewhere(path, RENAMED)
-    group, _, name = path.rpartition(".")
+def _find_renamed(path: str, names: KeyNames) -> str | None:
+    """Return the key that another project calls as `path` does; a key of a role stays with the role."""
+    likely, group = find_longest_end(path, names.elsewhere), path.rpartition(".")[0]
     return likely.replace("megatron_training", group) if likely and group in _ROLES else likely
 
 
-def _elsewhere(path: str, table: Mapping[str, str]) -> str | None:
+def find_longest_end(path: str, table: Mapping[str, str]) -> str | None:
     """Return the entry of the longest dotted end of `path` that the table has."""
-    names = path.split(".")
-    return next((table[end] for start in range(len(names)) if (end := ".".join(names[start:])) in table), None)
+    parts = path.split(".")
+    return next((table[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in table), None)
 
 
 def unknown_value(path: str, value: object, allowed: Iterable[object]) -> str:
     """Return the sentence for a value that is not among the allowed ones."""
     allowed = list(allowed)
-    likely = VALUES.get(path.rpartition(".")[2], {}).get(str(value).lower())
-    likely = likely or nearest(value, [item for item in allowed if isinstance(item, str)])
+    likely = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {}).get(str(value).lower())
+    likely = likely or suggest_name(value, [item for item in allowed if isinstance(item, str)])
     hint = f"; did you mean {likely!r}?" if likely else ""
     listed = ", ".join("null" if item is None else str(item) for item in allowed)
     return f"{path} is {value!r}, but must be one of {listed}{hint}"

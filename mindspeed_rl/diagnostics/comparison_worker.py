@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
+from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.dumps.causes import WeightFinding
 from mindspeed_rl.dumps.record import Cut
@@ -20,15 +20,13 @@ from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.probe import ModelProbe
 from mindspeed_rl.engine.train_engine import MicroBatching
-from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.role import Role
-from mindspeed_rl.workers.roles import shared_settings
+from mindspeed_rl.workers.roles import Role, shared_settings
 from mindspeed_rl.workers.rollout import RolloutReplica
 
 #: by how much the weights of the first push are scaled: enough to change every element, and undone to the bit
@@ -63,12 +61,11 @@ class ComparisonWorker(DeviceWorker):
         """
         super().__init__(run, rank)
         config = run.config.actor_config
-        source = find_model(config, "actor_config")
-        plan = plan_model(config, source.hf_folder)
+        source, plan = run.models["actor"].source, run.models["actor"].plan
         init_distributed(config, plan.layout.vpp)
         tokenizer = load_tokenizer_of(config, source)
         passes = shared_settings(run, tokenizer)
-        self.role = Role("actor", config, plan, source, passes, steps_per_iteration=None)
+        self.role = Role("actor", run.models["actor"], passes, steps_per_iteration=None)
         self._rest()  # vLLM refuses to start on a device that has less than its share free
         self.rollout = RolloutReplica(run, None, source, plan.model_config, tokenizer, run_id)
         self.vocab_size = plan.model_config.vocab_size
@@ -121,7 +118,7 @@ class ComparisonWorker(DeviceWorker):
             elif bit_sum(held) == bit_sum(expected):
                 fault = "rearranged"
             found.append(WeightFinding(name, tensors.get(name, ()), fault, float(differs.float().mean())))
-        if self.rollout.hands_memory_over:
+        if self.rollout.swaps_memory:
             engine.release_memory()
         return found, self.notes
 

@@ -31,7 +31,7 @@ from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec
 from mindspeed_rl.platform.cost_ledger import CostLedger
-from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.roles import micro_batching
 
 
 def count(order: CountOrder) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
 
     def admit(version: int) -> None:
         nonlocal started
-        for _ in range(admission.room(version, taken, len(groups))):
+        for _ in range(admission.compute_room(version, taken, len(groups))):
             groups[started] = _Group(started, version, times.samples)
             for _ in range(times.samples):
                 engine.begin(groups[started], next(lengths))
@@ -188,7 +188,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
     admit(0)
     for iteration in range(_WARM + _ITERATIONS):
         began = now
-        while (chosen := admission.chosen(iteration, times.prompts, in_flight())) is None:
+        while (chosen := admission.choose(iteration, times.prompts, in_flight())) is None:
             known = len(complete)
             while len(complete) == known:  # nothing else changes what may be chosen
                 go_on(engine.next_end_s())

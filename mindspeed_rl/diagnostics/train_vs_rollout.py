@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
-from mindspeed_rl.config import Run, RunConfig, resolve, rollout_is_apart
+from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.config import Run, RunConfig, resolve
+from mindspeed_rl.config.phases import GENERATE, Phase
 from mindspeed_rl.dumps.causes import Cause, Evidence, Place, WeightFinding, name_cause, report
 from mindspeed_rl.dumps.record import Cut
 from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
-from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.runtime.cluster import cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
-from mindspeed_rl.trainers.model_plans import with_model_configs
-from mindspeed_rl.trainers.rl_setup import run_prompts
-from mindspeed_rl.trainers.run_folder import absolute_paths
-from mindspeed_rl.workers.groups import RunGroup
+from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
+from mindspeed_rl.trainers.prompt_loader import load_prompts
+from mindspeed_rl.trainers.run_folder import make_paths_absolute
+from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 
 #: temperatures that are tried
 _COLDEST, _HOTTEST = 0.02, 50.0
@@ -44,41 +44,40 @@ class Sides(Protocol):
     def temperatures(self) -> Sequence[tuple[float, float]]: ...
 
 
-class ComparisonGroup(RunGroup):
-    """The workers of a comparison, laid out as those of the run."""
+COMPARISON = WorkerKind(
+    "mindspeed_rl.diagnostics.comparison_worker:ComparisonWorker",
+    ("train", "rollout"),
+    title="comparison worker",
+    log_name="comparison",
+)
 
-    target = "mindspeed_rl.diagnostics.comparison_worker:ComparisonWorker"
-    adapted = ("train", "rollout")
-    title = "comparison worker"
-    log_name = "comparison"
+
+class ComparisonGroup:
+    """The workers of a comparison, laid out as those of the run; see `Sides`."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run, run.config.actor_config)
+        self._run = run
+        self._workers = start_group(COMPARISON, run, run.config.actor_config, run.plan.world_size)
+        self.close = self._workers.close
 
     def set_up(self) -> None:
-        """Actor and engine of each device are built."""
-        self.start_workers(self._run, uuid.uuid4().hex[:12])
+        """Build actor and engine of each device."""
+        self._workers.start_workers(self._run, uuid.uuid4().hex[:12])
 
     def push_twice(self) -> Sequence[None]:
-        """See `Sides`."""
-        return self.wait("push_twice", [process.call.remote("push_twice") for process in self.processes])
+        return self._workers.call(Phase("push_twice"))
 
     def check_weights(self) -> Sequence[tuple[list[WeightFinding], list[str]]]:
-        """See `Sides`."""
-        return self.wait("check_weights", [process.call.remote("check_weights") for process in self.processes])
+        return self._workers.call(Phase("check_weights"))
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> Sequence[EngineSide | None]:
-        """See `Sides`."""
-        futures = [process.call.remote("generate", prompt_ids, num_tokens, number) for process in self.processes]
-        return self.wait("generate", futures)
+        return self._workers.call(GENERATE, prompt_ids, num_tokens, number)
 
     def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[TrainerSide]:
-        """See `Sides`."""
-        return self.wait("forward", [process.call.remote("forward", prompt_ids, response_ids) for process in self.processes])
+        return self._workers.call(Phase("forward"), prompt_ids, response_ids)
 
     def temperatures(self) -> Sequence[tuple[float, float]]:
-        """See `Sides`."""
-        return self.wait("temperatures", [process.call.remote("temperatures") for process in self.processes])
+        return self._workers.call(Phase("temperatures"))
 
 
 def compare_run(
@@ -98,22 +97,22 @@ def compare_run(
     cfg = with_model_configs(cfg)
     run = resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
     run = replace(run, folder=folder)
-    if rollout_is_apart(run.config):
+    if run.placement.disaggregated:
         raise ValueError(
             "diff builds the rollout engine beside the trainer, as run files without servers do: add the overrides "
             "rl_config.use_integrated_worker=true rl_config.rollout_resource=null generate_config.vllm_server_host=null"
         )
-    source = find_model(run.config.actor_config, "actor_config")
-    model_config = plan_model(run.config.actor_config, source.hf_folder).model_config
-    prompts, _ = run_prompts(run, load_tokenizer_of(run.config.actor_config, source))
+    run, _ = plan_models(run)
+    actor = run.models["actor"]
+    prompts, _ = load_prompts(run, load_tokenizer_of(actor.config, actor.source))
     chosen = [list(prompts[number]["prompt_ids"]) for number in range(min(num_prompts, len(prompts)))]
-    absolute_paths(run.config)
+    make_paths_absolute(run.config, run.models)
     logs = run.folder / "logs" / "ray"
     with fork_server(run.platform, RL), cluster(run.plan.world_size, run.platform, logs=logs):
         group = ComparisonGroup(run)
         try:
             group.set_up()
-            found = gather_evidence(run, group, chosen, num_tokens, model_config.moe_layers)
+            found = gather_evidence(run, group, chosen, num_tokens, actor.plan.model_config.moe_layers)
         finally:
             group.close()
     cause = name_cause(found)

@@ -1,4 +1,4 @@
-"""When prompts are started and which responses an iteration takes, so that none trains that is too old: pure arithmetic."""
+"""Admission of prompts: how many are started and which responses train, so that none is too old. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class InFlight:
     """A prompt that was started and did not train yet.
 
     Attributes:
-        number: of the prompt, counted from the beginning of the run.
+        index: of the prompt, counted from the beginning of the run.
         version: of the oldest weights that its responses come from, or will.
         is_ready: all its responses are there, scored.
     """
 
-    number: int
+    index: int
     version: int
     is_ready: bool
 
 
 @dataclass(frozen=True)
 class Admission:
-    """How far the rollout may be ahead of training. Prompts are counted in whole groups of responses.
+    """How far the rollout may be ahead of training. Prompts are counted in complete groups of responses.
 
     With version v of the weights, threshold f, B prompts an iteration and k iterations a version, (f + v + 1) k B prompts may
     have been started that were taken or are in flight. All that were started by the end of version v have then trained by the
-    end of version v + ceil(f), if the oldest go first where it matters: `chosen` sees to that.
+    end of version v + ceil(f), if the oldest go first where it matters: `choose` sees to that.
 
     Attributes:
-        strategy: "pace": as above; what is ready is taken in the order of the prompts, and what would become too old is waited
-            for. "wait": as above, and prompts are taken strictly in their order. "drop": one version's prompts more are
-            started, what is too old is thrown away, nothing old is waited for.
+        strategy: "pace": as above; groups are taken in the order of their prompts as they are ready, and those that would
+            become too old are waited for. "wait": as above, and prompts are taken strictly in their order. "drop": one
+            version's prompts more are started, groups that are too old are dropped, and none is waited for.
         threshold: f, in versions of the weights; a fraction is a part of the last version's prompts.
         batch_prompts: B.
         sync_step: k.
@@ -55,15 +55,15 @@ class Admission:
         return math.ceil(self.threshold)
 
     def version(self, iteration: int) -> int:
-        """Of the weights in the engine while this iteration trains; the first is 0."""
+        """Return the version of the weights in the engine while this iteration trains; the first is 0."""
         return iteration // self.sync_step
 
-    def room(self, version: int, num_taken: int, num_in_flight: int) -> int:
-        """How many prompts may be started now.
+    def compute_room(self, version: int, num_taken: int, num_in_flight: int) -> int:
+        """Return how many prompts may be started now.
 
         Args:
-            version: of the weights that they will be answered with.
-            num_taken: prompts that iterations took, those that are used up or rejected not counted twice.
+            version: of the weights that will generate for them.
+            num_taken: prompts that iterations took; a rejected one is not counted.
             num_in_flight: started and not taken.
         """
         ahead = self.threshold + (1 if self.strategy == "drop" else 0)
@@ -71,44 +71,42 @@ class Admission:
         limit = math.floor((ahead + version + 1) * self.sync_step * self.batch_prompts + 1e-9)
         return max(0, limit - num_taken - num_in_flight)
 
-    def overdue(self, iteration: int, in_flight: Sequence[InFlight]) -> list[int]:
-        """Numbers of prompts that are too old to train in this iteration."""
+    def find_overdue(self, iteration: int, in_flight: Sequence[InFlight]) -> list[int]:
+        """Return the indexes of prompts that are too old to train in this iteration."""
         oldest = self.version(iteration) - self.bound
-        return [prompt.number for prompt in in_flight if prompt.version < oldest]
+        return [prompt.index for prompt in in_flight if prompt.version < oldest]
 
-    def chosen(self, iteration: int, count: int, in_flight: Sequence[InFlight]) -> list[int] | None:
-        """Numbers of the `count` prompts that train next, in their order; None while some of these are not ready.
+    def choose(self, iteration: int, count: int, in_flight: Sequence[InFlight]) -> list[int] | None:
+        """Return the indexes of the `count` prompts that train next, in their order; None while some of these are not ready.
 
         Args:
-            in_flight: in the order of their numbers.
+            in_flight: in the order of their indexes.
         """
         if self.strategy == "wait":
             first = in_flight[:count]
-            return [prompt.number for prompt in first] if len(first) == count and all(p.is_ready for p in first) else None
+            return [prompt.index for prompt in first] if len(first) == count and all(p.is_ready for p in first) else None
         ready = [prompt for prompt in in_flight if prompt.is_ready]
         if len(ready) < count:
             return None
         taken: list[InFlight] = []
         if self.strategy == "pace":
-            for deadline in sorted({self._deadline(prompt) for prompt in in_flight}):
-                due = [prompt for prompt in in_flight if self._deadline(prompt) <= deadline]
-                # the iterations after this one, up to the deadline, take so many; the rest must go now
+            # the last iteration that may train on a prompt
+            deadlines = {prompt: (prompt.version + self.bound + 1) * self.sync_step - 1 for prompt in in_flight}
+            for deadline in sorted(set(deadlines.values())):
+                due = [prompt for prompt in in_flight if deadlines[prompt] <= deadline]
+                # the iterations after this one, up to the deadline, take so many; the others must train now
                 must = min(count, len(due) - (deadline - iteration) * self.batch_prompts)
-                missing = must - sum(self._deadline(prompt) <= deadline for prompt in taken)
+                missing = must - sum(deadlines[prompt] <= deadline for prompt in taken)
                 candidates = [prompt for prompt in due if prompt.is_ready and prompt not in taken]
                 if missing > len(candidates):
                     return None
                 taken += candidates[: max(0, missing)]
         taken += [prompt for prompt in ready if prompt not in taken][: count - len(taken)]
-        return sorted(prompt.number for prompt in taken)
-
-    def _deadline(self, prompt: InFlight) -> int:
-        """The last iteration that may train on it."""
-        return (prompt.version + self.bound + 1) * self.sync_step - 1
+        return sorted(prompt.index for prompt in taken)
 
 
-def admission_of(run: Run) -> Admission:
-    """How far the rollout of this run may be ahead of training."""
+def resolve_admission(run: Run) -> Admission:
+    """Return how far the rollout of this run may be ahead of training."""
     rl, batch = run.rl, run.plan.num_train_prompts
     if rl.trainer_mode == "async":
         return Admission(rl.max_off_policy_strategy, rl.max_off_policy_threshold, batch, rl.parameter_sync_step)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +18,54 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import reward_functions
-from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, reward_metrics
-from mindspeed_rl.trainers.admission import admission_of
-from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
-from mindspeed_rl.trainers.key_data import KeyData
-from mindspeed_rl.trainers.rollout_logger import RolloutLogger
-from mindspeed_rl.trainers.rollout_record import save_rollout
+from mindspeed_rl.rewards.samples import select_reward_functions
+from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, compute_reward_metrics
+from mindspeed_rl.trainers.evaluation import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
 
-#: what this stage puts into the data plane
+#: columns that `Advantages` puts into the data plane
 ADVANTAGE_COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
 
 #: prefix of the score metrics by stage
-SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
+_SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """A batch as the update will read it.
+
+    Attributes:
+        iteration: the first is 0.
+        inputs: of the estimator; `inputs.response_mask` is False in rows without a score.
+        advantages: [B, R].
+        young_mask: [B, R] bool; tokens that are young enough to train.
+        loss_mask: [B, R] bool; tokens that train.
+        kl_coef: of this iteration.
+        has_old_log_probs, has_ref_log_probs: rows have these columns.
+        has_ratios: the update leaves the log-probs of its last step in the rows.
+    """
+
+    iteration: int
+    inputs: AdvantageInputs
+    advantages: Tensor
+    young_mask: Tensor
+    loss_mask: Tensor
+    kl_coef: float
+    has_old_log_probs: bool
+    has_ref_log_probs: bool
+    has_ratios: bool
+
+
+class BatchObserver(Protocol):
+    """Take each batch before it trains: completions, dumps and files of rollouts are made so."""
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        """Read the batch; its rows are in the data plane."""
 
 
 class Advantages:
-    """Reads scored rows, writes advantages.
+    """Read scored rows, write advantages.
 
     Attributes:
         entropy_threshold: of top-entropy masking in the last batch, None without.
@@ -45,25 +75,29 @@ class Advantages:
         self,
         run: Run,
         plane: DataPlane,
-        logger: RolloutLogger,
         baselines: GreedyBaselines | NoBaselines,
         schedule: Schedule,
+        note: Callable[[str], None],
+        observers: Sequence[BatchObserver],
     ) -> None:
-        self._run, self._plan = run, run.plan
-        self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
-        self._key_data = KeyData(run, plane)
+        """Compute nothing yet.
+
+        Args:
+            note: shows a line to the user.
+        """
+        self._rl, self._plan, self._stage, self._timeout_s = run.rl, run.plan, run.stage, run.deadlines.rows_s
+        self._plane, self._baselines, self._schedule = plane, baselines, schedule
+        self._note, self._observers = note, observers
         self.entropy_threshold: float | None = None
-        self._admission, self._token_limit = admission_of(run), run.rl.off_policy_token_limit
-        self._unscored_limit = run.rl.unscored_iterations_limit
         self._unscored = 0  # iterations in a row
 
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
-        """Rows have advantages, returns, scored_mask (what counts at all) and loss_mask (what trains).
+        """Add advantages, returns, scored_mask (tokens that count at all) and loss_mask (tokens that train) to the rows.
 
         Raises:
-            RuntimeError: responses come from other weights than the newest, or none has had a score for too long.
+            RuntimeError: responses come from weights that are too old, or none has had a score for too long.
         """
-        rows, objective = range(self._plan.num_train_samples), self._schedule.objective
+        rows, objective, admission = range(self._plan.num_train_samples), self._schedule.objective, self._schedule.admission
         columns = ["rewards", "reward_results", "response_mask", "truncated", "weight_versions"]
         if objective.kl_place == "reward":
             columns += ["old_log_probs", "ref_log_probs"]
@@ -71,9 +105,9 @@ class Advantages:
             columns.append("values")
         if objective.masks_by_entropy:
             columns.append("entropies")
-        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.deadlines.rows_s)
-        versions, version = list(batch["weight_versions"]), self._admission.version(iteration)
-        check_versions(versions, version, self._admission.bound, iteration)
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._timeout_s)
+        versions, version = list(batch["weight_versions"]), admission.version(iteration)
+        check_versions(versions, version, admission.bound, iteration)
         masks = ragged(batch["response_mask"])
         rewards = ragged(batch["rewards"]).tensor()
         sampled, lengths = masks.padded(0), masks.lengths().tolist()
@@ -81,16 +115,15 @@ class Advantages:
         scored = ~rewards.isnan()
         self._unscored = 0 if scored.any() else self._unscored + 1
         if self._unscored:
-            results: Sequence[Any] = batch["reward_results"]
-            self._say_unscored(iteration, [result.state for result in results])
+            self._warn_unscored(iteration, [result.state for result in objects(batch["reward_results"])])
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
         # masked out is not enough: 0 times NaN is NaN
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)
-        loss_mask = young = response_mask & young_tokens(versions, version, self._token_limit, width)
-        if self._admission.bound:
+        loss_mask = young = response_mask & young_tokens(versions, version, self._rl.off_policy_token_limit, width)
+        if admission.bound:
             metrics.merge(staleness_metrics(versions, version))
             metrics.add_mean("rollout/old_tokens_masked", (response_mask & ~young).sum().item(), response_mask.sum().item())
         if objective.overlong_filter:
@@ -109,17 +142,19 @@ class Advantages:
             },
             rows,
         )
-        with_trainer = self._schedule.computes_old_log_probs(iteration)
-        with_ratios = self._schedule.writes_ratios(iteration)
-        masks = response_mask, loss_mask
-        self._logger.completions(
-            iteration + 1, self._plane, advantages, *masks, with_trainer=with_trainer, with_ratios=with_ratios
+        prepared = TrainBatch(
+            iteration,
+            inputs,
+            advantages,
+            young,
+            loss_mask,
+            kl_coef,
+            has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
+            has_ref_log_probs=self._schedule.needs_reference,
+            has_ratios=self._schedule.writes_ratios(iteration),
         )
-        with_reference = self._schedule.needs_reference
-        self._key_data.save(iteration, advantages, loss_mask, with_trainer=with_trainer, with_reference=with_reference)
-        if self._schedule.saves_rollout(iteration):
-            path = self._run.folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
-            save_rollout(path, self._run, self._plane, inputs, young, kl_coef=kl_coef, with_reference=with_reference)
+        for observer in self._observers:
+            observer.on_batch(prepared)
         return metrics
 
     def _inputs(
@@ -136,10 +171,10 @@ class Advantages:
             tensors["values"] = ragged(batch["values"]).padded(0.0, width)
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
-            names, weights = reward_functions(self._run.rl)
+            names, weights = select_reward_functions(self._rl)
             for part, weight in (
-                (TRAJECTORY_PART, self._run.rl.trajectory_reward_weight),
-                (MODEL_PART, self._run.rl.reward_model_weight),
+                (TRAJECTORY_PART, self._rl.trajectory_reward_weight),
+                (MODEL_PART, self._rl.reward_model_weight),
             ):
                 if any(part in result.parts for result in results):
                     names, weights = [*names, part], [*weights, weight]
@@ -151,19 +186,19 @@ class Advantages:
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:
         metrics = Metrics()
-        metrics.add_spread(f"{SCORE_PREFIX[self._run.stage]}/score", scores.tolist())
+        metrics.add_spread(f"{_SCORE_PREFIX[self._stage]}/score", scores.tolist())
         results = objects(batch["reward_results"])
-        for name, value in reward_metrics(results, group_size=self._plan.n_samples_per_prompt).items():
+        for name, value in compute_reward_metrics(results, group_size=self._plan.n_samples_per_prompt).items():
             metrics.add_mean(name, value)
         return metrics
 
-    def _say_unscored(self, iteration: int, states: Sequence[str]) -> None:
-        """Warns of an iteration that teaches nothing, and stops a run in which there are too many of them.
+    def _warn_unscored(self, iteration: int, states: Sequence[str]) -> None:
+        """Warn of an iteration without any score, and stop a run in which there are too many of them.
 
         Raises:
             RuntimeError: `unscored_iterations_limit` iterations in a row.
         """
-        limit = self._unscored_limit
+        limit = self._rl.unscored_iterations_limit
         counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
         text = (
             f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a "
@@ -171,4 +206,4 @@ class Advantages:
         )
         if limit and self._unscored >= limit:
             raise RuntimeError(f"{text} That is iteration {self._unscored} in a row (rl_config.unscored_iterations_limit).")
-        self._logger.note(f"warning: {text}")
+        self._note(f"warning: {text}")

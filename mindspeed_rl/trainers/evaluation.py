@@ -1,21 +1,25 @@
-"""Answers to held-out prompts, scored as the run scores its rollouts."""
+"""Responses to held-out prompts, scored as the run scores its rollouts, and ReMax's baselines, which are made the same way."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
+
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import RewardResult, reward_functions
-from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rewards.samples import RewardResult, select_reward_functions
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.services import Services
 
 
 class Evaluator:
-    """Evaluates the weights that the rollout engine holds."""
+    """Evaluate the weights that the rollout engine holds."""
 
     def __init__(
         self,
@@ -29,18 +33,19 @@ class Evaluator:
         if prompts is not None:
             self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
         self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
-        self._first = next(iter(reward_functions(run.rl)[0]), None)
+        self._first_function = next(iter(select_reward_functions(run.rl)[0]), None)
         self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
     def run(self) -> Metrics:
-        """eval/reward, eval/<part> and, where the first reward function says whether an answer is right, eval/accuracy.
+        """Return eval/reward, eval/<part> and, where the first reward function tells right from wrong, eval/accuracy.
 
-        The accuracy is the share of responses with that function's full score.
+        The accuracy is the fraction of responses with that function's full score.
         """
         responses, results = self.score(self._items, greedy=self._greedy)
         results = self._model_rewards.add(results, self._items, responses)
         metrics = Metrics()
-        if (first := self._accuracy()) is not None:
+        first = self._first_function
+        if first is not None and first in self._rewards.accuracies:
             metrics.add_mean("eval/accuracy", sum(result.parts.get(first, 0.0) >= 1.0 for result in results), len(results))
         metrics.add_mean("eval/reward", math.fsum(result.total or 0.0 for result in results), len(results))
         for result in results:
@@ -49,12 +54,8 @@ class Evaluator:
         metrics.add_mean("eval/response_length", sum(map(len, responses)), len(responses))
         return metrics
 
-    def _accuracy(self) -> str | None:
-        """The first reward function, if it says whether an answer is right."""
-        return self._first if self._first in self._rewards.accuracies else None
-
     def describe(self, metrics: Metrics) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         results = metrics.results()
         sampling = "greedy" if self._greedy else "sampled"
         shown = (
@@ -65,17 +66,58 @@ class Evaluator:
         return f"held-out {shown} on {len(self._items)} prompts ({sampling})"
 
     def score(self, items: Sequence[PromptItem], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
-        """Responses to the items' prompts, and what the reward functions say about them."""
-        trajectories = self._answer(items, greedy=greedy)
-        results = self._rewards.score_now(list(items), trajectories)
-        return [trajectory.token_ids for trajectory in trajectories], results
+        """Return responses to the items' prompts by the run's agent loop, and the results of the reward functions."""
+        generated = self._actors.generate_responses(list(items), self._seed, greedy)
+        replicas = [trajectories for trajectories in generated if trajectories is not None]
+        # replica i of n generates for every n-th prompt from i on
+        ordered = [replicas[index % len(replicas)][index // len(replicas)] for index in range(len(items))]
+        results = self._rewards.score_now(list(items), ordered)
+        return [trajectory.token_ids for trajectory in ordered], results
 
-    def _answer(self, items: Sequence[PromptItem], *, greedy: bool) -> list[Trajectory]:
-        """Trajectories in the order of the prompts, by the run's own agent loop; replica i answers every n-th from i on."""
-        shares = [share for share in self._actors.answer(list(items), self._seed, greedy) if share is not None]
-        found = {
-            replica + place * len(shares): trajectory
-            for replica, share in enumerate(shares)
-            for place, trajectory in enumerate(share)
-        }
-        return [found[number] for number in range(len(items))]
+
+class GreedyBaselines:
+    """ReMax's baselines: the reward of the greedy response to each prompt of the batch (arXiv:2310.10505).
+
+    `generate` needs the rollout engine, `rewards` does not: between the two the device may be given to training.
+    """
+
+    def __init__(self, run: Run, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards | NoModelRewards) -> None:
+        self._plan, self._timeout_s = run.plan, run.deadlines.rows_s
+        self._plane, self._evaluator, self._model_rewards = plane, evaluator, model_rewards
+
+    def generate(self) -> list[WorkerReport]:
+        """Generate a greedy response to each prompt of the batch, scored by the reward functions."""
+        group, count = self._plan.n_samples_per_prompt, self._plan.num_train_samples
+        batch, _ = self._plane.get(
+            "compute_advantage", ["prompt_ids", "labels", "extra"], indexes=range(0, count, group), timeout_s=self._timeout_s
+        )
+        self._items = [
+            PromptItem(prompt_ids=ids.tolist(), label=label, columns=columns)
+            for ids, label, columns in zip(batch["prompt_ids"], objects(batch["labels"]), objects(batch["extra"]))
+        ]
+        self._responses, self._results = self._evaluator.score(self._items, greedy=True)
+        metrics = Metrics()
+        metrics.add_spread("remax/greedy_length", [len(response) for response in self._responses])
+        return [WorkerReport(metrics)]
+
+    def rewards(self) -> torch.Tensor:
+        """Return [rows] the reward of the greedy response to each row's prompt; 0 where its score failed."""
+        results = self._model_rewards.add(self._results, self._items, self._responses)
+        totals = torch.tensor([result.total or 0.0 for result in results])
+        return totals.repeat_interleave(self._plan.n_samples_per_prompt)
+
+
+class NoBaselines:
+    """No baselines, for the estimators that need none."""
+
+    def generate(self) -> list[WorkerReport]:
+        """Generate nothing."""
+        return []
+
+    def rewards(self) -> torch.Tensor:
+        """Refuse.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("greedy baselines are computed only for an adv_estimator that needs them")

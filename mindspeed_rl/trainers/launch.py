@@ -1,87 +1,87 @@
-"""The beginning and the end of every run: checks, run folder, cluster, workers, logger; and all of it ended afterwards."""
+"""The launch and the end of every run: checks, run folder, Ray, workers, loop; and all of it closed afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from mindspeed_rl.config import RLConfig, Run
-from mindspeed_rl.config.explain.warnings import run_warnings
+from mindspeed_rl.config import MegatronConfig, RLConfig, Run
+from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.console import table
-from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.steps import StartSteps
+from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.runtime.cluster import cluster
-from mindspeed_rl.trainers.key_data import write_configurations
-from mindspeed_rl.trainers.plan_table import plan_rows
+from mindspeed_rl.trainers.batch_records import dump_configuration
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rl_setup import RLParts
-from mindspeed_rl.trainers.run_folder import absolute_paths, reported
-from mindspeed_rl.trainers.sft_setup import SupervisedParts
+from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
+from mindspeed_rl.trainers.run_folder import make_paths_absolute, report_outcome
+from mindspeed_rl.trainers.run_logger import LogOutputs
+from mindspeed_rl.trainers.sft_setup import build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
-from mindspeed_rl.trainers.termination import Ending, Terminated
+from mindspeed_rl.trainers.termination import Terminated, Termination
 
 
 @contextlib.contextmanager
-def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
-    """A trainer with everything that it needs running.
+def launch_run(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
+    """Yield a trainer with all its processes running.
 
-    Everything that can be wrong in files and keys is found before Ray starts. When the block ends, however it ends, all
-    processes are gone and the run folder has a report of the outcome.
-
-    SIGTERM is handled in the block; see `Ending`.
+    All errors in files and keys are found before Ray starts. When the block ends, however it ends, all processes are gone and
+    the run folder has a report of the outcome. SIGTERM is handled in the block; see `Termination`.
 
     Raises:
         ValueError: a key or file is wrong.
-        WorkerFailed: a worker died or raised.
+        WorkerError: a worker died or raised.
         Terminated: SIGTERM came.
     """
     steps = StartSteps()
     run = dataclasses.replace(run, prediction=predict(run))
-    cfg = run.config
-    # before the run folder is made: a mistake in a key leaves none behind
-    parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
-    run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
-    ending = Ending(cfg.actor_config.sigterm_grace_s)
-    with ending.installed(), reported(run) as report, _whoever_ended_it(ending), contextlib.ExitStack() as stack:
-        beat = heartbeat.begin(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
+    # before the run folder is made: a wrong key leaves none behind
+    inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
+    run, cfg = inputs.run, inputs.run.config  # with the length of the run, where the prompts decide it
+    rl, actor = cfg.rl_config or RLConfig(), cfg.actor_config
+    termination = Termination(actor.sigterm_grace_s)
+    with termination.handled(), report_outcome(run) as report, _explain_sigterm(termination), contextlib.ExitStack() as stack:
+        beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
-        absolute_paths(cfg)
-        write_configurations(run)
-        goes_on_after = parts.beginning.iteration
-        trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg), goes_on_after=goes_on_after)
+        make_paths_absolute(cfg, run.models)
+        dump_configuration(run)
+        trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
-        print(table(f"run folder: {run.folder}", plan_rows(run, parts.num_devices)), flush=True)
-        print(parts.describe(), flush=True)
-        for text in run_warnings(cfg, run.num_nodes):
+        print(format_table(f"run folder: {run.folder}", plan_rows(run, inputs.num_devices)), flush=True)
+        print(inputs.summary, flush=True)
+        for text in find_warnings(cfg):
             print(f"warning: {text}", flush=True)
-        beside = (cfg.rl_config or RLConfig()).num_cpus_for_placement_group
-        logs = run.folder / "logs" / "ray"
-        stack.enter_context(cluster(parts.num_devices, run.platform, cpus_per_device=beside, logs=logs))
-        ending.install()
+        cpus, logs = rl.num_cpus_for_placement_group, run.folder / "logs" / "ray"
+        stack.enter_context(cluster(inputs.num_devices, run.platform, cpus_per_device=cpus, logs=logs))
+        termination.install()
         steps.done("Ray runs")
-        resumed = parts.start(stack, steps)
-        start = resumed.get("iteration", 0)
-        assert run.plan.train_iters is not None  # resolve refuses a run without a length
-        title = Path(cfg.config_name).stem
-        progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
-        logger = parts.logger(trackers, progress)
-        report.show(logger)
-        logger.steps = steps
-        stack.callback(logger.close)
-        trainer = parts.trainer()
-        trainer.ending = ending
+
+        def open_outputs(resumed: Mapping[str, Any], every: int) -> LogOutputs:
+            assert run.plan.train_iters is not None  # resolve refuses a run without a length
+            start, title = resumed.get("iteration", 0), Path(cfg.config_name).stem
+            progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=every))
+            return LogOutputs(run.folder, trackers, progress, steps, (report,))
+
+        trainer: RLTrainer | SupervisedTrainer
+        if isinstance(inputs, RLInputs):
+            services = start_services(inputs, stack, steps)
+            trainer = build_trainer(inputs, services, open_outputs(services.resumed, 1), termination)
+        else:
+            workers = start_workers(inputs, stack, steps)
+            outputs = open_outputs(workers.resumed, actor.log_interval)
+            trainer = build_supervised_trainer(inputs, workers, outputs, termination)
+        stack.callback(trainer.logger.close)
         yield trainer
 
 
 @contextlib.contextmanager
-def _whoever_ended_it(ending: Ending) -> Iterator[None]:
-    """Workers that got the same SIGTERM as the driver have not failed; nor has Ray, whose handler is there while it starts."""
+def _explain_sigterm(termination: Termination) -> Iterator[None]:
+    """Raise `Terminated` in place of failures of workers, or of Ray's own handler, that the same SIGTERM caused."""
     try:
         yield
     except SystemExit as error:
@@ -89,6 +89,52 @@ def _whoever_ended_it(ending: Ending) -> Iterator[None]:
             raise
         raise Terminated("SIGTERM: all workers were ended.") from error
     except (RuntimeError, TimeoutError) as error:
-        if not ending.requested:
+        if not termination.requested:
             raise
         raise Terminated(f"SIGTERM: the run ended before the iteration did: {error}") from error
+
+
+def plan_rows(run: Run, num_devices: int) -> dict[str, str]:
+    """Return the plan of a run as rows of a table for the console; `mindspeed-rl explain` shows all of it.
+
+    Args:
+        num_devices: of all roles.
+    """
+    cfg, plan, actor = run.config, run.plan, run.config.actor_config
+    rows = {
+        "stage": run.stage,
+        "model": str(actor.pretrained_checkpoint or actor.load or actor.model or "fresh weights"),
+        "devices": f"{num_devices} x {run.platform} on {run.num_nodes} node(s), {_describe_layout(actor)}",
+        "length": f"{plan.train_iters} iterations",
+    }
+    if cfg.is_supervised:
+        rows["batch"] = f"{plan.num_samples} samples a step, micro-batches of {plan.micro_batch_size}"
+    else:
+        sampling, steps = run.generate.sampling_config, plan.num_optimizer_steps
+        limits = f"at most {sampling.max_tokens} tokens, temperature {sampling.temperature:g}"
+        rows["rollout"] = f"{plan.num_prompts} prompts x {plan.n_samples_per_prompt} responses, {limits}"
+        rows["update"] = (
+            f"{steps} optimizer step(s) of {plan.mini_batch_size} responses, micro-batches of {plan.micro_batch_size}"
+        )
+        rows["rewards"] = ", ".join(
+            [*(run.rl.verifier_function if run.rl.rule_reward else []), *(["reward model"] if run.rl.reward_model else [])]
+        )
+    rows["learning rate"] = f"{actor.lr:g}, {actor.lr_decay_style}" if actor.lr is not None else ""
+    rows["adapters"] = f"{', '.join(actor.lora_target_modules)}, rank {actor.lora_r}" if actor.lora_target_modules else ""
+    if run.prediction is not None:
+        rows["planned"] = run.prediction.summary or f"nothing: {run.prediction.missing}"
+    path = actor.data_path
+    rows["data"] = ", ".join(map(str, path)) if isinstance(path, list) else path or ""
+    rows["saves to"] = f"{actor.save}, every {actor.save_interval or plan.train_iters} iterations" if actor.save else "nowhere"
+    return rows
+
+
+def _describe_layout(actor: MegatronConfig) -> str:
+    sizes = {
+        "TP": actor.tensor_model_parallel_size,
+        "PP": actor.pipeline_model_parallel_size,
+        "CP": actor.context_parallel_size,
+        "EP": actor.expert_model_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*parts, "bf16" if actor.bf16 else "fp32"])

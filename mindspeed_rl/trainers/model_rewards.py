@@ -1,69 +1,65 @@
-"""A reward model's scores: added to what the reward functions said, in the data plane or for given responses."""
+"""A reward model's scores: added to the results of the reward functions, in the data plane or for given responses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import add_model_scores
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.groups import ScoringGroup
+from mindspeed_rl.workers.fleet import Fleet
 
 
 class ModelRewards:
-    """Scores by the reward model that these workers hold: those of the actor, or its own."""
+    """Scores by the reward model that these workers hold: those of the actor, or dedicated ones."""
 
-    def __init__(self, run: Run, scorers: ScoringGroup, plane: DataPlane) -> None:
-        self._weight = run.rl.reward_model_weight
-        self._timeout_s = run.deadlines.rows_s
-        self._scorers, self._plane = scorers, plane
+    def __init__(self, scorers: Fleet, plane: DataPlane, *, weight: float, timeout_s: float) -> None:
+        self._scorers, self._plane, self._weight, self._timeout_s = scorers, plane, weight, timeout_s
 
     def run(self, num_rows: int) -> list[WorkerReport]:
-        """`rewards` and `reward_results` of the first rows contain the model's score, as the last part."""
+        """Add the model's score, as the last part, to `rewards` and `reward_results` of the first rows."""
         reports = self._scorers.compute_model_rewards(num_rows)
         rows = range(num_rows)
         batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
         scores = ragged(batch["rm_scores"]).tensor().tolist()
-        results = self._add(objects(batch["reward_results"]), scores)
-        totals = [math.nan if result.total is None else result.total for result in results]
+        results = add_model_scores(objects(batch["reward_results"]), scores, weight=self._weight)
         # the reward functions have filled these cells before
-        self._plane.put({"rewards": totals, "reward_results": results}, rows, overwrite=True)
+        self._plane.put({"rewards": reward_totals(results), "reward_results": results}, rows, overwrite=True)
         metrics = Metrics()
         metrics.add_spread("reward_model/score", scores)
         return [*reports, WorkerReport(metrics)]
 
     def add(
-        self, results: Sequence[RewardResult], items: Sequence[Mapping[str, Any]], responses: Sequence[list[int]]
+        self, results: Sequence[RewardResult], items: Sequence[PromptItem], responses: Sequence[list[int]]
     ) -> list[RewardResult]:
-        """The results of given responses with the model's score of each.
-
-        Args:
-            items: have prompt_ids.
-        """
+        """Return the results of given responses with the model's score of each."""
         prompts = [list(item["prompt_ids"]) for item in items]
-        shares = [share for share in self._scorers.score(prompts, list(responses)) if share is not None]
+        replicas = [part for part in self._scorers.score(prompts, list(responses)) if part is not None]
         scores = [0.0] * len(prompts)
-        for replica, share in enumerate(shares):
-            scores[replica :: len(shares)] = share
-        return self._add(results, scores)
-
-    def _add(self, results: Sequence[RewardResult], scores: Sequence[float]) -> list[RewardResult]:
+        for replica, part in enumerate(replicas):
+            scores[replica :: len(replicas)] = part
         return add_model_scores(results, scores, weight=self._weight)
 
 
 class NoModelRewards:
-    """Stands in where only functions score."""
+    """No reward model: functions alone score."""
 
     def run(self, num_rows: int) -> list[WorkerReport]:
+        """Add nothing."""
         return []
 
     def add(
-        self, results: Sequence[RewardResult], items: Sequence[Mapping[str, Any]], responses: Sequence[list[int]]
+        self, results: Sequence[RewardResult], items: Sequence[PromptItem], responses: Sequence[list[int]]
     ) -> list[RewardResult]:
+        """Return the results as they are."""
         return list(results)
+
+
+def reward_totals(results: Sequence[RewardResult]) -> list[float]:
+    """Return the column `rewards`: NaN where there is no score."""
+    return [math.nan if result.total is None else result.total for result in results]

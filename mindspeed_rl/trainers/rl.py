@@ -1,24 +1,23 @@
-"""The reinforcement-learning loop: generate, score, log-probs, advantages, update, push. No device code."""
+"""The reinforcement-learning loop: generate, score, log-probs, advantages, update, weight sync. No device code."""
 
 from __future__ import annotations
 
 from mindspeed_rl.trainers.advantages import Advantages
-from mindspeed_rl.trainers.bookkeeping import Bookkeeping
-from mindspeed_rl.trainers.evaluation import Evaluator
-from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rollout import Rollout
-from mindspeed_rl.trainers.run_logger import RunLogger
+from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.workers.groups import ActorGroup
+from mindspeed_rl.trainers.termination import Termination
+from mindspeed_rl.workers.fleet import Fleet
 
 
-class RLTrainer(Bookkeeping):
-    """GRPO and its relatives. What differs between algorithms lies in the objects it is given, not in the loop."""
+class RLTrainer(TrainingLoop):
+    """GRPO and its relatives. Algorithms differ in the objects that the loop is given, not in the loop."""
 
     def __init__(
         self,
-        actors: ActorGroup,
+        actors: Fleet,
         rollout: Rollout,
         baselines: GreedyBaselines | NoBaselines,
         model_rewards: ModelRewards | NoModelRewards,
@@ -26,9 +25,10 @@ class RLTrainer(Bookkeeping):
         evaluator: Evaluator,
         schedule: Schedule,
         logger: RunLogger,
+        termination: Termination,
         start_iteration: int = 0,
     ) -> None:
-        super().__init__(logger)
+        super().__init__(logger, termination)
         self.actors = actors
         self.rollout = rollout
         self.baselines = baselines
@@ -39,17 +39,17 @@ class RLTrainer(Bookkeeping):
         self.start_iteration = start_iteration
 
     def fit(self) -> None:
-        """Runs all iterations that are left."""
+        """Run all iterations that are left."""
         actors, schedule, collect = self.actors, self.schedule, self.collect
         num_rows = schedule.num_train_samples
         self._push_weights(self.start_iteration)
-        self.logger.started("the rollout engines hold the actor's weights")
+        self.logger.step_done("the rollout engines hold the actor's weights")
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
             with self.iteration(iteration + 1):
                 collect(self.rollout.run(iteration))
-                collect(self.baselines.answer())
-                # behind the greedy answers, for which the engine needs its memory
+                collect(self.baselines.generate())
+                # after the greedy responses, for which the engine needs its memory
                 collect(actors.finish_rollout())
                 collect(self.model_rewards.run(num_rows))
                 if schedule.needs_reference:
@@ -62,11 +62,11 @@ class RLTrainer(Bookkeeping):
                 if schedule.has_critic:
                     collect(actors.update_critic(schedule.steps(iteration)))
                 if schedule.trains_actor(iteration):
-                    collect(actors.update_actor(schedule.update_order(iteration, self.advantages.entropy_threshold)))
+                    collect(actors.update_actor(schedule.update_plan(iteration, self.advantages.entropy_threshold)))
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_reference(iteration):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
-                # before the checkpoint: the push interrupts what is in flight, which is saved as it stands then
+                # before the checkpoint: the weight sync interrupts responses in flight, which are saved as they are then
                 self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
                     self.before_save(iteration + 1)
@@ -76,39 +76,39 @@ class RLTrainer(Bookkeeping):
             if self._ends_early(iteration):
                 break
         collect(actors.finish())
-        self.ending.wind_up()
+        self.termination.raise_if_early()
 
     def _push_weights(self, iteration: int) -> None:
-        """The rollout engine holds the weights that it is to have when this iteration begins."""
+        """Give the rollout engine the weights that it is to have when this iteration begins."""
         version = self.rollout.before_push(iteration)
         if version is not None:
             self.collect(self.actors.push_weights(version))
             self.rollout.after_push(iteration)
 
-    # ------------------------------------------------------------------ what needs no worker
+    # ------------------------------------------------------------------ steps without a worker
 
     def _evaluate_first(self) -> None:
-        """What the run starts from is measured and shown, where there is something to evaluate on."""
+        """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
         if self.schedule.evaluates_first:
             before = self.evaluator.run()
-            self.logger.first = before.results()
-            self.logger.started("evaluated before the first iteration")
+            self.logger.record_first_evaluation(before.results())
+            self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
 
     def _ends_early(self, iteration: int) -> bool:
-        """True, with this iteration saved, where the run has been asked to end while others are left."""
-        if iteration + 1 == self.schedule.train_iters or not self.ending.requested:
+        """Return True, with this iteration saved, after SIGTERM while iterations are left."""
+        if iteration + 1 == self.schedule.train_iters or not self.termination.requested:
             return False
-        self.ending.is_followed = True
+        self.termination.ends_early = True
         if not self.schedule.saves(iteration):
             self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
         return True
 
     def _compute_advantages(self, iteration: int) -> None:
-        """Rows have advantages, returns and loss masks."""
+        """Add advantages, returns and loss masks to the rows."""
         with self.timers("adv"):
             self.metrics.merge(self.advantages.compute(iteration, kl_coef=self.schedule.kl.coef))
 
     def _state(self, iteration: int) -> dict[str, object]:
-        """What a resumed run needs besides weights."""
+        """Return the state that a resumed run needs besides weights."""
         return self.schedule.state_dict(iteration) | {"rollout": self.rollout.state_dict()}

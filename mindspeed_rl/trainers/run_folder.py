@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, and the report that is in it however the run ends."""
+"""The folder of a run: its absolute paths, its log, and the report that is written however the run ends."""
 
 from __future__ import annotations
 
@@ -8,98 +8,106 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.config.keys.megatron import is_weight
+from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.console import summary
+from mindspeed_rl.observability.console import format_summary
 from mindspeed_rl.observability.logging import set_up_logging
-from mindspeed_rl.observability.page.live import LivePage
-from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.planner.advice import changes_that_relieve
 from mindspeed_rl.planner.calibration import later_medians, run_tree
 from mindspeed_rl.planner.chips import chip_of
 from mindspeed_rl.planner.prediction import comparison
-from mindspeed_rl.runtime.device_memory import memory_failure
-from mindspeed_rl.runtime.futures import WorkerFailed
-from mindspeed_rl.trainers.run_logger import RunLogger
+from mindspeed_rl.runtime.device_memory import find_memory_error
+from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated
 
-_MOST_SETTINGS = 3
+_MAX_SETTINGS = 3
 
 
-@dataclass
 class RunReport:
-    """What the report of a run is made of.
+    """The report of a run: an observer of its figures that refreshes the page while the run goes."""
 
-    Attributes:
-        run: what runs.
-        logger: set as soon as there is one; its last evaluation stands on top of the report.
-    """
+    def __init__(self, run: Run) -> None:
+        self._run, self._launched_s = run, time.monotonic()
+        self._first: Mapping[str, float] = {}
+        self._evaluation: dict[str, float] = {}
+        self._page: LivePage | None = None
 
-    run: Run
-    logger: RunLogger | None = None
-
-    def write(self, outcome: str) -> None:
-        """The run folder has a report of what there is so far."""
-        last, first = (self.logger.last, self.logger.first) if self.logger else ({}, {})
-        results = {name: value for name, value in last.items() if name.startswith("eval/")}
-        results |= {f"{name}/first": value for name, value in first.items()}
-        cfg = self.run.config
-        write_report(
-            self.run.folder,
-            dataclasses.asdict(cfg),
-            title=cfg.config_name,
-            outcome=outcome,
-            results=results,
-            config_set=cfg.as_written(),
-            planned_iterations=self.run.plan.train_iters,
-            plan=lambda history: comparison(self.run, later_medians(history)),
-        )
-
-    def summary(self, outcome: str, seconds: float) -> str:
-        """The end of the run, for the console."""
-        assert self.logger is not None
-        return summary(
-            read_metrics(self.run.folder / "metrics.jsonl"),
-            outcome=outcome,
-            seconds=seconds,
-            planned=self.run.plan.train_iters,
-            report=self.run.folder / "report.html",
-            before=self.logger.first,
-        )
-
-    def show(self, logger: RunLogger) -> None:
-        """The report is refreshed while this logger's run goes."""
-        self.logger = logger
-        page = logger.page = LivePage(lambda: self.write(_running()))
+    def on_start(self) -> None:
+        """Refresh the page from now on, also when there is a warning of a long wait."""
+        page = self._page = LivePage(self._refresh)
         if (beat := heartbeat.current()) is not None:
             beat.on_notice = page.touch
 
+    def on_first_evaluation(self, results: Mapping[str, float]) -> None:
+        """Show these figures next to those of the last evaluation."""
+        self._first = results
 
-def _running() -> str:
-    """The outcome of a run that goes, with what is to be said of a long wait."""
-    beat = heartbeat.current()
-    return f"running; {beat.notice}" if beat is not None and beat.notice else "running"
+    def on_iteration(self, results: Mapping[str, float]) -> None:
+        """Refresh the page; the newest evaluation is at its top."""
+        self._evaluation |= {name: value for name, value in results.items() if name.startswith("eval/")}
+        if self._page is not None:
+            self._page.refresh()
+
+    def close(self) -> None:
+        """Stop refreshing the page."""
+        if self._page is not None:
+            self._page.close()
+
+    def _refresh(self) -> None:
+        beat = heartbeat.current()
+        self.write(f"running; {beat.notice}" if beat is not None and beat.notice else "running")
+
+    def write(self, outcome: str) -> None:
+        """Write the report of all that the run folder has so far."""
+        cfg = self._run.config
+        write_report(
+            self._run.folder,
+            dataclasses.asdict(cfg),
+            title=cfg.config_name,
+            outcome=outcome,
+            results=self._evaluation | {f"{name}/first": value for name, value in self._first.items()},
+            config_set=cfg.as_written(),
+            planned_iterations=self._run.plan.train_iters,
+            plan=lambda history: comparison(self._run, later_medians(history)),
+        )
+
+    def finish(self, outcome: str) -> None:
+        """Write the last report, and show a summary on the console if the loop has begun."""
+        folder = self._run.folder
+        with _warn_of_full_disk(folder):
+            self.write(outcome)
+            if self._page is not None:
+                text = format_summary(
+                    read_metrics(folder / "metrics.jsonl"),
+                    outcome=outcome,
+                    seconds=time.monotonic() - self._launched_s,
+                    planned=self._run.plan.train_iters,
+                    report=folder / "report.html",
+                    before=self._first,
+                )
+                print(text, flush=True)
 
 
 @contextlib.contextmanager
-def reported(run: Run) -> Iterator[RunReport]:
-    """The run folder exists and takes the logs; a report with the outcome is in it when the block ends."""
+def report_outcome(run: Run) -> Iterator[RunReport]:
+    """Make the run folder, which takes the logs; when the block ends a report with the outcome is in it."""
     folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         set_up_logging(folder / "run.log")
     except OSError as error:
         raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
-    report, begun = RunReport(run), time.monotonic()
-    outcome = "failed"
+    report, outcome = RunReport(run), "failed"
     try:
-        with _advised(run):
+        with advise_on_memory(run):
             yield report
         outcome = "finished"
     except KeyboardInterrupt:
@@ -110,57 +118,57 @@ def reported(run: Run) -> Iterator[RunReport]:
         raise
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"
-        with _as_far_as_the_disk_goes(folder), (folder / "run.log").open("a", encoding="utf-8") as log:
+        with _warn_of_full_disk(folder), (folder / "run.log").open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)  # the console shows one line
         raise
     finally:
-        with _as_far_as_the_disk_goes(folder):
-            report.write(outcome)
-            if report.logger is not None:
-                print(report.summary(outcome, time.monotonic() - begun), flush=True)
+        report.finish(outcome)
 
 
 @contextlib.contextmanager
-def _advised(run: Run) -> Iterator[None]:
-    """A worker that ran out of memory says what would have left it more."""
+def advise_on_memory(run: Run) -> Iterator[None]:
+    """Add settings with more room to the error of a worker that ran out of device memory in the block."""
     try:
         yield
-    except WorkerFailed as error:
-        failure = memory_failure(error)
+    except WorkerError as error:
+        failure = find_memory_error(error)
         if failure is None:
             raise
-        raise WorkerFailed(f"{error} {_settings_with_room(run, failure.phase)}") from error
+        raise WorkerError(f"{error} {_describe_settings_with_room(run, failure.phase)}") from error
 
 
-def _settings_with_room(run: Run, phase: str) -> str:
+def _describe_settings_with_room(run: Run, phase: str) -> str:
     cfg = run.config
     try:
         changes = changes_that_relieve(
             run_tree(dataclasses.asdict(cfg), cfg.as_written()), cfg, phase, chip_of(cfg), run.num_nodes
         )
-    except Exception as error:  # a model of the user's own, for example: the failure itself is what matters
+    except Exception as error:  # noqa: BLE001 - a plug-in's model, for example, raises anything; the memory error is shown
         return f"What would fit cannot be said: {error}"
-    found = [
+    settings = [
         f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.values.items())} ({change.costs})"
-        for change in changes[:_MOST_SETTINGS]
+        for change in changes[:_MAX_SETTINGS]
     ]
-    return f"Nearest settings with more room: {'; '.join(found)}." if found else "No single setting leaves much more room."
+    if not settings:
+        return "No single setting leaves much more room."
+    return f"Nearest settings with more room: {'; '.join(settings)}."
 
 
 @contextlib.contextmanager
-def _as_far_as_the_disk_goes(folder: Path) -> Iterator[None]:
-    """What the disk does not take of the block is said, and hides no failure that is being reported."""
+def _warn_of_full_disk(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a warning, so that it hides no failure that is being reported."""
     try:
         yield
     except OSError as error:
         print(f"warning: the report in {folder} could not be written: {error}", file=sys.stderr)
 
 
-def absolute_paths(cfg: RunConfig) -> RunConfig:
-    """Paths of a run file are relative to where the command was given; workers run elsewhere."""
+def make_paths_absolute(cfg: RunConfig, models: Mapping[str, RoleModel] = MappingProxyType({})) -> RunConfig:
+    """Resolve the paths of a run file, in place, against the folder of the command; workers run elsewhere."""
     roles = (cfg.megatron_training, cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config)
+    roles += tuple(model.config for model in models.values())
     for config in {id(role): role for role in roles if role is not None}.values():
-        # what does not exist here may be the name of a model at a hub, or the default, a file that few have
+        # a path that does not exist here may be the name of a model at a hub, or the default, a file that few have
         for key in ("load", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model", "prompt_type_path"):
             value = getattr(config, key)
             if value and Path(value).expanduser().exists():

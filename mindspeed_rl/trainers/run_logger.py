@@ -1,77 +1,145 @@
-"""Where a run's figures go: console, metrics.jsonl, trackers, timeline."""
+"""The figures of a run: console, metrics.jsonl, trackers, timeline; and the part of a loop that collects them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from mindspeed_rl.observability.console import IterationProgress, StartSteps
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.page.live import LivePage
-from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.steps import StartSteps
-from mindspeed_rl.observability.timeline import Timeline
-from mindspeed_rl.observability.timers import Interval, timing_metrics
+from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_timings
 from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.termination import Termination
 
 
-class RunLogger:
-    """Writes one record an iteration.
+class RunObserver(Protocol):
+    """Follow the figures of a run next to its logger, for example to keep a report up to date."""
+
+    def on_start(self) -> None:
+        """Take note that the loop begins."""
+
+    def on_first_evaluation(self, results: Mapping[str, float]) -> None:
+        """Take the figures of the evaluation before the first iteration."""
+
+    def on_iteration(self, results: Mapping[str, float]) -> None:
+        """Take the figures of an iteration, which are in the files of the run by now."""
+
+    def close(self) -> None:
+        """Take note that no iteration follows."""
+
+
+@dataclass(frozen=True)
+class LogOutputs:
+    """The places that a logger writes to.
 
     Attributes:
         folder: of the run.
-        last: figures of the last iteration, with those of the last evaluation.
-        first: figures of the evaluation before the first iteration.
-        steps: of the start; None where nobody watches it.
-        page: the report that is refreshed while the run goes.
+        steps: of the start; None where its duration is not shown.
     """
 
-    def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress) -> None:
-        self.folder = folder
-        self._trackers, self._progress = trackers, progress
-        self._timeline = Timeline(folder / "timeline.json")
-        self.last: Mapping[str, float] = {}
-        self.first: Mapping[str, float] = {}
-        self.steps: StartSteps | None = None
-        self.page: LivePage | None = None
+    folder: Path
+    trackers: Trackers
+    progress: IterationProgress
+    steps: StartSteps | None = None
+    observers: Sequence[RunObserver] = ()
+
+
+class RunLogger:
+    """Write one record an iteration.
+
+    Attributes:
+        first_evaluation: figures of the evaluation before the first iteration.
+    """
+
+    def __init__(self, outputs: LogOutputs) -> None:
+        self.first_evaluation: Mapping[str, float] = {}
+        self._outputs = outputs
+        self._timeline = Timeline(outputs.folder / "timeline.json")
+        for observer in outputs.observers:
+            observer.on_start()
 
     def note(self, text: str) -> None:
-        """A line for the user."""
-        self._progress.note(text)
+        """Show a line to the user."""
+        self._outputs.progress.note(text)
 
-    def started(self, what: str) -> None:
-        """A step of the start is through, behind those that came before the loop."""
-        if self.steps is not None:
-            self.steps.show = self.note
-            self.steps.done(what)
+    def step_done(self, what: str) -> None:
+        """Show that a step of the start is done, after those that came before the loop."""
+        if (steps := self._outputs.steps) is not None:
+            steps.show = self.note
+            steps.done(what)
+
+    def record_first_evaluation(self, results: Mapping[str, float]) -> None:
+        """Keep the figures of the evaluation before the first iteration."""
+        self.first_evaluation = results
+        for observer in self._outputs.observers:
+            observer.on_first_evaluation(results)
 
     def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
-        """This iteration is about to be saved: what is known of it is in the records of a run that goes on behind it."""
-        self._trackers.hold(iteration, self._figures(metrics, intervals))
+        """Record an iteration that is about to be saved: a run that resumes after its checkpoint has these figures."""
+        self._outputs.trackers.log_pending(iteration, self._compute_figures(metrics, intervals))
 
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
-        """Records iteration number `iteration` (the first is 1)."""
-        results = self._figures(metrics, intervals)
+        """Record an iteration; the first is 1."""
+        results = self._compute_figures(metrics, intervals)
         self._timeline.add(iteration, intervals)
-        self._trackers.log(iteration, results)
-        self._progress.update(iteration, results)
-        if self.page is not None:  # last: it is made of the files above
-            self.page.touch()
-        self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
+        self._outputs.trackers.log(iteration, results)
+        self._outputs.progress.update(iteration, results)
+        # last: a report is made of the files above
+        for observer in self._outputs.observers:
+            observer.on_iteration(results)
 
-    def _figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
-        results = metrics.results() | timing_metrics(intervals)
-        return results | self.derived(results)
+    def _compute_figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
+        results = metrics.results() | compute_timings(intervals)
+        return results | self.derive(results)
 
-    def derived(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Further figures of an iteration, made of its metrics and timings."""
+    def derive(self, results: Mapping[str, float]) -> dict[str, float]:
+        """Return further figures of an iteration, made of its metrics and timings."""
         return {}
 
     def close(self) -> None:
-        """Completes and closes the files; what a full disk does not take is said, so that it hides no other failure."""
-        closing = (self._timeline.close, self._trackers.close)
-        for close in closing if self.page is None else (self.page.close, *closing):
+        """Complete and close the files; a full disk leads to a warning, so that it hides no other failure."""
+        closing: list[Callable[[], None]] = [observer.close for observer in self._outputs.observers]
+        for close in (*closing, self._timeline.close, self._outputs.trackers.close):
             try:
                 close()
             except OSError as error:
-                print(f"warning: {self.folder} could not be completed: {error}", file=sys.stderr)
+                print(f"warning: {self._outputs.folder} could not be completed: {error}", file=sys.stderr)
+
+
+class TrainingLoop:
+    """Base of the loops: collect the metrics and intervals of an iteration, and end early on SIGTERM.
+
+    Attributes:
+        metrics: of the iteration that runs.
+    """
+
+    def __init__(self, logger: RunLogger, termination: Termination) -> None:
+        self.logger, self.termination = logger, termination
+        self.timers = Timers()
+        self.metrics = Metrics()
+        self._intervals: list[Interval] = []
+
+    def collect(self, reports: Iterable[WorkerReport]) -> None:
+        """Add the reports of a phase to the iteration."""
+        for report in reports:
+            self.metrics.merge(report.metrics)
+            self._intervals.extend(report.intervals)
+
+    def before_save(self, iteration: int) -> None:
+        """Keep what was collected of the iteration in case the run ends between its checkpoint and its record."""
+        self.logger.hold(iteration, self.metrics, self._intervals)
+
+    @contextmanager
+    def iteration(self, iteration: int) -> Iterator[None]:
+        """Run the block as this iteration (the first is 1), and write what was collected in it."""
+        self.termination.in_loop = True
+        self.metrics, self._intervals = Metrics(), []
+        with self.timers("all"):
+            yield
+        self._intervals.extend(self.timers.drain())
+        self.logger.write(iteration, self.metrics, self._intervals)

@@ -9,8 +9,8 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.config.keys.megatron import evaluates
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.trainers.admission import admission_of
-from mindspeed_rl.workers.order import UpdateOrder, mini_batches
+from mindspeed_rl.trainers.admission import resolve_admission
+from mindspeed_rl.workers.update_plan import UpdatePlan, mini_batches
 
 
 class DisagreementError(RuntimeError):
@@ -22,7 +22,7 @@ class Schedule:
 
     Attributes:
         kl: controller of the KL coefficient.
-        objective: what is optimized.
+        admission: how far the rollout may be ahead of training.
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
@@ -34,8 +34,9 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self.kl = kl_controller(objective)
-        # the very weights that train drew the tokens
-        self._on_policy = plan.on_policy and admission_of(run).bound == 0
+        self.admission = resolve_admission(run)
+        # the tokens are sampled from the weights that train on them
+        self._on_policy = plan.on_policy and self.admission.bound == 0
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -52,15 +53,15 @@ class Schedule:
             shuffle_seed=self._actor.seed * 1_000_003 + iteration if self._rl.shuffle_mini_batch else None,
         )
 
-    def update_order(self, iteration: int, entropy_threshold: float | None) -> UpdateOrder:
+    def update_plan(self, iteration: int, entropy_threshold: float | None) -> UpdatePlan:
         """What the actor's update of this iteration consists of."""
-        return UpdateOrder(
+        return UpdatePlan(
             steps=self.steps(iteration),
             kl_coef=self.kl.coef,
             entropy_threshold=entropy_threshold,
             columns=("advantages", "rollout_log_probs", "scored_mask", "loss_mask", *self._optional_columns()),
             iteration=iteration,
-            keeps_log_probs=self.writes_ratios(iteration),
+            records_log_probs=self.writes_ratios(iteration),
         )
 
     def _optional_columns(self) -> list[str]:

@@ -1,111 +1,123 @@
-"""What a supervised run is put together from."""
+"""The set-up of a supervised run: check the inputs, start the workers, build the trainer."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.checkpoint.model_source import (
     check_weights,
-    find_model,
     fresh_head_notice,
-    has_own_reference,
     lacks_score_head,
     load_tokenizer_of,
-    reference_of,
 )
-from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig, Run, RunConfig
+from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
-from mindspeed_rl.observability.console import IterationProgress, StartSteps
-from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.trainers.model_plans import model_plans
-from mindspeed_rl.trainers.resume import find_resume_point, with_sound_checkpoint
+from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
+from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
-from mindspeed_rl.trainers.wrong_files import check_all
-from mindspeed_rl.workers.groups import SupervisedGroup
+from mindspeed_rl.trainers.termination import Termination
+from mindspeed_rl.workers.remote_group import SupervisedGroup
 
 
-class SupervisedParts:
-    """A supervised run, put together piece by piece; see `start.started` for the order.
+@dataclass(frozen=True)
+class SupervisedInputs:
+    """The inputs of a run, checked before anything is started.
 
     Attributes:
-        beginning: where the run begins.
         num_devices: of the workers.
-        log_every: shows every so many iterations.
+        summary: lines for the console.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Looks at everything that can be wrong in files and keys.
-
-        Raises:
-            ValueError: a key or file is wrong.
-        """
-        self._run = run = with_sound_checkpoint(run)
-        config = run.config.actor_config
-        check_all(_files(config))
-        source = find_model(config, "megatron_training")
-        model_plans(run, source)
-        self.beginning = find_resume_point(run, source)
-        for sentence in check_weights(config, source, is_scored=config.stage == "orm"):
-            print(sentence, flush=True)
-        load_tokenizer_of(config, source)  # raises where there is none
-        check_data(config)
-        if config.stage == "dpo" and has_own_reference(config):
-            check_weights(*reference_of(config, source))
-        if config.stage == "orm" and lacks_score_head(source):
-            print(fresh_head_notice("reward model", source), flush=True)
-        self.num_devices, self.log_every = run.plan.world_size, config.log_interval
-
-    @property
-    def run(self) -> Run:
-        """The run, with its length."""
-        return self._run
-
-    def describe(self) -> str:
-        """What is being started."""
-        return f"{self.beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
-
-    def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
-        """The workers run until the stack is closed; returns the state of a resumed run, else nothing.
-
-        Raises:
-            ValueError: only an evaluation is asked for, but there is nothing to evaluate on.
-        """
-        self._workers = SupervisedGroup(self._run)
-        stack.callback(self._workers.close)
-        self._resumed = self._workers.set_up(steps)
-        data = self._workers.data()
-        print(data, flush=True)
-        self._evaluates = data.num_held_out > 0
-        if self._run.config.actor_config.skip_train and not self._evaluates:
-            raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
-        return self._resumed
-
-    def logger(self, trackers: Trackers, progress: IterationProgress) -> SupervisedLogger:
-        """Where the figures of the run go."""
-        self._logger = SupervisedLogger(self._run.folder, trackers, progress, self.num_devices)
-        return self._logger
-
-    def trainer(self) -> SupervisedTrainer:
-        """The loop, on workers that were started, with the logger that was made."""
-        start = self._resumed.get("iteration", 0)
-        return SupervisedTrainer(self._run, self._workers, self._logger, evaluates=self._evaluates, start_iteration=start)
+    run: Run
+    resume: ResumePoint
+    num_devices: int
+    summary: str
 
 
-def _files(config: MegatronConfig) -> Iterator[Callable[[], object]]:
-    """A look at each of the files that the run file names."""
-    yield partial(find_model, config, "megatron_training")
+@dataclass(frozen=True)
+class SupervisedServices:
+    """The workers of a run, ready to train.
+
+    Attributes:
+        resumed: the record of the checkpoint that the run resumes from; empty for a new run.
+        has_held_out: there is something to evaluate on.
+    """
+
+    workers: SupervisedGroup
+    resumed: Mapping[str, Any]
+    has_held_out: bool
+
+
+def check_supervised(run: Run) -> SupervisedInputs:
+    """Check all files and keys of a run.
+
+    Raises:
+        ValueError: a key or file is wrong.
+    """
+    run = select_sound_checkpoint(run)
+    config = run.config.actor_config
+    raise_together(_file_checks(run.config))
+    run, resume = plan_models(run)
+    source = run.models["actor"].source
+    for text in check_weights(config, source, is_scored=config.stage == "orm"):
+        print(text, flush=True)
+    load_tokenizer_of(config, source)  # raises where there is none
+    check_data(config)
+    if (reference := run.models.get("ref")) is not None:
+        check_weights(reference.config, reference.source)
+    if config.stage == "orm" and lacks_score_head(source):
+        print(fresh_head_notice("reward model", source), flush=True)
+    num_devices = run.plan.world_size
+    return SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
+
+
+def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> SupervisedServices:
+    """Start the workers; they run until the stack is closed.
+
+    Raises:
+        ValueError: only an evaluation is requested, but there is nothing to evaluate on.
+    """
+    workers = SupervisedGroup(inputs.run)
+    stack.callback(workers.close)
+    resumed = workers.set_up(steps)
+    data = workers.data()
+    print(data, flush=True)
+    if inputs.run.config.actor_config.skip_train and not data.num_held_out:
+        raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
+    return SupervisedServices(workers, resumed, data.num_held_out > 0)
+
+
+def build_supervised_trainer(
+    inputs: SupervisedInputs, services: SupervisedServices, outputs: LogOutputs, termination: Termination
+) -> SupervisedTrainer:
+    """Build the loop on workers that run."""
+    logger = SupervisedLogger(outputs, inputs.num_devices)
+    start = services.resumed.get("iteration", 0)
+    return SupervisedTrainer(
+        inputs.run, services.workers, logger, termination, evaluates=services.has_held_out, start_iteration=start
+    )
+
+
+def _file_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield a check of each file that the run file names."""
+    config = cfg.actor_config
+    yield from list_source_checks(cfg)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
     yield partial(check_data, config)
 
 
-#: columns a stage reads; Megatron's dataset of stage pretrain has one file without columns
+#: columns that a stage reads; Megatron's dataset of stage pretrain has one file without columns
 _COLUMNS = {
     "sft": ("input_ids", "attention_mask", "labels"),
     **dict.fromkeys(("dpo", "simpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")),
@@ -115,7 +127,7 @@ _COLUMNS = {
 
 
 def check_data(config: MegatronConfig) -> None:
-    """Looks for the files that the workers will read; what is in them, the workers check.
+    """Check that the files exist that the workers will read; the workers check their content.
 
     Raises:
         ValueError: data_path is not set, or a file or column that the stage needs does not exist.
@@ -130,8 +142,8 @@ def check_data(config: MegatronConfig) -> None:
                 missing = [] if is_weight(prefix) or Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
                 hint = "give the whole prefix, with _text_document"
             else:
-                found = packed_columns(Path(str(prefix)).expanduser())
-                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in found]
-                hint = f"found {', '.join(found) or 'no column at all'}; give the --output-prefix of preprocessing"
+                columns = packed_columns(Path(str(prefix)).expanduser())
+                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in columns]
+                hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
             if missing:
                 raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")

@@ -1,4 +1,4 @@
-"""SIGTERM: the running iteration may end and be saved within a grace period; the command then ends with code 143."""
+"""SIGTERM: the running iteration may end and be saved within a grace period; the command then exits with code 143."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-#: what shells say of a process that SIGTERM has ended
+#: what shells report of a process that SIGTERM has ended
 EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM came: raised where the run is to be wound up. No Exception, as KeyboardInterrupt is none."""
+    """SIGTERM came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none."""
 
 
-class Ending:
-    """Whether somebody has asked the run to end.
+class Termination:
+    """Handle SIGTERM for a run.
 
     Attributes:
         requested: SIGTERM came, and the loop has to end after this iteration.
-        is_followed: the loop ends before its last iteration because of it.
-        holds: the loop runs and looks at `requested`; before and after it SIGTERM ends the run at once.
+        ends_early: the loop ends before its last iteration because of it.
+        in_loop: the loop runs and reads `requested`; before and after the loop SIGTERM ends the run at once.
     """
 
     def __init__(self, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._is_over = False
         self.requested = False
-        self.is_followed = False
-        self.holds = False
+        self.ends_early = False
+        self.in_loop = False
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """SIGTERM is handled in the block.
+    def handled(self) -> Iterator[None]:
+        """Handle SIGTERM in the block.
 
-        A second one, or the end of the grace period, raises `Terminated` where the main thread stands; one that comes while
-        the run is wound up does nothing.
+        A second SIGTERM, or the end of the grace period, raises `Terminated` in the main thread; one that comes while the run
+        is shut down does nothing.
         """
         before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
         self.install()
@@ -50,14 +50,14 @@ class Ending:
             signal.signal(signal.SIGALRM, before[1] or signal.SIG_DFL)
 
     def install(self) -> None:
-        """Takes SIGTERM (again: Ray takes it when it starts, and its handler ends in SIGABRT and a dump of native stacks)."""
+        """Install the handlers (again: Ray takes SIGTERM when it starts, and ends in SIGABRT and a dump of native stacks)."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGALRM, self._on_deadline)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         if self._is_over:
             return
-        if self.requested or not self.holds or not self._grace_s:
+        if self.requested or not self.in_loop or not self._grace_s:
             self._raise("SIGTERM: all workers were ended.")
         self.requested = True
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
@@ -72,11 +72,11 @@ class Ending:
         self._is_over = True
         raise Terminated(text)
 
-    def wind_up(self) -> None:
-        """Called behind the last iteration that runs.
+    def raise_if_early(self) -> None:
+        """Call after the last iteration that runs.
 
         Raises:
             Terminated: iterations are left.
         """
-        if self.is_followed:
+        if self.ends_early:
             self._raise("SIGTERM: the run ended after an iteration.")

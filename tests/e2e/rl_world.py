@@ -8,7 +8,7 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,25 @@ import numpy as np
 from call_path import Call
 from shared_forks import shared
 
-from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import BatchPlan, load_run_config, resolve
 from mindspeed_rl.config import Run as ResolvedRun
+from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.runtime.cluster import changed_environment, cluster
+from mindspeed_rl.runtime.cluster import cluster, set_environment
 from mindspeed_rl.runtime.fork_server import RL, fork_server
+from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rl_setup import Inputs, assemble, open_data_plane
-from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, open_data_plane
+from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.services import Services
-from mindspeed_rl.workers.groups import ActorGroup
+from mindspeed_rl.trainers.termination import Termination
+from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.remote_group import WorkerKind
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 _REWARD_DISPATCH = "reward_dispatch_size"
@@ -49,30 +53,31 @@ _REWARD_KEYS = (
 )
 
 
-class VariantGroup(ActorGroup):
+class VariantFleet(Fleet):
     """Workers on which runs follow each other; see `VariantWorker`."""
 
-    target = "variant_worker:VariantWorker"
+    def __init__(self, run: ResolvedRun, plane: DataPlane) -> None:
+        super().__init__(run, plane, WorkerKind("variant_worker:VariantWorker", ("train", "rollout")))
 
     def restart(self, run: ResolvedRun, plane: DataPlane) -> None:
         """The next run is this one, from the first weights and with fresh optimizers."""
-        self.wait("restart", [process.call.remote("restart", run, plane) for process in self.processes])
+        self.actor.call(Phase("restart"), run, plane)
 
     def weights(self) -> dict[str, np.ndarray]:
         """All weights of rank 0's actor, reference and critic, each as one vector."""
-        return self.wait("weights", [process.call.remote("weights") for process in self.processes])[0]
+        return self.actor.call(Phase("weights"))[0]
 
     def num_steps(self) -> int:
         """Optimizer steps of the actor since the restart."""
-        return self.wait("num_steps", [process.call.remote("num_steps") for process in self.processes])[0]
+        return self.actor.call(Phase("num_steps"))[0]
 
     def watch(self) -> None:
         """From now on the way to the policy loss is noted."""
-        self.wait("watch", [process.call.remote("watch") for process in self.processes])
+        self.actor.call(Phase("watch"))
 
     def stacks(self) -> list[list[Call]]:
         """The ways that rank 0 noted, each outermost first; nothing more is noted."""
-        return self.wait("stacks", [process.call.remote("stacks") for process in self.processes])[0]
+        return self.actor.call(Phase("stacks"))[0]
 
 
 class FlippedAdvantages:
@@ -132,12 +137,12 @@ class World:
         self._tokenizer = load_tokenizer(task / "model")
         here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-        self._stack.enter_context(changed_environment(**shared(RL)))
+        self._stack.enter_context(set_environment(**shared(RL)))
         self._stack.enter_context(fork_server("cpu", RL))
         self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
         plane = open_data_plane(run)
         try:
-            self.workers = VariantGroup(run, plane)
+            self.workers = VariantFleet(run, plane)
             self._stack.callback(self.workers.close)
             self.workers.set_up()
         except BaseException:
@@ -167,13 +172,18 @@ class World:
         run = self._load(config_name, [*overrides, f"megatron_training.train_iters={iterations}"], folder)
         rewards, plane = self._services(run)
         self.workers.restart(run, plane)
-        services = Services(plane, self.workers, self.workers, rewards)
-        with self._logger(run) as logger:
-            trainer = assemble(run, services, self._inputs(run.config), logger, {})
-            if flip:
-                trainer.advantages = FlippedAdvantages(trainer, plane, run.plan.num_train_samples)
-            trainer.fit()
-        return Run(folder, run.plan, logger.first, self.workers.weights(), self.workers.num_steps(), plane)
+        services = Services(plane, self.workers, rewards)
+        trackers = make_trackers(run.config.rl_config, run.folder, {})
+        with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
+            outputs = LogOutputs(run.folder, trackers, progress)
+            trainer = build_trainer(self._inputs(run), services, outputs, Termination())
+            try:
+                if flip:
+                    trainer.advantages = FlippedAdvantages(trainer, plane, run.plan.num_train_samples)
+                trainer.fit()
+            finally:
+                trainer.logger.close()
+        return Run(folder, run.plan, trainer.logger.first_evaluation, self.workers.weights(), self.workers.num_steps(), plane)
 
     def _services(self, run: ResolvedRun) -> tuple[RewardGroup, DataPlane]:
         """Reward worker and data plane; those of an earlier run where they suit."""
@@ -187,8 +197,8 @@ class World:
             self._kept[key] = rewards, plane
         return self._kept[key]
 
-    def _inputs(self, cfg: RunConfig) -> Inputs:
-        actor = cfg.actor_config
+    def _inputs(self, run: ResolvedRun) -> RLInputs:
+        cfg, actor = run.config, run.config.actor_config
 
         def prompts(path: Any) -> Any:
             return open_prompts(
@@ -200,17 +210,9 @@ class World:
             )
 
         held_out = prompts(actor.eval_data_path) if actor.eval_data_path else None
-        return Inputs(self._tokenizer, str(self._task / "model"), prompts(actor.data_path), held_out)
-
-    @contextlib.contextmanager
-    def _logger(self, run: ResolvedRun) -> Iterator[RolloutLogger]:
-        trackers = make_trackers(run.config.rl_config, run.folder, {})
-        with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
-            logger = RolloutLogger(run, trackers, progress, self._tokenizer)
-            try:
-                yield logger
-            finally:
-                logger.close()
+        model = self._task / "model"
+        resume, devices = ResumePoint(model, 0), run.plan.world_size
+        return RLInputs(run, self._tokenizer, str(model), prompts(actor.data_path), held_out, resume, devices, summary="")
 
 
 class Run:

@@ -67,7 +67,7 @@ def test_ctrl_c_ends_everything(task: Path, tmp_path: Path, moment: str) -> None
         command.interrupt()
         assert command.wait(60) == 130
         assert "interrupted" in command.output and "Traceback" not in command.output
-        assert "to go on" in command.output.strip().splitlines()[-1]
+        assert "to resume" in command.output.strip().splitlines()[-1]
         assert command.leftovers() == []
 
 
@@ -80,12 +80,12 @@ def test_sigterm_lets_the_iteration_be_saved_and_the_same_command_goes_on(task: 
         assert command.wait(90) == 143
         assert "Traceback" not in command.output and "SIGABRT" not in command.output and "***" not in command.output
         last = command.metrics[-1]["iteration"]
-        assert command.output.strip().splitlines()[-1] == f"to go on after iteration {last}, give the same command again."
+        assert command.output.strip().splitlines()[-1] == f"to resume after iteration {last}, give the same command again."
         assert not list((tmp_path / "save").glob("*.partial"))
         assert command.leftovers() == []
     with running(task, tmp_path, *ONE_PROCESS, rarely, f"megatron_training.train_iters={last + 1}") as command:
         assert command.wait(300) == 0
-        assert f"goes on after iteration {last} of" in command.output
+        assert f"resumes after iteration {last} of" in command.output
         assert [record["iteration"] for record in command.metrics] == list(range(1, last + 2))
 
 
@@ -109,7 +109,7 @@ def test_a_reward_function_without_an_opinion_is_warned_of_and_then_stops_the_ru
         assert "held-out mean reward 0.000" in command.output and "accuracy" not in command.output
         assert command.output.count("none of 32 responses got a score (32 skipped)") == 3
         assert "iteration 3 in a row (rl_config.unscored_iterations_limit)" in command.output
-        assert command.output.strip().splitlines()[-1] == "to go on after iteration 2, give the same command again."
+        assert command.output.strip().splitlines()[-1] == "to resume after iteration 2, give the same command again."
         assert command.leftovers() == []
 
 

@@ -85,7 +85,7 @@ def test_the_resumed_run_equals_the_uninterrupted_one_to_the_bit(task: Path, uni
     first = int((killed.folder / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert 1 <= first < 3
     resumed = finished(task, killed.folder, ITERATIONS)
-    assert f"goes on after iteration {first} of" in resumed.output
+    assert f"resumes after iteration {first} of" in resumed.output
     records = {record["iteration"]: figures(record) for record in resumed.metrics}  # the last of each number counts
     assert records == {record["iteration"]: figures(record) for record in uninterrupted.metrics}
     ours, theirs = (
@@ -118,7 +118,7 @@ def test_a_critic_starts_from_the_checkpoint_of_a_language_model(task: Path, uni
 def test_a_run_with_nothing_left_to_do_says_so_before_ray_starts(task: Path, uninterrupted: Command) -> None:
     with running(task, uninterrupted.folder, ITERATIONS, f"run_dir={uninterrupted.folder / 'again'}") as command:
         assert command.wait(120) == 2
-        assert "the run would go on after iteration 3" in command.output and "nothing is left to do" in command.output
+        assert "the run would resume after iteration 3" in command.output and "nothing is left to do" in command.output
         assert "starting" not in command.output
 
 

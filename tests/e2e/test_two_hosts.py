@@ -174,7 +174,7 @@ def test_a_run_over_two_hosts_is_that_of_one_and_goes_on(task: Path, tmp_path: P
         with launched(task, tmp_path / "run", hosts, *data, f"megatron_training.train_iters={iterations}", cpus=cpus) as run:
             assert run.wait() == [0, 0], run.output[-6000:]
             assert run.leftovers() == []
-    assert "goes on after iteration 1" in run.output
+    assert "resumes after iteration 1" in run.output
     assert_same_figures(run, whole.metrics)
 
 
@@ -195,7 +195,7 @@ def test_hosts_that_share_no_disk_save_each_their_part_and_go_on(task: Path, tmp
             assert run.wait() == [0, 0], run.output[-6000:]
             assert run.leftovers() == []
         assert "actor_config.save: " in run.output and "is on a disk of its own on " in run.output
-    assert "goes on after iteration 1" in run.output
+    assert "resumes after iteration 1" in run.output
     assert_same_figures(run, whole.metrics)
     saved = {str(path.relative_to(place)) for place in (folder, there) for path in place.rglob("iter_0000002/random/*")}
     assert len(saved) == 4 and len(list(folder.rglob("iter_0000002/random/*"))) == 2

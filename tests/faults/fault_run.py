@@ -26,7 +26,7 @@ TOLERANT = [
     "rl_config.fault_tolerance.heartbeat_interval_s=1",
 ]
 #: what the console says of a restart
-RESTARTED = "all workers were ended; the run goes on"
+RESTARTED = "all workers were ended; the run resumes"
 
 
 class FaultRun(Command):

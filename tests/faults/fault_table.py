@@ -295,7 +295,7 @@ ENDED = [
     ),
     Fault("end-sigint", "driver", "update_actor", "SIGINT", "ends", 40.0, "interrupted", {}),
     Fault("end-sigint-twice", "driver", "update_actor", "SIGINT twice", "ends", 40.0, "interrupted", {}),
-    Fault("end-sigterm", "driver", "update_actor", "SIGTERM", "ends", 60.0, "to go on after iteration", {}),
+    Fault("end-sigterm", "driver", "update_actor", "SIGTERM", "ends", 60.0, "to resume after iteration", {}),
     Fault(
         "end-sigterm-twice",
         "driver",

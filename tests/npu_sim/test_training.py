@@ -130,4 +130,4 @@ def test_a_run_goes_on_from_its_checkpoint(task: Path, tmp_path: Path) -> None:
     check(first, 1)
     longer = ("megatron_training.train_iters=2", f"run_dir={tmp_path / 'again'}")
     second = finished(task, tmp_path, *changes, *longer, timeout_s=LIMIT_S)
-    assert "goes on after iteration 1" in second.output
+    assert "resumes after iteration 1" in second.output

@@ -69,13 +69,13 @@ class FakeEngine:
         self._open.set()
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         await self._open.wait()
         if self.failing:
             raise RuntimeError("the server is gone")
-        tokens = list(begun.token_ids) if begun else []
-        versions = list(begun.versions) if begun else []
+        tokens = list(partial.token_ids) if partial else []
+        versions = list(partial.versions) if partial else []
         wanted = min(self._length(seed), sampling.max_tokens)
         self._running += 1
         finish: Any = "stop" if self._length(seed) <= sampling.max_tokens else "length"

@@ -12,7 +12,7 @@ from typing import Any
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import describe_learning_rate
-from mindspeed_rl.config.keys.schema import field_types
+from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -78,7 +78,7 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
 
 def values_of(group: type, field: dataclasses.Field[Any]) -> list[Any]:
     """Values of the key's type; the default comes last, for a key whose unset value means something else."""
-    kind, default = field_types(group)[field.name], field.default
+    kind, default = list_keys(group)[field.name].kind, field.default
     found = list(_values(kind, field.name))
     return [value for value in found if value != default] + ([] if default is dataclasses.MISSING else [default])
 
@@ -103,6 +103,6 @@ def _values(kind: Any, name: str) -> Iterator[Any]:
         yield from ("1", "other", "90,10,0")
     elif dataclasses.is_dataclass(kind):
         for inner in dataclasses.fields(kind):
-            for value in _values(field_types(typing.cast(type, kind))[inner.name], inner.name):
+            for value in _values(list_keys(typing.cast(type, kind))[inner.name].kind, inner.name):
                 yield {inner.name: value}
                 break

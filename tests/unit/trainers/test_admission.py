@@ -25,7 +25,7 @@ from mindspeed_rl.trainers.admission import Admission, InFlight, Strategy
 def test_prompts_are_started_as_far_ahead_as_the_threshold_says(
     threshold: float, step: int, version: int, taken: int, running: int, room: int
 ) -> None:
-    assert Admission("pace", threshold, 4, step).room(version, taken, running) == room
+    assert Admission("pace", threshold, 4, step).compute_room(version, taken, running) == room
 
 
 def flight(*prompts: tuple[int, int, bool]) -> list[InFlight]:
@@ -37,26 +37,26 @@ def flight(*prompts: tuple[int, int, bool]) -> list[InFlight]:
 )  # prompt 0 may still train in the next iteration
 def test_what_is_ready_is_taken_in_the_order_of_the_prompts(strategy: Strategy, chosen: list[int] | None) -> None:
     prompts = flight((0, 0, False), (1, 0, True), (2, 0, True), (3, 0, True))
-    assert Admission(strategy, 1, 2).chosen(0, 2, prompts) == chosen
+    assert Admission(strategy, 1, 2).choose(0, 2, prompts) == chosen
 
 
 def test_what_would_be_too_old_afterwards_is_waited_for() -> None:
     admission = Admission("pace", 1, 2)
     late = flight((0, 0, False), (3, 0, True), (4, 1, True), (5, 1, True))
-    assert admission.chosen(1, 2, late) is None  # 0 and 3 come from version 0, which trains in iteration 1 at the latest
-    assert admission.chosen(1, 2, flight((0, 0, True), (3, 0, True), (4, 1, True))) == [0, 3]
+    assert admission.choose(1, 2, late) is None  # 0 and 3 come from version 0, which trains in iteration 1 at the latest
+    assert admission.choose(1, 2, flight((0, 0, True), (3, 0, True), (4, 1, True))) == [0, 3]
 
 
 def test_no_more_old_prompts_are_left_than_the_iterations_to_come_can_take() -> None:
     # threshold 2, two prompts an iteration: of five from version 0, iteration 1 must take one and iteration 2 the rest
     admission = Admission("pace", 2, 2)
-    assert admission.chosen(1, 2, flight((0, 0, False), (1, 0, False), (2, 0, False), (3, 1, True), (4, 1, True))) is None
-    assert admission.chosen(1, 2, flight((0, 0, False), (1, 0, False), (2, 0, True), (3, 1, True), (4, 1, True))) == [2, 3]
+    assert admission.choose(1, 2, flight((0, 0, False), (1, 0, False), (2, 0, False), (3, 1, True), (4, 1, True))) is None
+    assert admission.choose(1, 2, flight((0, 0, False), (1, 0, False), (2, 0, True), (3, 1, True), (4, 1, True))) == [2, 3]
 
 
 def test_fractions_and_iterations_between_two_pushes_count_in_whole_versions() -> None:
     admission = Admission("drop", 0.5, 4, 2)
     assert (admission.bound, [admission.version(iteration) for iteration in range(5)]) == (1, [0, 0, 1, 1, 2])
     prompts = flight((0, 0, True), (1, 1, False))
-    assert admission.overdue(3, prompts) == []
-    assert admission.overdue(4, prompts) == [0]
+    assert admission.find_overdue(3, prompts) == []
+    assert admission.find_overdue(4, prompts) == [0]

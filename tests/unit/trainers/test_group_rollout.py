@@ -17,11 +17,12 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.admission import Admission, admission_of
+from mindspeed_rl.trainers.admission import Admission, resolve_admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
+from mindspeed_rl.trainers.rollout import GroupFilter
 from mindspeed_rl.trainers.schedule import Schedule
 
 PROMPTS, GROUP = 4, 2
@@ -71,11 +72,11 @@ class Source:
     def _group(self, number: int) -> PromptGroup:
         scores = [1.0, 1.0 if number % 3 == 0 else 0.0]
         drawn = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
-        samples: list[Trajectory | None] = [Trajectory.single(prompt(number)["prompt_ids"], one) for one in drawn]
+        samples: list[Trajectory | None] = [Trajectory.from_response(prompt(number)["prompt_ids"], one) for one in drawn]
         results = [RewardResult(score, {"exact_match": score}) for score in scores]
         return PromptGroup(number, prompt(number), self._version, samples, results)
 
-    def rejected(self, count: int) -> None:
+    def reject(self, count: int) -> None:
         self.calls.append(("rejected", count))
 
     def before_push(self) -> None:
@@ -105,10 +106,11 @@ class Plane:
 
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
-    source, plane = Source(admission_of(run)), Plane()
+    source, plane = Source(resolve_admission(run)), Plane()
     services: Any = SimpleNamespace(plane=plane, rewards=None)
-    feed: Any = SimpleNamespace(item=prompt)
-    return GroupRollout(run, services, feed, source, NoModelRewards()), source, plane
+    loader: Any = SimpleNamespace(item=prompt)
+    group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt)
+    return GroupRollout(run, services, loader, source, group_filter, NoModelRewards()), source, plane
 
 
 def rows(plane: Plane, count: int) -> Mapping[str, Any]:
@@ -213,5 +215,5 @@ def test_a_run_that_had_another_mode_goes_on_with_the_next_prompts(tmp_path: Pat
 )
 def test_the_run_file_says_how_far_the_rollout_may_be_ahead(tmp_path: Path, keys: list[str], admission: Admission) -> None:
     run = run_of(tmp_path, *keys)
-    assert admission_of(run) == admission
+    assert resolve_admission(run) == admission
     assert Schedule(run)._on_policy == (admission.bound == 0)

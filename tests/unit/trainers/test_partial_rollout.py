@@ -11,15 +11,14 @@ import torch
 from fake_engine import log_prob, token
 
 from mindspeed_rl.data.prompts import PromptItem
-from mindspeed_rl.rollout.protocol import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
-from mindspeed_rl.trainers.partial import PartialSource
+from mindspeed_rl.trainers.group_sources import PartialSource, Requests
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups
 from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
-from mindspeed_rl.trainers.streaming import Requests
 
 BATCH, GROUP, MOST, SPLIT = 2, 2, 12, 3
 
@@ -44,17 +43,17 @@ class Engines:
         self.version = 0
         self.rounds: list[int] = []
 
-    def __call__(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
+    def __call__(self, pieces: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
         self.rounds.append(len(pieces))
         return [], [self._grown(piece, num_tokens) for piece in pieces]
 
-    def _grown(self, piece: Piece, num_tokens: int) -> Generated:
-        begun = piece.begun or Generated((), (), (), "aborted")
-        kept, wanted = len(begun.token_ids), length(piece.seed)
+    def _grown(self, piece: PartialResponse, num_tokens: int) -> Generated:
+        partial = piece.partial or Generated((), (), (), "aborted")
+        kept, wanted = len(partial.token_ids), length(piece.seed)
         places = range(kept, min(wanted, kept + num_tokens))
         new = tuple(token(piece.seed, place, self.version) for place in places)
         finish = ("length" if wanted == MOST else "stop") if kept + len(new) == wanted else "aborted"
-        return begun.followed_by(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
+        return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
 
 
 def source(engines: Engines) -> PartialSource:
@@ -74,18 +73,18 @@ def train(partial: PartialSource, engines: Engines, iterations: range) -> list[l
 def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
     engines = Engines()
     batches = train(source(engines), engines, range(12))
-    numbers = [[group.number for group in batch] for batch in batches]
+    numbers = [[group.index for group in batch] for batch in batches]
     # four prompts are under way; 0 and 3 take three rollouts of four tokens, and nobody waits for them
     assert numbers[:4] == [[1, 2], [4, 5], [0, 3], [7, 8]]
     taken = [number for batch in numbers for number in batch]
     assert len(set(taken)) == len(taken) == 12 * BATCH
-    first = next(group for batch in batches for group in batch if group.number == 0)
+    first = next(group for batch in batches for group in batch if group.index == 0)
     assert first.trajectories[0].versions == [0] * 4 + [1] * 4 + [2] * 4
     assert first.trajectories[0].finish == "length"
     for batch in batches:
         for group in batch:
             for sample, response in enumerate(group.trajectories):
-                seed = group.number * 100 + sample
+                seed = group.index * 100 + sample
                 expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
                 assert list(response.token_ids) == expected
                 assert list(response.log_probs) == [log_prob(one) for one in expected]
@@ -103,22 +102,22 @@ def test_a_partial_rollout_resumes_bit_for_bit(tmp_path: Path) -> None:
     engines = Engines()
     whole = train(source(engines), engines, range(9))
     first = source(Engines())
-    begun = train(first, first._extend, range(4))
+    partial = train(first, first._continue, range(4))
     groups, next_prompt, taken = first.snapshot()
     assert any(not group.is_complete for group in groups)
     save_groups(tmp_path / "groups.safetensors", groups)
     second = source(Engines())
     second.restore(load_groups(tmp_path / "groups.safetensors", prompt), next_prompt, taken)
-    assert begun + train(second, second._extend, range(4, 9)) == whole
+    assert partial + train(second, second._continue, range(4, 9)) == whole
 
 
 def test_rejected_prompts_make_room_for_further_ones_in_the_same_iteration() -> None:
     engines = Engines()
     partial = source(engines)
     partial.after_push(0)
-    taken = [group.number for group in partial.take(0, BATCH)[0]]
-    partial.rejected(2)
-    more = [group.number for group in partial.take(0, 2)[0]]
+    taken = [group.index for group in partial.take(0, BATCH)[0]]
+    partial.reject(2)
+    more = [group.index for group in partial.take(0, 2)[0]]
     assert (taken, more) == ([1, 2], [4, 5])
 
 
@@ -127,7 +126,7 @@ def test_rejected_prompts_make_room_for_further_ones_in_the_same_iteration() -> 
 
 def test_tokens_carry_their_versions_into_the_data_plane() -> None:
     response = Generated((5, 6, 9), (-0.5, -1.0, 0.0), (1, 1, 2), "stop")
-    group = PromptGroup(7, prompt(7), 1, [Trajectory.single(prompt(7)["prompt_ids"], response)])
+    group = PromptGroup(7, prompt(7), 1, [Trajectory.from_response(prompt(7)["prompt_ids"], response)])
     columns = response_rows([group])
     assert columns["weight_versions"][0].tolist() == [1, 1, 2]
     assert columns["input_ids"][0].tolist() == [7, 5, 6, 9]
@@ -174,6 +173,6 @@ def test_old_tokens_can_be_left_out(limit: float | None, young: list[int]) -> No
 
 def test_pieces_of_a_response_fit_together() -> None:
     first = Generated((1,), (-1.0,), (0,), "aborted")
-    assert first.followed_by(Generated((2,), (-2.0,), (1,), "stop")) == Generated((1, 2), (-1.0, -2.0), (0, 1), "stop")
+    assert first.concat(Generated((2,), (-2.0,), (1,), "stop")) == Generated((1, 2), (-1.0, -2.0), (0, 1), "stop")
     with pytest.raises(ValueError, match="1 tokens has 0 log-probs"):
         dataclasses.replace(first, log_probs=())

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
-from mindspeed_rl.trainers.rl_setup import open_run_prompts, run_prompts
+from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.trainers.prompt_loader import load_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"
@@ -19,6 +20,11 @@ MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"
 def _run(*keys: str) -> Run:
     overrides = ["dataset_additional_keys=[labels,level]", "prompt_type=empty", *keys]
     return resolve(load_run_config("grpo_tiny_cpu", CONFIGS, [f"actor_config.{text}" for text in overrides]), platform="cpu")
+
+
+def open_prompts(tiny_model: Path, path: str, *keys: str) -> PromptDataset:
+    run = _run(f"data_path='{path}'", "eval_data_path=null", *keys)
+    return load_prompts(run, AutoTokenizer.from_pretrained(tiny_model))[0]
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def questions(tmp_path: Path) -> str:
 
 def test_columns_are_named_in_the_run_file(questions, tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    prompts = open_run_prompts(_run(MAP_KEYS, "on_bad_row=skip"), questions, tokenizer, "data_path")
+    prompts = open_prompts(tiny_model, questions, MAP_KEYS, "on_bad_row=skip")
     wanted = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
     assert [prompts[0]] == [{"prompt_ids": wanted, "label": "2", "columns": {"level": 3}}] and len(prompts) == 1
     assert prompts.describe() == "1 prompts of 2 rows (0 too long, 1 malformed)"
@@ -44,7 +50,7 @@ def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
 
     def labels(*keys: str) -> list[list[str | None]]:
         run = _run(MAP_KEYS, "dataset_additional_keys=[labels]", f"data_path={path}", "eval_data_path=null", *keys)
-        parts = [part for part in run_prompts(run, tokenizer) if part is not None]
+        parts = [part for part in load_prompts(run, tokenizer) if part is not None]
         return [[part[number]["label"] for number in range(len(part))] for part in parts]
 
     everything = [str(number) for number in range(10)]
@@ -57,19 +63,17 @@ def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
 
 def test_a_malformed_row_stops_the_run_unless_it_is_to_be_skipped(questions, tiny_model):
     with pytest.raises(ValueError, match="questions.jsonl, row 2: has no column 'question'"):
-        open_run_prompts(_run(MAP_KEYS), questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+        open_prompts(tiny_model, questions, MAP_KEYS)
 
 
 def test_the_handler_is_named_in_the_run_file(questions, tiny_model):
     with pytest.raises(ValueError, match="handler_name='AlpacaStyleInstructionHandler' reads no prompts"):
-        cfg = _run("handler_name=AlpacaStyleInstructionHandler")
-        open_run_prompts(cfg, questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+        open_prompts(tiny_model, questions, "handler_name=AlpacaStyleInstructionHandler")
 
 
 def test_thinking_needs_a_template_that_can(questions, tiny_model):
     with pytest.raises(ValueError, match="enable_thinking=true has no meaning for prompt_type='empty'"):
-        cfg = _run(MAP_KEYS, "enable_thinking=true")
-        open_run_prompts(cfg, questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+        open_prompts(tiny_model, questions, MAP_KEYS, "enable_thinking=true")
 
 
 def test_an_unknown_column_name_is_refused():
@@ -93,7 +97,6 @@ def test_a_data_set_of_the_hub_is_read_by_its_name_with_a_slice(tiny_model, tmp_
         ("hf://owner/name#3", ["1", "2", "3"]),
         ("hf://owner/name[7:]", ["8", "9"]),
     ):
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        prompts = open_run_prompts(_run(MAP_KEYS, "dataset_additional_keys=[labels]"), path, tokenizer, "data_path")
+        prompts = open_prompts(tiny_model, path, MAP_KEYS, "dataset_additional_keys=[labels]")
         assert [prompts[number]["label"] for number in range(len(prompts))] == labels
     assert set(asked) == {("owner/name", "train")}

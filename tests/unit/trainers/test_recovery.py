@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import Run, load_run_config, resolve
-from mindspeed_rl.runtime.futures import WorkerFailed
-from mindspeed_rl.trainers.recovery import Recovery, going_on
+from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.trainers.resume import Recovery, resume_from_save
 
 
 def run_with(folder: Path, *changes: str) -> Run:
@@ -39,7 +39,7 @@ def attempts(recovery: Recovery, failures: list[tuple[Path, int, Exception] | No
     runs = []
     for run, failure in zip(recovery.attempts(), failures):
         runs.append(run)
-        with recovery.tolerated():
+        with recovery.retry_on_fault():
             if failure is not None:
                 folder, iteration, error = failure
                 save(folder, iteration)
@@ -51,7 +51,7 @@ def test_it_goes_on_from_its_own_checkpoint_and_keeps_what_it_started_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, *TOLERANT)
-    died = WorkerFailed("worker 0 failed in update_actor: its process died")
+    died = WorkerError("worker 0 failed in update_actor: its process died")
     first, second = attempts(Recovery(run), [(tmp_path, 3, died), None])
     assert first is run
     actor = second.config.actor_config
@@ -59,23 +59,23 @@ def test_it_goes_on_from_its_own_checkpoint_and_keeps_what_it_started_from(
     assert second.config.ref_config.pretrained_checkpoint == str(tmp_path / "model")
     assert dataclasses.replace(second, config=run.config) == run
     said = capsys.readouterr().err
-    assert "worker 0 failed in update_actor: its process died" in said and "goes on after iteration 3 (1 restarts left)" in said
+    assert "worker 0 failed in update_actor: its process died" in said and "resumes after iteration 3 (1 restarts left)" in said
 
 
 def test_without_leave_to_go_on_the_first_fault_ends_it(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed):
-        attempts(Recovery(run_with(tmp_path)), [(tmp_path, 3, WorkerFailed("gone"))])
+    with pytest.raises(WorkerError):
+        attempts(Recovery(run_with(tmp_path)), [(tmp_path, 3, WorkerError("gone"))])
 
 
 def test_it_gives_up_behind_the_last_restart(tmp_path: Path) -> None:
-    faults = [(tmp_path, iteration, WorkerFailed("gone")) for iteration in (3, 4, 5)]
-    with pytest.raises(WorkerFailed):
+    faults = [(tmp_path, iteration, WorkerError("gone")) for iteration in (3, 4, 5)]
+    with pytest.raises(WorkerError):
         attempts(Recovery(run_with(tmp_path, *TOLERANT)), faults)
 
 
 def test_the_same_fault_at_the_same_iteration_is_not_tolerated_twice(tmp_path: Path) -> None:
-    again = WorkerFailed("worker 0 failed in update_actor: ValueError: the prompt is too long")
-    with pytest.raises(WorkerFailed):
+    again = WorkerError("worker 0 failed in update_actor: ValueError: the prompt is too long")
+    with pytest.raises(WorkerError):
         attempts(Recovery(run_with(tmp_path, *TOLERANT)), [(tmp_path, 3, again), (tmp_path, 3, again)])
 
 
@@ -86,6 +86,6 @@ def test_a_mistake_of_the_user_is_no_fault(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_of_its_own_it_begins_anew(tmp_path: Path) -> None:
     run = run_with(tmp_path, *TOLERANT)
-    assert going_on(run, 0.0) is run
+    assert resume_from_save(run, 0.0) is run
     save(tmp_path, 7)
-    assert going_on(run, 1e12) is run  # another run's, older than this one
+    assert resume_from_save(run, 1e12) is run  # another run's, older than this one

@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.model_source import (
     rl_reference,
 )
 from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
-from mindspeed_rl.trainers.resume import find_resume_point, how_to_go_on, with_sound_checkpoint
+from mindspeed_rl.trainers.resume import describe_resume, find_resume_point, select_sound_checkpoint
 
 
 def run(
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_gone_on_with_unless_only_its_weights_are_asked_for(
     tmp_path: Path, stage: str, state: dict[str, Any]
 ) -> None:
     source = checkpoint(tmp_path, 4, state, stage)
-    assert str(find_resume_point(run(stage), source)) == f"goes on after iteration 4 of {tmp_path}"
+    assert str(find_resume_point(run(stage), source)) == f"resumes after iteration 4 of {tmp_path}"
     assert str(find_resume_point(run(stage, finetune=True), source)) == f"starts from the weights of {tmp_path}"
     for kind in ("hf", "megatron"):
         other = ModelSource(tmp_path, tmp_path, kind)
@@ -96,7 +96,7 @@ def test_another_stage_s_checkpoint_needs_finetune(
 @pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
 def test_a_run_with_nothing_left_to_do_is_refused(tmp_path: Path, stage: str, state: dict[str, Any]) -> None:
     source = checkpoint(tmp_path, 10, state, stage)
-    with pytest.raises(ValueError, match=r"train_iters: 10, but the run would go on after iteration 10 of .* nothing is left"):
+    with pytest.raises(ValueError, match=r"train_iters: 10, but the run would resume after iteration 10 of .* nothing is left"):
         find_resume_point(run(stage), source)
     assert find_resume_point(run(stage, iters=11), source).iteration == 10
 
@@ -120,7 +120,7 @@ def test_a_truncated_or_missing_file_is_found_before_anything_starts(tmp_path: P
     with pytest.raises(ValueError, match=r"actor_config.load: .*__0_0.distcp has 7 bytes, but was written with 700"):
         find_resume_point(run("ray_grpo"), source)
     file.unlink()
-    with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true goes on from the one before"):
+    with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true resumes from the one before"):
         find_resume_point(run("ray_grpo"), source)
     file.write_bytes(b"weights" * 100)
     for text in ("{", "[1]", '{"iteration": 4, "checksums": true}'):
@@ -133,12 +133,12 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path,
     for iteration in (2, 4, 6):
         source = sound_checkpoint(tmp_path, iteration, RL, "ray_grpo")
     plain, asked = (run("ray_grpo", load=str(tmp_path), load_previous=wish) for wish in (False, True))
-    assert with_sound_checkpoint(plain) is plain
-    assert with_sound_checkpoint(asked).config.actor_config.load_iteration == 6
+    assert select_sound_checkpoint(plain) is plain
+    assert select_sound_checkpoint(asked).config.actor_config.load_iteration == 6
     (tmp_path / "iter_0000006" / "__0_0.distcp").write_bytes(b"weighty" * 100)
     (tmp_path / "iter_0000004" / "__0_0.distcp").unlink()
     capsys.readouterr()
-    taken = with_sound_checkpoint(asked)
+    taken = select_sound_checkpoint(asked)
     said = capsys.readouterr().out
     assert "iteration 6 is passed over (load_previous): " in said and "__0_0.distcp is damaged" in said
     assert "iteration 4 is passed over" in said and "__0_0.distcp is missing" in said
@@ -147,7 +147,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path,
     assert find_resume_point(taken, source).iteration == 2
     (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=f"actor_config.load_previous: no checkpoint in {tmp_path} is sound"):
-        with_sound_checkpoint(asked)
+        select_sound_checkpoint(asked)
 
 
 def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path: Path) -> None:
@@ -165,21 +165,21 @@ def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Pat
     assert find_resume_point(run("sft", skip_train=True), source).iteration == 10
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_says_describe_resume(tmp_path: Path) -> None:
     begun, save = time.time() - 5, str(tmp_path / "save")
-    assert how_to_go_on(run("ray_grpo"), begun) == "there is no checkpoint to go on from: actor_config.save is not set."
+    assert describe_resume(run("ray_grpo"), begun) == "there is no checkpoint to resume from: actor_config.save is not set."
     fresh = run("ray_grpo", save=save, load="/model", finetune=True, save_interval=2)
-    assert "to go on from yet" in how_to_go_on(fresh, begun) and "every 2 iterations" in how_to_go_on(fresh, begun)
+    assert "to resume from yet" in describe_resume(fresh, begun) and "every 2 iterations" in describe_resume(fresh, begun)
     checkpoint(Path(save), 4, RL, "ray_grpo")
-    assert how_to_go_on(fresh, begun) == (
-        f"to go on after iteration 4, give the same command with actor_config.load={save} actor_config.finetune=false "
+    assert describe_resume(fresh, begun) == (
+        f"to resume after iteration 4, give the same command with actor_config.load={save} actor_config.finetune=false "
         "actor_config.pretrained_checkpoint=/model"
     )
     again = run("ray_grpo", save=save, load=save, pretrained_checkpoint="/model")
-    assert how_to_go_on(again, begun) == "to go on after iteration 4, give the same command again."
+    assert describe_resume(again, begun) == "to resume after iteration 4, give the same command again."
     os.utime(Path(save, "latest_checkpointed_iteration.txt"), (0, 0))  # another run's, long ago
-    assert "no checkpoint to go on from yet" in how_to_go_on(fresh, begun)
-    assert "give the same command again" in how_to_go_on(again, begun)
+    assert "no checkpoint to resume from yet" in describe_resume(fresh, begun)
+    assert "give the same command again" in describe_resume(again, begun)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path)
     checkpoint(Path(save), 4, RL, "ray_ppo")
     critic = {"finetune": True, "load": "/model", "micro_batch_size": 8}
     ppo = {"save": save, "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
-    assert "critic_config.save is not set" in how_to_go_on(run("ray_ppo", critic_config=critic, **ppo), 0.0)
-    said = how_to_go_on(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
+    assert "critic_config.save is not set" in describe_resume(run("ray_ppo", critic_config=critic, **ppo), 0.0)
+    said = describe_resume(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
     assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
 
 

@@ -9,20 +9,20 @@ import pytest
 
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
-from mindspeed_rl.trainers.rl_setup import with_length
+from mindspeed_rl.trainers.prompt_loader import resolve_length
 
 
 def test_epochs_become_iterations_once_the_prompts_are_counted() -> None:
     changes = ["megatron_training.train_iters=null", "megatron_training.train_epochs=1.5"]
     run = resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu")
-    longer = with_length(run, 1000)  # 64 prompts an iteration: 1500 / 64 = 23.4
+    longer = resolve_length(run, 1000)  # 64 prompts an iteration: 1500 / 64 = 23.4
     assert longer.plan.train_iters == longer.config.actor_config.train_iters == 24
     assert longer.config.megatron_training.train_iters == 24 and run.plan.train_iters is None
 
 
 def test_a_run_with_iterations_keeps_them() -> None:
     run = resolve(load_run_config("grpo_tiny_cpu"), platform="cpu")
-    assert with_length(run, 1000) is run
+    assert resolve_length(run, 1000) is run
 
 
 @pytest.mark.parametrize(

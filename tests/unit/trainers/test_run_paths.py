@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.trainers.run_folder import absolute_paths
+from mindspeed_rl.trainers.run_folder import make_paths_absolute
 
 GIVEN = {
     "actor_config.load": "weights",
@@ -28,7 +28,7 @@ def test_paths_that_workers_read_are_absolute(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "weights").mkdir()
     (tmp_path / "templates.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    cfg = absolute_paths(load_run_config("grpo_tiny_cpu", None, [f"{name}={value}" for name, value in GIVEN.items()]))
+    cfg = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, [f"{name}={value}" for name, value in GIVEN.items()]))
     for name, value in GIVEN.items():
         found = cfg
         for part in name.split("."):
@@ -40,7 +40,7 @@ def test_paths_that_workers_read_are_absolute(tmp_path: Path, monkeypatch: pytes
 
 def test_names_that_are_no_path_here_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = absolute_paths(load_run_config("grpo_tiny_cpu", None, ["actor_config.load=Qwen/Qwen2.5-7B"]))
+    cfg = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, ["actor_config.load=Qwen/Qwen2.5-7B"]))
     assert cfg.actor_config.load == "Qwen/Qwen2.5-7B"
     assert not Path(cfg.actor_config.prompt_type_path).is_absolute()  # the default, which is not there
     assert cfg.profiler_config.integrated.profile_save_path == ""

@@ -15,11 +15,11 @@ from fake_engine import FakeEngine, JumpingClock, log_prob, token
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.agents.loop import Agents, SingleTurn
+from mindspeed_rl.rollout.agents.loop import AgentRunner, SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.group_sources import Requests, StreamingSource
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups, write_record
-from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 
 BATCH, GROUP, TRAIN_S = 3, 2, 7.0
 
@@ -72,7 +72,7 @@ class Driver:
         self.engine = FakeEngine(self.length)
         self.source = StreamingSource(
             self.engine,
-            Agents(SingleTurn()),
+            AgentRunner(SingleTurn()),
             self.clock,
             Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP),
             self.admission,
@@ -111,12 +111,12 @@ class Driver:
         ]
 
     def numbers(self) -> list[list[int]]:
-        return [[group.number for group in groups] for _, groups in self.batches]
+        return [[group.index for group in groups] for _, groups in self.batches]
 
 
 def drawn(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of a sample, computed from its versions."""
-    seed = group.number * 100 + sample
+    seed = group.index * 100 + sample
     tokens = [token(seed, place, version) for place, version in enumerate(group.trajectories[sample].versions)]
     return tokens, [log_prob(one) for one in tokens]
 
@@ -133,12 +133,12 @@ def test_no_token_trains_that_is_older_than_the_bound(strategy: Any, interrupts:
     if strategy != "drop":
         # what did not train is still under way: nothing is thrown away
         started = set(range(driver.source.snapshot()[1]))
-        assert started - set(taken) == {group.number for group in driver.source.snapshot()[0]}
+        assert started - set(taken) == {group.index for group in driver.source.snapshot()[0]}
     for _, groups in driver.batches:
         for group in groups:
             for sample, response in enumerate(group.trajectories):
                 assert (list(response.token_ids), list(response.log_probs)) == drawn(group, sample)
-                assert len(response.token_ids) == long_tail(group.number * 100 + sample)
+                assert len(response.token_ids) == long_tail(group.index * 100 + sample)
                 assert list(response.versions) == sorted(response.versions)
 
 
@@ -170,7 +170,7 @@ def test_generation_goes_on_while_the_trainer_trains() -> None:
 
 def test_new_weights_interrupt_a_response_which_goes_on_with_them() -> None:
     driver = Driver(Admission("pace", 3, BATCH), length=lambda seed: 20 if seed < 100 else 5).train(range(5))
-    long = next(group for _, groups in driver.batches for group in groups if group.number == 0)
+    long = next(group for _, groups in driver.batches for group in groups if group.index == 0)
     # three batches are ready after 5 s without prompt 0; an iteration takes 7 s
     assert long.trajectories[0].versions == [0] * 12 + [1] * 7 + [2]
     assert driver.numbers()[0] == [1, 2, 3]
@@ -186,9 +186,9 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
 def test_rejected_prompts_make_room_for_just_as_many() -> None:
     driver = Driver(Admission("pace", 0, BATCH))
     driver.push(0)
-    assert [group.number for group in driver.source.take(0, 3)[0]] == [0, 1, 2]
-    driver.source.rejected(2)
-    assert [group.number for group in driver.source.take(0, 2)[0]] == [3, 4]
+    assert [group.index for group in driver.source.take(0, 3)[0]] == [0, 1, 2]
+    driver.source.reject(2)
+    assert [group.index for group in driver.source.take(0, 2)[0]] == [3, 4]
     assert driver.source.snapshot() == ([], 5, 3)
 
 
@@ -213,10 +213,10 @@ def test_a_resumed_run_has_all_that_was_in_flight(tmp_path: Path, interrupts: bo
     numbers = [number for driver in (first, second) for batch in driver.numbers() for number in batch]
     assert len(set(numbers)) == len(numbers) == 14 * BATCH
     assert max(second.staleness()) <= 2
-    finished = {group.number: group for group in groups if group.is_complete}
+    finished = {group.index: group for group in groups if group.is_complete}
     for _, batch in second.batches:
         for group in batch:
-            assert group.number not in finished or group.trajectories == finished[group.number].trajectories
+            assert group.index not in finished or group.trajectories == finished[group.index].trajectories
 
 
 def test_one_step_off_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import pytest
 from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config import MegatronConfig, RLConfig
-from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.sft_setup import check_data
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
@@ -34,14 +36,10 @@ def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     """(lines of metrics.jsonl, console) of a whole run."""
     console = io.StringIO()
     config, plan = worker.config, worker.run.plan
-    logger = SupervisedLogger(
-        folder,
-        make_trackers(RLConfig(), folder, {}),
-        IterationProgress(plan.train_iters, stream=console, every=config.log_interval),
-        num_devices=1,
-    )
+    progress = IterationProgress(plan.train_iters, stream=console, every=config.log_interval)
+    logger = SupervisedLogger(LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress), num_devices=1)
     evaluates = worker.held_out is not None
-    SupervisedTrainer(worker.run, OneWorker(worker), logger, evaluates=evaluates).fit()
+    SupervisedTrainer(worker.run, OneWorker(worker), logger, Termination(), evaluates=evaluates).fit()
     logger.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], console.getvalue()
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mindspeed_rl.trainers.termination import EXIT_CODE, Ending, Terminated
+from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated, Termination
 
 
 def terminate() -> None:
@@ -15,48 +15,48 @@ def terminate() -> None:
 
 
 def test_the_running_iteration_may_end_and_a_second_signal_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    ending = Ending(grace_s=1000.0)
-    with pytest.raises(Terminated), ending.installed():
-        ending.holds = True
+    termination = Termination(grace_s=1000.0)
+    with pytest.raises(Terminated), termination.handled():
+        termination.in_loop = True
         terminate()
-        assert ending.requested and "SIGTERM: the run ends after this iteration, or in 1000 s" in capsys.readouterr().out
+        assert termination.requested and "SIGTERM: the run ends after this iteration, or in 1000 s" in capsys.readouterr().out
         terminate()
     assert EXIT_CODE == 143
 
 
-@pytest.mark.parametrize(("grace_s", "holds"), [(1000.0, False), (0.0, True)])
-def test_it_is_at_once_without_a_loop_or_a_grace_period(grace_s: float, holds: bool) -> None:
-    ending = Ending(grace_s)
-    with pytest.raises(Terminated, match="all workers were ended"), ending.installed():
-        ending.holds = holds
+@pytest.mark.parametrize(("grace_s", "in_loop"), [(1000.0, False), (0.0, True)])
+def test_it_is_at_once_without_a_loop_or_a_grace_period(grace_s: float, in_loop: bool) -> None:
+    termination = Termination(grace_s)
+    with pytest.raises(Terminated, match="all workers were ended"), termination.handled():
+        termination.in_loop = in_loop
         terminate()
 
 
 def test_the_end_of_the_grace_period_raises() -> None:
-    ending = Ending(grace_s=0.01)
-    with pytest.raises(Terminated, match=r"did not end within 0.01 s \(sigterm_grace_s\)"), ending.installed():
-        ending.holds = True
+    termination = Termination(grace_s=0.01)
+    with pytest.raises(Terminated, match=r"did not end within 0.01 s \(sigterm_grace_s\)"), termination.handled():
+        termination.in_loop = True
         terminate()
         signal.pause()
 
 
 def test_handlers_are_put_back_and_winding_up_is_not_disturbed() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    ending = Ending(grace_s=1000.0)
-    with pytest.raises(Terminated, match="after an iteration"), ending.installed():
-        ending.holds = True
+    termination = Termination(grace_s=1000.0)
+    with pytest.raises(Terminated, match="after an iteration"), termination.handled():
+        termination.in_loop = True
         terminate()
-        ending.is_followed = True
+        termination.ends_early = True
         try:
-            ending.wind_up()
+            termination.raise_if_early()
         finally:
             terminate()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_that_came_to_its_last_iteration_has_finished() -> None:
-    ending = Ending(grace_s=1000.0)
-    with ending.installed():
-        ending.holds = True
+    termination = Termination(grace_s=1000.0)
+    with termination.handled():
+        termination.in_loop = True
         terminate()
-        ending.wind_up()
+        termination.raise_if_early()

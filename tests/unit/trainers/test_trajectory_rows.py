@@ -14,14 +14,14 @@ from fake_engine import FakeEngine, JumpingClock
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import TRAJECTORY_PART, add_trajectory_rewards
-from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
-from mindspeed_rl.rollout.agents.loop import AgentLoop, Agents, LoopSettings, Task
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentLoop, AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.trainers.admission import Admission
-from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, spans
-from mindspeed_rl.trainers.streaming import Requests, StreamingSource
+from mindspeed_rl.trainers.group_sources import Requests, StreamingSource
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, version_spans
 from mindspeed_rl.workers.responses import response_columns, response_metrics
 
 
@@ -30,12 +30,12 @@ def prompt(number: int) -> PromptItem:
 
 
 def drawn(*tokens: int, version: int = 3) -> Segment:
-    return Segment.drawn(Generated(tokens, (-0.25,) * len(tokens), (version,) * len(tokens), "stop"))
+    return Segment.from_generated(Generated(tokens, (-0.25,) * len(tokens), (version,) * len(tokens), "stop"))
 
 
 SPLIT = Trajectory(
     (
-        TokenSequence((7, 1), (drawn(11, 12), Segment.told((21,)), drawn(13, version=4))),
+        TokenSequence((7, 1), (drawn(11, 12), Segment.from_context((21,)), drawn(13, version=4))),
         TokenSequence((7, 1, 11, 22), (drawn(14),)),
     ),
     "length",
@@ -46,7 +46,7 @@ SPLIT = Trajectory(
 
 
 def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
-    columns = response_columns([SPLIT, Trajectory.single((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
+    columns = response_columns([SPLIT, Trajectory.from_response((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
     assert columns["responses"][0].tolist() == [11, 12, 21, 13, 14]
     assert columns["response_mask"][0].tolist() == [True, True, False, True, True]
     assert columns["rollout_log_probs"][0].tolist() == [-0.25, -0.25, 0.0, -0.25, -0.25]
@@ -66,21 +66,23 @@ def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
 
 
 def test_the_last_turn_begins_behind_what_was_told_last() -> None:
-    assert SPLIT.facts()["last_turn_start"] == 4
+    assert SPLIT.reward_columns()["last_turn_start"] == 4
     told_last = Trajectory(
-        (TokenSequence((7,), (drawn(11), Segment.told((21, 22)), drawn(13))),), "stop", metrics={"turns": 2.0}
+        (TokenSequence((7,), (drawn(11), Segment.from_context((21, 22)), drawn(13))),), "stop", metrics={"turns": 2.0}
     )
-    assert told_last.token_ids[told_last.facts()["last_turn_start"] :] == [13]
+    assert told_last.token_ids[told_last.reward_columns()["last_turn_start"] :] == [13]
 
 
 def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path) -> None:
     groups = [
         PromptGroup(4, prompt(4), 3, [SPLIT, None], None),
-        PromptGroup(5, prompt(5), 3, [Trajectory.single((5, 1), Generated((6,), (-1.0,), (3,), "aborted")), SPLIT], None),
+        PromptGroup(
+            5, prompt(5), 3, [Trajectory.from_response((5, 1), Generated((6,), (-1.0,), (3,), "aborted")), SPLIT], None
+        ),
     ]
     save_groups(tmp_path / "groups.safetensors", groups)
     assert load_groups(tmp_path / "groups.safetensors", prompt) == groups
-    assert groups[0].oldest_version == 3 and spans(SPLIT.sampled_versions) == [(3, 2), (4, 1), (3, 1)]
+    assert groups[0].oldest_version == 3 and version_spans(SPLIT.sampled_versions) == [(3, 2), (4, 1), (3, 1)]
     assert "rewards" not in response_rows([PromptGroup(4, prompt(4), 3, [SPLIT, SPLIT])])
 
 
@@ -90,7 +92,7 @@ def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path
 @pytest.mark.parametrize(("which", "earned"), [("both", 3.5), ("turns", 1.5), ("final", 2.0)])
 def test_rewards_of_turns_and_of_the_final_state_are_one_more_part(which: Any, earned: float) -> None:
     scored = RewardResult(1.0, {"acc": 1.0})
-    (found,) = add_trajectory_rewards([scored], [SPLIT.facts()], which=which, weight=2.0)
+    (found,) = add_trajectory_rewards([scored], [SPLIT.reward_columns()], which=which, weight=2.0)
     assert found.parts == {"acc": 1.0, TRAJECTORY_PART: earned} and found.total == 1.0 + 2.0 * earned
 
 
@@ -100,19 +102,19 @@ def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
         RewardResult(None, state="skipped"),
         RewardResult(None, state="timeout"),
     )
-    nothing = Trajectory((), "stop", turn_rewards=(None,), metrics={"turns": 1.0}).facts()
+    nothing = Trajectory((), "stop", turn_rewards=(None,), metrics={"turns": 1.0}).reward_columns()
     assert add_trajectory_rewards([scored], [nothing], which="both") == [scored]
     assert add_trajectory_rewards([scored], [{}], which="both") == [scored]
-    assert add_trajectory_rewards([scored], [SPLIT.facts()], which="none") == [scored]
-    (given,) = add_trajectory_rewards([silent], [SPLIT.facts()], which="both")
+    assert add_trajectory_rewards([scored], [SPLIT.reward_columns()], which="none") == [scored]
+    (given,) = add_trajectory_rewards([silent], [SPLIT.reward_columns()], which="both")
     assert (given.total, given.state) == (3.5, "ok")
-    zero = Trajectory((), "stop", turn_rewards=(0.0,)).facts()
+    zero = Trajectory((), "stop", turn_rewards=(0.0,)).reward_columns()
     assert add_trajectory_rewards([silent], [zero], which="both")[0].total == 0.0
-    assert add_trajectory_rewards([failed], [SPLIT.facts()], which="both") == [failed]
-    broken = Trajectory((), "stop", failure="environment: KeyError: 'x'").facts()
+    assert add_trajectory_rewards([failed], [SPLIT.reward_columns()], which="both") == [failed]
+    broken = Trajectory((), "stop", failure="environment: KeyError: 'x'").reward_columns()
     (found,) = add_trajectory_rewards([scored], [broken], which="both")
     assert (found.total, found.state, found.error) == (None, "failed", "environment: KeyError: 'x'")
-    odd = Trajectory((), "stop", turn_rewards=(math.inf,)).facts()
+    odd = Trajectory((), "stop", turn_rewards=(math.inf,)).reward_columns()
     assert add_trajectory_rewards([scored], [odd], which="both")[0].state == "failed"
 
 
@@ -148,12 +150,12 @@ class TwoTurns(AgentLoop):
     async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
         turns: Any = Plain()
         tokenizer: Any = Letters()
-        limits = Limits(500, 500, 500)
-        dialogue = Dialogue(task.prompt_ids, task.sampling, task.seed, engine, turns, tokenizer, limits)
-        turn = await dialogue.reply()
-        if dialogue.may_go_on(turn) and dialogue.tell([{"role": "user", "content": "x"}]):
-            await dialogue.reply()
-        return dialogue.end()
+        limits = TrajectoryLimits(500, 500, 500)
+        conversation = AgentConversation(task.prompt_ids, task.sampling, task.seed, engine, turns, tokenizer, limits)
+        turn = await conversation.reply()
+        if conversation.can_continue(turn) and conversation.add_messages([{"role": "user", "content": "x"}]):
+            await conversation.reply()
+        return conversation.end()
 
 
 @pytest.mark.parametrize("interrupts", [True, False])
@@ -170,7 +172,7 @@ def test_turns_go_on_over_pushes_and_begin_anew_from_a_checkpoint(
         async def score(group: PromptGroup) -> list[RewardResult]:
             return [RewardResult(1.0, {"acc": 1.0}) for _ in group.samples]
 
-        agents = Agents(TwoTurns(unset))
+        agents = AgentRunner(TwoTurns(unset))
         source = StreamingSource(engine, agents, clock, requests, admission, score, interrupts=interrupts, timeout_s=1000.0)
         clocks.append(clock)
         return source, clock, engine

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
-from mindspeed_rl.trainers.rl_setup import RLParts
-from mindspeed_rl.trainers.sft_setup import SupervisedParts
+from mindspeed_rl.trainers.rl_setup import check_rl
+from mindspeed_rl.trainers.sft_setup import check_supervised
 
 
 def test_wrong_weights_hide_neither_tokenizer_nor_data_nor_rewards(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_wrong_weights_hide_neither_tokenizer_nor_data_nor_rewards(tmp_path: Pat
         "model.tiny_qwen25.num_layers=null",
     ]
     with pytest.raises(ConfigError) as caught:
-        RLParts(resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu"))
+        check_rl(resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu"))
     found = caught.value.errors
     assert len(found) == 5
     for part in ("exact_mach", "no_weights", "no_tokenizer", "train.jsonl", "heldout.jsonl"):
@@ -35,5 +35,5 @@ def test_a_supervised_stage_names_weights_tokenizer_and_data(tmp_path: Path) -> 
         f"megatron_training.data_path={tmp_path / 'lessons'}",
     ]
     with pytest.raises(ConfigError) as caught:
-        SupervisedParts(resolve(load_run_config("sft_tiny_cpu", None, changes), platform="cpu"))
+        check_supervised(resolve(load_run_config("sft_tiny_cpu", None, changes), platform="cpu"))
     assert len(caught.value.errors) == 3

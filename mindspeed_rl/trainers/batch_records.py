@@ -1,0 +1,142 @@
+"""Batches of a run as files: rollouts that `mindspeed-rl parity` replays, and the driver's part of an accuracy dump."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform as machine
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+from mindspeed_rl.config import RLConfig, Run, response_limit
+from mindspeed_rl.config.keys.schema import list_keys
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import ragged
+from mindspeed_rl.dumps.record import Record
+from mindspeed_rl.trainers.advantages import BatchObserver, TrainBatch
+
+#: column of the rollout's file -> column of the data plane
+_ROLLOUT_COLUMNS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "entropy": "entropies"}
+#: columns of a dump, in the order in which they are computed
+_DUMP_COLUMNS = ("prompt_ids", "responses", "rollout_log_probs", "rewards")
+#: names of environment variables that may hold a secret
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def batch_recorders(run: Run, plane: DataPlane) -> Iterator[BatchObserver]:
+    """Yield the observers of batches that the run file asks for."""
+    config = run.config.msprobe_config
+    if config.msprobe and config.key_data_dump:
+        yield _BatchDump(run, plane)
+    if run.rl.save_rollouts_interval > 0:
+        yield _RolloutFiles(run, plane)
+
+
+class _BatchDump:
+    """Rows of the iterations that `msprobe_config` names."""
+
+    def __init__(self, run: Run, plane: DataPlane) -> None:
+        self._config, self._plane, self._timeout_s = run.config.msprobe_config, plane, run.rl.wait_timeout_s
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        """Write the rows of this iteration where it is one of those."""
+        config = self._config
+        if not config.step_start <= batch.iteration <= config.step_end:
+            return
+        columns = [*_DUMP_COLUMNS]
+        columns += ["old_log_probs"] if batch.has_old_log_probs else []
+        columns += ["ref_log_probs"] if batch.has_ref_log_probs else []
+        rows, _ = self._plane.get("metrics", columns, indexes=range(len(batch.advantages)), timeout_s=self._timeout_s)
+        max_bytes = int(config.max_dump_gib * 2**30)
+        with_tensors = config.task == "tensor"
+        record = Record(
+            Path(config.dump_path), batch.iteration, "driver", "data", {"rank": 0}, {"rank": 1}, with_tensors, max_bytes
+        )
+        for order, name in enumerate(columns):
+            column = ragged(rows[name])
+            if name == "rewards":
+                record.add(name, order, column.tensor())
+                continue
+            width = max(len(row) for row in rows[name])
+            record.add(name, order, column.padded(-1 if name in ("prompt_ids", "responses") else 0.0, width))
+        record.add("advantages", len(columns), batch.advantages)
+        record.add("loss_mask", len(columns) + 1, batch.loss_mask)
+        record.write()
+
+
+def dump_configuration(run: Run) -> None:
+    """Write `configurations.json` of the dump where it is asked for: run file, all keys, versions and environment.
+
+    Values of variables whose names suggest a secret are left out.
+    """
+    config = run.config.msprobe_config
+    if not (config.msprobe and config.configurations_dump):
+        return
+    content = {
+        "run_file": run.config.as_written(),
+        "configuration": dataclasses.asdict(run.config),
+        "versions": {dist.metadata["Name"]: dist.version for dist in metadata.distributions()},
+        "machine": {"python": sys.version, "system": machine.platform(), "torch": torch.__config__.show()},
+        "environment": {name: "(left out)" if _SECRET.search(name) else value for name, value in sorted(os.environ.items())},
+    }
+    folder = Path(config.dump_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, default=str, sort_keys=True)
+    (folder / "configurations.json").write_text(text + "\n", encoding="utf-8")
+
+
+class _RolloutFiles:
+    """The batch of every `save_rollouts_interval`-th iteration, as it is before the update."""
+
+    def __init__(self, run: Run, plane: DataPlane) -> None:
+        self._run, self._plane = run, plane
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        """Write the batch where it is due; the file has this iteration's KL coefficient in place of the run file's."""
+        run, inputs = self._run, batch.inputs
+        if batch.iteration % run.rl.save_rollouts_interval:
+            return
+        names = _ROLLOUT_COLUMNS | ({"ref_log_probs": "ref_log_probs"} if batch.has_ref_log_probs else {})
+        count, width = inputs.response_mask.shape
+        columns = ["input_ids", "truncated", "weight_versions", *names.values()]
+        rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=run.deadlines.rows_s)
+        tensors = {
+            "input_ids": ragged(rows["input_ids"]).padded(0, max(len(ids) for ids in rows["input_ids"])),
+            "response_mask": inputs.response_mask,
+            "truncated": ragged(rows["truncated"]).tensor().bool(),
+            "rewards": inputs.rewards,
+            "scored": inputs.valid,
+            "weight_versions": ragged(rows["weight_versions"]).padded(-1, width),
+            **{name: ragged(rows[column]).padded(0.0, width) for name, column in names.items()},
+        }
+        # before the filter of overlong responses, which parity applies itself
+        if not torch.equal(batch.young_mask, inputs.response_mask):
+            tensors["loss_mask"] = batch.young_mask
+        tensors |= {
+            name: value
+            for name in ("values", "greedy_rewards", "reward_components")
+            if (value := getattr(inputs, name)) is not None
+        }
+        path = run.folder / "rollouts" / f"iteration_{batch.iteration + 1:07d}.safetensors"
+        keys = _changed_keys(run.rl) | {"init_kl_coef": batch.kl_coef}
+        RolloutBatch(tensors, inputs.group_size, response_limit(run.config), run.stage, keys).save(path)
+
+
+def _changed_keys(rl: RLConfig) -> dict[str, Any]:
+    """Return the keys of rl_config that differ from their defaults, without the aliases of others."""
+    keys = {
+        field.name: value
+        for field in dataclasses.fields(rl)
+        if not dataclasses.is_dataclass(value := getattr(rl, field.name)) and value != list_keys(RLConfig)[field.name].default
+    }
+    for alias in ("beta", "num_generations", "num_iterations", "reward_funcs", "reward_weights"):
+        keys.pop(alias, None)
+    return keys

@@ -1,0 +1,379 @@
+"""Sources of groups of responses: generated while others train, or over several rollouts of the same devices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.timers import Interval, Timers
+from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.admission import Admission, InFlight
+from mindspeed_rl.trainers.prompt_groups import PromptGroup
+
+Result = TypeVar("Result")
+#: seconds between two checks, during a wait for responses, that the engine is alive
+_CHECK_EVERY_S = 2.0
+#: (group) -> results of the reward functions for its responses
+Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
+
+
+class Runner(Protocol):
+    """Run coroutines next to the training loop."""
+
+    def run(self, work: Coroutine[None, None, Result]) -> Result:
+        """Return the result of `work`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Requests:
+    """How the samples of a prompt are generated.
+
+    Attributes:
+        item: (index of the prompt) -> the prompt.
+        seed: (index of the prompt, index of the sample) -> of the response.
+        group_size: samples of a prompt.
+    """
+
+    item: Callable[[int], PromptItem]
+    seed: Callable[[int, int], int]
+    sampling: Sampling
+    group_size: int
+
+    def new_group(self, index: int, version: int) -> PromptGroup:
+        """Return the group of a prompt that is started by weights of this version."""
+        return PromptGroup(index, self.item(index), version, [None] * self.group_size)
+
+
+class StreamingSource:
+    """Groups from an engine on dedicated devices; `Admission` decides which are started and taken.
+
+    Public methods are called by the driver's thread; the others run where the engine's coroutines do.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agents: AgentRunner,
+        runner: Runner,
+        requests: Requests,
+        admission: Admission,
+        score: Scorer,
+        *,
+        interrupts: bool,
+        num_warmup_batches: int = 1,
+        timeout_s: float,
+        keep_alive: Callable[[], None] = lambda: None,
+        generating: Callable[[], Coroutine[None, None, list[Interval]]] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            interrupts: new weights interrupt responses, which continue with them; else the new weights wait for the responses.
+            num_warmup_batches: iterations' worth of prompts that are ready before the first iteration trains.
+            timeout_s: longest wait for responses.
+            keep_alive: called by the driver's thread during a wait: servers that were lost are started again.
+            generating: returns when the engine had requests, since the last call; None where that is unknown.
+        """
+        self._engine, self._agents, self._runner = engine, agents, runner
+        self._requests, self.admission = requests, admission
+        self._score, self._timeout_s, self._keep_alive, self._engine_times = score, timeout_s, keep_alive, generating
+        self._interrupts, self._num_warmup = interrupts, num_warmup_batches
+        self._groups: dict[int, PromptGroup] = {}
+        self._ready: set[int] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._next = self._taken = 0
+        self._version: int | None = None
+        self._failure: BaseException | None = None
+        self._dropped_tokens = self._dropped = 0
+        self._timers = Timers()
+        self._changed: asyncio.Event | None = None
+        self._generating = 0
+
+    # ------------------------------------------------------------------ called by the driver's thread
+
+    def take(self, iteration: int, count: int) -> tuple[list[PromptGroup], list[WorkerReport]]:
+        """Return `count` complete, scored groups for this iteration, in the order of their prompts.
+
+        Raises:
+            TimeoutError: they are not ready in time; the message has what is being generated.
+        """
+        purpose = f"iteration {iteration + 1}", f" for the responses to {count} prompts"
+        with self._timers("rollout"):
+            groups = self._wait(lambda: self._take(iteration, count), *purpose)
+        metrics = Metrics()
+        metrics.add_last("rollout/in_flight_prompts", len(self._groups))
+        metrics.add_last("rollout/ready_prompts", len(self._ready))
+        if self.admission.strategy == "drop":
+            metrics.add_sum("rollout/dropped_prompts", self._dropped)
+            metrics.add_sum("rollout/dropped_tokens", self._dropped_tokens)
+            self._dropped = self._dropped_tokens = 0
+        engines = [] if self._engine_times is None else self._runner.run(self._engine_times())
+        return groups, [WorkerReport(metrics, [*self._timers.drain(), *engines])]
+
+    def reject(self, count: int) -> None:
+        """Start others for so many of the prompts taken, which do not train after all. Negative: they do."""
+
+        async def admit() -> None:
+            self._taken -= count
+            self._admit()
+
+        self._runner.run(admit())
+
+    def before_push(self) -> None:
+        """Interrupt what is being generated, or wait until it has ended: new weights come."""
+        # nothing is started before the first weights
+        if self._version is None:
+            return
+
+        async def has_ended() -> bool | None:
+            return None if self._generating else True  # scoring needs no engine
+
+        with self._timers("rollout_pause"):
+            if not self._interrupts:
+                # not by the engine's pause: responses on a server that is lost meanwhile must be able to continue elsewhere
+                self._wait(has_ended, "the push of new weights")
+            self._runner.run(self._engine.pause("abort" if self._interrupts else "wait"))
+
+    def after_push(self, version: int) -> None:
+        """Continue what was interrupted, and start as many prompts as there is room for with the new weights."""
+        self._runner.run(self._continue(version))
+
+    def snapshot(self) -> tuple[list[PromptGroup], int, int]:
+        """Return the groups in flight, the index of the next prompt, and how many were taken.
+
+        Tokens are those of the last interruption.
+        """
+
+        async def copy() -> tuple[list[PromptGroup], int, int]:
+            # lists are copied: responses go on arriving while the snapshot is written
+            copies = [replace(group, samples=list(group.samples)) for group in self._groups.values()]
+            return copies, self._next, self._taken
+
+        return self._runner.run(copy())
+
+    def restore(self, groups: list[PromptGroup], next_prompt: int, num_taken: int) -> None:
+        """Load a snapshot; the next `after_push` starts it."""
+        self._groups = {group.index: group for group in groups}
+        self._next, self._taken = next_prompt, num_taken
+
+    def _wait(self, poll: Callable[[], Coroutine[None, None, Result | None]], purpose: str, detail: str = "") -> Result:
+        """Return the result of `poll` once it is not None.
+
+        Raises:
+            TimeoutError: it stays None; the message has the purpose.
+        """
+        waited_s = 0.0
+        while (result := self._runner.run(self._poll(poll, min(_CHECK_EVERY_S, self._timeout_s - waited_s)))) is None:
+            waited_s += _CHECK_EVERY_S
+            if waited_s >= self._timeout_s:
+                raise TimeoutError(self._describe_wait(purpose, detail))
+            self._keep_alive()
+        return result
+
+    def _describe_wait(self, purpose: str, detail: str) -> str:
+        running = [group for index, group in sorted(self._groups.items()) if index not in self._ready]
+        missing = sum(sample is None or sample.finish == "aborted" for group in running[:1] for sample in group.samples)
+        oldest = f"; prompt {running[0].index} lacks {missing} of {len(running[0].samples)} responses" if running else ""
+        return (
+            f"{purpose} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){detail}: {len(self._ready)} are ready, "
+            f"{len(running)} are being generated or scored{oldest}."
+        )
+
+    # ------------------------------------------------------------------ run where the engine's coroutines do
+
+    async def _poll(self, poll: Callable[[], Coroutine[None, None, Result | None]], seconds: float) -> Result | None:
+        """Return the result of `poll`, called after every change within so many seconds."""
+        assert self._changed is not None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            # before the poll: a change during it is not missed
+            self._changed.clear()
+            result = await poll()
+            if result is not None or loop.time() >= end:
+                return result
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), end - loop.time())
+
+    async def _continue(self, version: int) -> None:
+        first = self._version is None
+        self._version = version
+        if first:
+            self._changed = asyncio.Event()
+            for group in self._groups.values():  # of a checkpoint
+                self._start(group)
+        else:
+            await self._engine.resume()
+        self._admit()
+
+    def _admit(self) -> None:
+        """Start as many prompts as there is room for."""
+        assert self._version is not None
+        for _ in range(self.admission.compute_room(self._version, self._taken, len(self._groups))):
+            group = self._groups[self._next] = self._requests.new_group(self._next, self._version)
+            self._next += 1
+            self._start(group)
+
+    def _start(self, group: PromptGroup) -> None:
+        if group.is_complete and group.results is not None:
+            self._ready.add(group.index)
+            return
+        task = asyncio.get_running_loop().create_task(self._complete(group))
+        self._tasks[group.index] = task
+        task.add_done_callback(lambda task: self._on_end(group.index, task))
+
+    def _on_end(self, index: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(index, None)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or failure  # later ones may follow from the first
+        if self._changed is not None:
+            self._changed.set()
+
+    async def _complete(self, group: PromptGroup) -> None:
+        """Generate and score what the group lacks."""
+        await asyncio.gather(*(self._sample(group, sample) for sample in range(len(group.samples))))
+        group.results = await self._score(group)
+        self._ready.add(group.index)
+
+    async def _sample(self, group: PromptGroup, index: int) -> None:
+        item = group.item
+        new = Task(
+            tuple(item["prompt_ids"]),
+            self._requests.sampling,
+            self._requests.seed(group.index, index),
+            item["label"],
+            item["columns"],
+        )
+        self._generating += 1
+        try:
+            # interrupted by a weight sync: requested again, it continues when the engine does
+            while (sample := group.samples[index]) is None or sample.finish == "aborted":
+                task = replace(new, partial=None if sample is None else sample.response)
+                group.samples[index] = await self._agents.sample(self._engine, task)
+        finally:
+            self._generating -= 1
+            if self._changed is not None:
+                self._changed.set()
+
+    async def _take(self, iteration: int, count: int) -> list[PromptGroup] | None:
+        if self.admission.strategy == "drop":
+            self._drop_overdue(iteration)
+        if self._taken == 0 and len(self._ready) < self._num_warmup * self.admission.batch_prompts:
+            return None
+        indexes = self.admission.choose(iteration, count, self._list_in_flight())
+        if indexes is None:
+            return None
+        # makes no room for other prompts: those taken count as those in flight do
+        self._taken += count
+        self._ready -= set(indexes)
+        return [self._groups.pop(index) for index in indexes]
+
+    def _list_in_flight(self) -> list[InFlight]:
+        return [
+            InFlight(group.index, group.oldest_version, group.index in self._ready) for _, group in sorted(self._groups.items())
+        ]
+
+    def _drop_overdue(self, iteration: int) -> None:
+        """Drop the groups that are too old, and start others for them."""
+        for index in self.admission.find_overdue(iteration, self._list_in_flight()):
+            if (task := self._tasks.pop(index, None)) is not None:
+                task.cancel()
+            group = self._groups.pop(index)
+            self._ready.discard(index)
+            self._dropped += 1
+            self._dropped_tokens += sum(len(sample.sampled_versions) for sample in group.samples if sample is not None)
+        self._admit()
+
+
+#: (partial responses, tokens that each may grow by) -> reports, and the responses in the same order
+Continuation = Callable[[Sequence[PartialResponse], int], tuple[list[WorkerReport], list[Generated]]]
+
+
+class PartialSource:
+    """Groups from the engine that shares its devices with training.
+
+    Twice as many prompts as an iteration trains on are under way. In every iteration each of their responses grows by
+    `slice_tokens`, and by as many again until enough groups are complete; the others continue in the next iteration, with its
+    weights. MindSpeed-RL's partial rollout does the same but stops at any token; here it stops after full slices, so that a
+    run repeats exactly, and resumes exactly, at any number of replicas.
+    """
+
+    def __init__(self, continue_responses: Continuation, requests: Requests, admission: Admission, slice_tokens: int) -> None:
+        self._continue, self._requests, self.admission = continue_responses, requests, admission
+        self._slice_tokens = slice_tokens
+        self._groups: list[PromptGroup] = []
+        self._next = self._taken = 0
+        self._taken_now = 0  # since the weights changed
+        self._version = 0
+
+    def take(self, iteration: int, count: int) -> tuple[list[PromptGroup], list[WorkerReport]]:
+        """See `GroupSource`."""
+        reports: list[WorkerReport] = []
+        # once in any case: the others grow, also where enough groups are complete already
+        if self._taken_now == 0:
+            reports += self._grow()
+        while (
+            indexes := self.admission.choose(
+                iteration,
+                count,
+                [InFlight(group.index, group.oldest_version, group.is_complete) for group in self._groups],
+            )
+        ) is None:
+            reports += self._grow()
+        self._taken += count
+        self._taken_now += count
+        taken = [group for group in self._groups if group.index in indexes]
+        self._groups = [group for group in self._groups if group.index not in indexes]
+        return taken, reports
+
+    def reject(self, count: int) -> None:
+        """See `GroupSource`."""
+        self._taken -= count
+        self._taken_now -= count
+
+    def before_push(self) -> None:
+        """See `GroupSource`; between two rollouts nothing is being generated."""
+
+    def after_push(self, version: int) -> None:
+        """See `GroupSource`."""
+        self._version, self._taken_now = version, 0
+
+    def snapshot(self) -> tuple[list[PromptGroup], int, int]:
+        """See `GroupSource`."""
+        return list(self._groups), self._next, self._taken
+
+    def restore(self, groups: list[PromptGroup], next_prompt: int, num_taken: int) -> None:
+        """See `GroupSource`."""
+        self._groups, self._next, self._taken = groups, next_prompt, num_taken
+
+    def _grow(self) -> list[WorkerReport]:
+        """Start as many prompts as may be under way, and let every response that has not ended grow by a slice."""
+        for _ in range(2 * self.admission.batch_prompts - self._taken_now - len(self._groups)):
+            self._groups.append(self._requests.new_group(self._next, self._version))
+            self._next += 1
+        slots: list[tuple[PromptGroup, int]] = []
+        responses: list[PartialResponse] = []
+        for group in self._groups:
+            for index, sample in enumerate(group.samples):
+                if sample is None or sample.finish == "aborted":
+                    slots.append((group, index))
+                    partial = None if sample is None else sample.response
+                    seed = self._requests.seed(group.index, index)
+                    responses.append(PartialResponse(tuple(group.item["prompt_ids"]), seed, partial))
+        reports, continued = self._continue(responses, self._slice_tokens)
+        for (group, index), response in zip(slots, continued, strict=True):
+            group.samples[index] = Trajectory.from_response(group.item["prompt_ids"], response)
+        return reports

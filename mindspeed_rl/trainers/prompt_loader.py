@@ -1,0 +1,152 @@
+"""The prompts of a run: opened as the run file says, counted, and put into the data plane batch by batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
+from mindspeed_rl.config.keys.megatron import split_shares
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
+from mindspeed_rl.data.samplers import BatchSampler
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.workers.agents import tool_schemas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: columns that `PromptLoader` puts into the data plane
+PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")
+
+
+class PromptLoader:
+    """The prompts of a run in their order; each has n_samples_per_prompt rows in the data plane."""
+
+    def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
+        self._prompts, self._plane, self._plan = prompts, plane, plan
+        self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
+
+    def item(self, index: int) -> PromptItem:
+        """Return the prompt of this index, counted from the beginning of the run over all epochs."""
+        return self._prompts[next(self._sampler.batches(index, 1))[0]]
+
+    def put(self, rollout_index: int) -> None:
+        """Replace the rows of the data plane by the prompts of this rollout."""
+        size = self._plan.num_prompts
+        items = [self._prompts[index] for index in next(self._sampler.batches(rollout_index * size, size))]
+        repeat = self._plan.n_samples_per_prompt
+        self._plane.clear(size)
+        self._plane.put(prompt_rows(items, repeat), range(size * repeat))
+
+
+def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:
+    """Return the data plane's columns of prompts, each in `repeat` rows."""
+    rows = [item for item in items for _ in range(repeat)]
+    return {
+        "prompt_ids": [torch.tensor(item["prompt_ids"], dtype=torch.int64) for item in rows],
+        "labels": [item["label"] for item in rows],
+        "extra": [item["columns"] for item in rows],
+    }
+
+
+# ---------------------------------------------------------------------- opening
+
+
+def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset | None]:
+    """Return the prompts to train on, and those of the evaluations: a second dataset, or the part that `split` holds back."""
+    actor = run.config.actor_config
+    tools = tool_schemas(run.rl, tokenizer)
+    full = _open_run_prompts(run, "data_path", tokenizer, tools)
+    train, validation, _ = split_shares(actor.split)
+    prompts = full if train == 1 else full.part(0, train)
+    if actor.eval_data_path:
+        return prompts, _open_run_prompts(run, "eval_data_path", tokenizer, tools)
+    return prompts, full.part(train, train + validation) if validation > 0 else None
+
+
+def _open_run_prompts(
+    run: Run, key: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> PromptDataset:
+    """Open the prompts at `actor_config.<key>`, read as the run file says.
+
+    Args:
+        tools: schemas for raw prompts; prompts of `mindspeed-rl preprocess` contain those they were preprocessed with.
+    """
+    actor = run.config.actor_config
+    path = getattr(actor, key)
+    if not isinstance(path, str):
+        raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
+    return open_prompts(
+        path,
+        tokenizer,
+        max_prompt_length=run.rl.max_prompt_length,
+        dataset_additional_keys=actor.dataset_additional_keys or None,
+        settings=dataclasses.replace(prompt_settings(actor), tools=tuple(tools)),
+    )
+
+
+def prompt_settings(actor: MegatronConfig) -> PromptSettings:
+    """Return how prompts that were not preprocessed are read."""
+    columns = None
+    if actor.map_keys is not None:
+        columns = {name: column for name, column in dataclasses.asdict(actor.map_keys).items() if column is not None}
+    templates = actor.prompt_type_path
+    return PromptSettings(
+        prompt_type=actor.prompt_type,
+        # without such a file the built-in templates are read
+        prompt_type_path=templates if templates and Path(templates).is_file() else None,
+        map_keys=columns,
+        handler_name=actor.handler_name,
+        enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
+        on_bad_row=actor.on_bad_row,
+        system_prompt=actor.system_prompt,
+    )
+
+
+# ---------------------------------------------------------------------- counting
+
+
+def count_prompts(run: Run) -> int:
+    """Return the number of prompts that the run would train on.
+
+    Raises:
+        ValueError: data or tokenizer are not where the keys say, or not usable.
+    """
+    actor = run.config.actor_config
+    folder = actor.tokenizer_name_or_path or plan_models(run)[0].models["actor"].source.hf_folder
+    if not Path(folder).expanduser().is_dir():  # a plan does not wait for a hub
+        raise ValueError(f"actor_config.tokenizer_name_or_path: {folder} is no folder on this machine.")
+    tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
+    train, _, _ = split_shares(actor.split)
+    return len(_open_run_prompts(run, "data_path", tokenizer).part(0, train))
+
+
+def resolve_length(run: Run, num_prompts: int) -> Run:
+    """Return the run with the iterations of its train_epochs over so many prompts; itself where it has train_iters."""
+    epochs = run.config.actor_config.train_epochs
+    if epochs is None:
+        return run
+    iters = math.ceil(epochs * num_prompts / run.plan.num_prompts)
+    # the learning rate of each role follows its train_iters
+    roles = {
+        name: dataclasses.replace(role, train_iters=iters)
+        for name in ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+        if (role := getattr(run.config, name)) is not None
+    }
+    models = {
+        role: dataclasses.replace(model, config=dataclasses.replace(model.config, train_iters=iters))
+        for role, model in run.models.items()
+    }
+    return dataclasses.replace(
+        run,
+        config=dataclasses.replace(run.config, **roles),
+        plan=dataclasses.replace(run.plan, train_iters=iters),
+        models=models,
+    )
