@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolved(cfg, arguments.nodes)
             # as there, and Ray
+            from mindspeed_rl.planner.prediction import predict
             from mindspeed_rl.trainers.launch import launch_run
             from mindspeed_rl.trainers.resume import Recovery
             from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
-                    with recovery.retry_on_fault(), launch_run(attempt) as trainer:
+                    with recovery.retry_on_fault(), launch_run(attempt, predict(attempt)) as trainer:
                         trainer.fit()
             except Terminated as error:
                 print(error, file=sys.stderr)

@@ -17,7 +17,6 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.placement import Placement
-from mindspeed_rl.config.prediction import Prediction
 from mindspeed_rl.config.rules.engine_limits import can_split, engine_limits, read_engine_shape
 from mindspeed_rl.config.rules.validation import unavailable, validate
 from mindspeed_rl.config.run import Derivation, PlatformName, RunConfig
@@ -56,7 +55,6 @@ class Run:
     folder: Path
     deadlines: Deadlines
     models: Mapping[str, RoleModel] = field(default_factory=dict)
-    prediction: Prediction | None = None
 
     @property
     def fault_tolerance(self) -> FaultTolerance:

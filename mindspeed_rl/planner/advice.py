@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
+from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.planner.chips import GIB, Chip
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory

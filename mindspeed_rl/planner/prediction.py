@@ -1,14 +1,16 @@
-"""What is predicted for a run before it begins, and how a report sets it beside what was measured."""
+"""The bytes and seconds that are predicted for a run before it starts, and their comparison with what the run measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import json
+from dataclasses import dataclass, field
 
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.prediction import Prediction, Range
+from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.observability.history import History
+from mindspeed_rl.planner.advice import changes_that_relieve
 from mindspeed_rl.planner.assumptions import of_memory, of_time
-from mindspeed_rl.planner.calibration import measured_samples
+from mindspeed_rl.planner.calibration import later_medians, measured_samples, run_tree
 from mindspeed_rl.planner.chips import GIB, chip_of
 from mindspeed_rl.planner.memory import EXACT, FIXED, MODEL_ERROR, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
@@ -16,30 +18,125 @@ from mindspeed_rl.planner.text import seconds_range
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
+_MAX_SETTINGS = 3
+
+Row = dict[str, str | float | None]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A predicted value and the bounds between which the measured one is expected; equal where it is counted."""
+
+    predicted: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The plan of a run, an advisor of `trainers.launch.launch_run`.
+
+    Attributes:
+        device: kind of device that it is made for.
+        summary: verdict, peak and seconds of an iteration in a line, or why nothing is predicted.
+        seconds: by phase.
+        gib: of the fullest device, by phase and owner.
+        totals: of the fullest device by phase, as far as the run measures it.
+        assumed: sentences about the numbers that are taken as given.
+        missing: why nothing is predicted; empty where something is.
+    """
+
+    cfg: RunConfig
+    num_nodes: int
+    device: str = ""
+    summary: str = ""
+    seconds: dict[str, Range] = field(default_factory=dict)
+    gib: dict[str, dict[str, Range]] = field(default_factory=dict)
+    totals: dict[str, Range] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    missing: str = ""
+
+    def compare(self, history: History) -> dict[str, object]:
+        """Return predicted next to measured values, as a run's report shows them: {"chip", "rows", ...}, or {"missing": why}.
+
+        A row has `unit` (s or GiB), `name`, `predicted` before the run, `with_lengths` (seconds with the lengths that the
+        responses had; None for bytes), `low` and `high` (bounds of the measured value, with these lengths) and `measured` (None
+        where the run does not measure it).
+        """
+        if self.missing:
+            return {"missing": self.missing}
+        device, medians = chip_of(self.cfg), later_medians(history)
+        try:
+            plan = plan_time(self.cfg, device, self.num_nodes, samples=measured_samples(self.cfg, medians))
+        except ValueError as error:
+            return {"missing": str(error)}
+        rows = [
+            _row("s", name, self.seconds[name].predicted, now, medians.get(f"timing/{name}"), with_lengths=now.predicted)
+            for name, now in _ranges_of_seconds(plan).items()
+        ]
+        for phase, total in self.totals.items():
+            if phase in _TOTALS:
+                rows.append(_row("GiB", f"{phase}, all owners", total.predicted, total, medians.get(_TOTALS[phase])))
+        for phase, owners in self.gib.items():
+            for owner, count in owners.items():
+                # a process on the CPU does not return memory to the system, so that later iterations do not show peaks
+                if owner not in EXACT and not device.sleeps:
+                    continue
+                names = [f"memory/{phase}/{owner}_gib"]
+                if phase == "update":  # supervised stages measure it under the owner's name alone
+                    names.append(f"memory/{owner}_gib")
+                names = [name.replace(" ", "_").lower() for name in names]  # as `runtime/device_memory.py` names them
+                measured = next((medians[name] for name in names if name in medians), None)
+                if measured is not None:
+                    rows.append(_row("GiB", f"{phase}: {owner}", count.predicted, count, measured))
+        return {"chip": self.device, "summary": self.summary, "rows": rows, "assumed": list(self.assumed)}
+
+    def suggest_settings(self, phase: str) -> str:
+        """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
+        cfg = self.cfg
+        tree = run_tree(dataclasses.asdict(cfg), cfg.as_written())
+        try:
+            changes = changes_that_relieve(tree, cfg, phase, chip_of(cfg), self.num_nodes)
+        except ValueError as error:
+            return f"What would fit cannot be said: {error}"
+        settings = [
+            f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.values.items())} ({change.costs})"
+            for change in changes[:_MAX_SETTINGS]
+        ]
+        if not settings:
+            return "No single setting leaves much more room."
+        return f"Nearest settings with more room: {'; '.join(settings)}."
 
 
 def predict(run: Run) -> Prediction:
-    """Return what is predicted for a run; that there is nothing, and why, where it cannot be planned."""
+    """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason."""
+    cfg = run.config
     try:
-        chip = chip_of(run.config)
-        memory, time = plan_memory(run.config, chip, run.num_nodes), plan_time(run.config, chip, run.num_nodes)
-        assumed = (*of_memory(run.config, chip), *of_time(run.config, chip, time))
-    except Exception as error:  # a model of the user's own, for example: a plan that cannot be made ends no run
-        return Prediction(missing=f"{error}")
+        device = chip_of(cfg)
+        memory, time = plan_memory(cfg, device, run.num_nodes), plan_time(cfg, device, run.num_nodes)
+        assumed = (*of_memory(cfg, device), *of_time(cfg, device, time))
+    except ValueError as error:
+        return Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
     return Prediction(
-        chip=chip.name,
-        verdict=memory.verdict,
-        summary=_summary(memory, time),
-        seconds=_seconds(time),
+        cfg,
+        run.num_nodes,
+        device=device.name,
+        summary=_summarize(memory, time),
+        seconds=_ranges_of_seconds(time),
         gib={
-            phase.name: {owner: _gib(owner, count) for owner, count in phase.owners.items()} for phase in memory.fullest.phases
+            phase.name: {
+                owner: Range(count / GIB, count * (1 - error) / GIB, count * (1 + error) / GIB)
+                for owner, count in phase.owners.items()
+                for error in [0.0 if owner in EXACT else MODEL_ERROR]
+            }
+            for phase in memory.fullest.phases
         },
-        totals={phase.name: _total(phase, counts_all=not chip.sleeps) for phase in memory.fullest.phases},
+        totals={phase.name: _predict_total(phase, counts_all=not device.sleeps) for phase in memory.fullest.phases},
         assumed=tuple(map(str, assumed)),
     )
 
 
-def _summary(memory: MemoryPlan, time: TimePlan) -> str:
+def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
     peak = memory.fullest.peak
     return (
         f"{memory.verdict}: {peak.total / GIB:.1f} of {memory.capacity / GIB:.0f} GiB in {peak.name}, "
@@ -47,68 +144,20 @@ def _summary(memory: MemoryPlan, time: TimePlan) -> str:
     )
 
 
-def _seconds(time: TimePlan) -> dict[str, Range]:
+def _ranges_of_seconds(time: TimePlan) -> dict[str, Range]:
     return {name: Range(seconds, *time.bounds(seconds)) for name, seconds in time.phases.items()}
 
 
-def _gib(owner: str, count: int) -> Range:
-    error = 0.0 if owner in EXACT else MODEL_ERROR
-    return Range(count / GIB, count * (1 - error) / GIB, count * (1 + error) / GIB)
-
-
-def _total(phase: Phase, *, counts_all: bool) -> Range:
-    """On a device torch counts its own allocations alone; a process on the CPU is measured whole."""
-    left = {name: count for name, count in phase.owners.items() if counts_all or name not in FIXED}
-    mine = Phase(phase.name, left)
-    return Range(mine.total / GIB, *(bound / GIB for bound in mine.range))
-
-
-def comparison(run: Run, medians: Mapping[str, float]) -> dict[str, Any]:
-    """Return predicted beside measured, as a run's report shows it: {"chip": ..., "rows": [...]}, or {"missing": why}.
-
-    A row has `unit` (s or GiB), `name`, `predicted` before the run, `with_lengths` (seconds with the lengths that the responses
-    had; None for bytes), `low` and `high` (between which the measured value is expected, with these lengths) and `measured`
-    (None where the run does not say).
-
-    Args:
-        medians: of the run's metrics over its later half.
-    """
-    found = run.prediction
-    if found is None or found.missing:
-        return {"missing": "nothing was predicted" if found is None else found.missing}
-    try:
-        chip = chip_of(run.config)
-        known = plan_time(run.config, chip, run.num_nodes, samples=measured_samples(run.config, medians))
-    except Exception as error:  # as in `predict`: no report goes without its figures for it
-        return {"missing": str(error)}
-    rows = []
-    for name, now in _seconds(known).items():
-        before = found.seconds[name].predicted
-        rows.append(_row("s", name, before, now, medians.get(f"timing/{name}"), with_lengths=now.predicted))
-    for phase, total in found.totals.items():
-        if phase in _TOTALS:
-            rows.append(_row("GiB", f"{phase}, all owners", total.predicted, total, medians.get(_TOTALS[phase])))
-    for phase, owners in found.gib.items():
-        for owner, count in owners.items():
-            # a process on the CPU keeps what came and went once, so that later iterations do not show it
-            if owner not in EXACT and not chip.sleeps:
-                continue
-            measured = medians.get(f"memory/{_word(phase)}/{_word(owner)}_gib")
-            if phase == "update" and measured is None:  # supervised stages measure it under the owner's name alone
-                measured = medians.get(f"memory/{_word(owner)}_gib")
-            if measured is not None:
-                rows.append(_row("GiB", f"{phase}: {owner}", count.predicted, count, measured))
-    return {"chip": found.chip, "summary": found.summary, "rows": rows, "assumed": list(found.assumed)}
-
-
-def _word(name: str) -> str:
-    """As names of metrics have it; see `runtime/device_memory.py`."""
-    return name.replace(" ", "_").lower()
+def _predict_total(phase: Phase, *, counts_all: bool) -> Range:
+    """Return the bytes that a run measures: torch counts its own allocations alone, and the CPU counts the process."""
+    owners = {name: count for name, count in phase.owners.items() if counts_all or name not in FIXED}
+    measured = Phase(phase.name, owners)
+    return Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
 
 
 def _row(
     unit: str, name: str, predicted: float, expected: Range, measured: float | None, *, with_lengths: float | None = None
-) -> dict[str, Any]:
+) -> Row:
     return {
         "unit": unit,
         "name": name,

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.run_files import compose, project_configs
+from mindspeed_rl.config.run_files import compose, project_configs, with_values
 from mindspeed_rl.planner.chips import CHIPS
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape

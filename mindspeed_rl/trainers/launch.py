@@ -14,12 +14,11 @@ from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.runtime.cluster import cluster
 from mindspeed_rl.trainers.batch_records import dump_configuration
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
-from mindspeed_rl.trainers.run_folder import make_paths_absolute, report_outcome
+from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, report_outcome
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.sft_setup import build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
@@ -27,11 +26,14 @@ from mindspeed_rl.trainers.termination import Terminated, Termination
 
 
 @contextlib.contextmanager
-def launch_run(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
+def launch_run(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running.
 
     All errors in files and keys are found before Ray starts. When the block ends, however it ends, all processes are gone and
     the run folder has a report of the outcome. SIGTERM is handled in the block; see `Termination`.
+
+    Args:
+        advisor: adds its plan to console and report, for example `planner.prediction.predict(run)`.
 
     Raises:
         ValueError: a key or file is wrong.
@@ -39,20 +41,23 @@ def launch_run(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         Terminated: SIGTERM came.
     """
     steps = StartSteps()
-    run = dataclasses.replace(run, prediction=predict(run))
     # before the run folder is made: a wrong key leaves none behind
     inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
     run, cfg = inputs.run, inputs.run.config  # with the length of the run, where the prompts decide it
     rl, actor = cfg.rl_config or RLConfig(), cfg.actor_config
     termination = Termination(actor.sigterm_grace_s)
-    with termination.handled(), report_outcome(run) as report, _explain_sigterm(termination), contextlib.ExitStack() as stack:
+    outcome = report_outcome(run, advisor)
+    with termination.handled(), outcome as report, _explain_sigterm(termination), contextlib.ExitStack() as stack:
         beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
         make_paths_absolute(cfg, run.models)
         dump_configuration(run)
         trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
-        print(format_table(f"run folder: {run.folder}", plan_rows(run, inputs.num_devices)), flush=True)
+        rows = plan_rows(run, inputs.num_devices)
+        if advisor is not None:
+            rows["planned"] = advisor.summary
+        print(format_table(f"run folder: {run.folder}", rows), flush=True)
         print(inputs.summary, flush=True)
         for text in find_warnings(cfg):
             print(f"warning: {text}", flush=True)
@@ -121,8 +126,6 @@ def plan_rows(run: Run, num_devices: int) -> dict[str, str]:
         )
     rows["learning rate"] = f"{actor.lr:g}, {actor.lr_decay_style}" if actor.lr is not None else ""
     rows["adapters"] = f"{', '.join(actor.lora_target_modules)}, rank {actor.lora_r}" if actor.lora_target_modules else ""
-    if run.prediction is not None:
-        rows["planned"] = run.prediction.summary or f"nothing: {run.prediction.missing}"
     path = actor.data_path
     rows["data"] = ", ".join(map(str, path)) if isinstance(path, list) else path or ""
     rows["saves to"] = f"{actor.save}, every {actor.save_interval or plan.train_iters} iterations" if actor.save else "nowhere"

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import format_summary
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_metrics
-from mindspeed_rl.planner.advice import changes_that_relieve
-from mindspeed_rl.planner.calibration import later_medians, run_tree
-from mindspeed_rl.planner.chips import chip_of
-from mindspeed_rl.planner.prediction import comparison
 from mindspeed_rl.runtime.device_memory import find_memory_error
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated
 
-_MAX_SETTINGS = 3
+
+class RunAdvisor(Protocol):
+    """A plan of the run from outside: shown on the console, compared in the report, consulted after a memory error."""
+
+    @property
+    def summary(self) -> str:
+        """The plan in a line."""
+        ...
+
+    def compare(self, history: History) -> Mapping[str, object]:
+        """Return predicted next to measured values, for the report."""
+        ...
+
+    def suggest_settings(self, phase: str) -> str:
+        """Return settings with more room in a phase that ran out of memory, in a sentence."""
+        ...
 
 
 class RunReport:
     """The report of a run: an observer of its figures that refreshes the page while the run goes."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._launched_s = run, time.monotonic()
+    def __init__(self, run: Run, advisor: RunAdvisor | None) -> None:
+        self._run, self._advisor, self._launched_s = run, advisor, time.monotonic()
         self._first: Mapping[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._page: LivePage | None = None
@@ -76,7 +88,7 @@ class RunReport:
             results=self._evaluation | {f"{name}/first": value for name, value in self._first.items()},
             config_set=cfg.as_written(),
             planned_iterations=self._run.plan.train_iters,
-            plan=lambda history: comparison(self._run, later_medians(history)),
+            plan=None if self._advisor is None else self._advisor.compare,
         )
 
     def finish(self, outcome: str) -> None:
@@ -97,7 +109,7 @@ class RunReport:
 
 
 @contextlib.contextmanager
-def report_outcome(run: Run) -> Iterator[RunReport]:
+def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RunReport]:
     """Make the run folder, which takes the logs; when the block ends a report with the outcome is in it."""
     folder = run.folder
     try:
@@ -105,9 +117,9 @@ def report_outcome(run: Run) -> Iterator[RunReport]:
         set_up_logging(folder / "run.log")
     except OSError as error:
         raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
-    report, outcome = RunReport(run), "failed"
+    report, outcome = RunReport(run, advisor), "failed"
     try:
-        with advise_on_memory(run):
+        with advise_on_memory(advisor):
             yield report
         outcome = "finished"
     except KeyboardInterrupt:
@@ -126,32 +138,15 @@ def report_outcome(run: Run) -> Iterator[RunReport]:
 
 
 @contextlib.contextmanager
-def advise_on_memory(run: Run) -> Iterator[None]:
+def advise_on_memory(advisor: RunAdvisor | None) -> Iterator[None]:
     """Add settings with more room to the error of a worker that ran out of device memory in the block."""
     try:
         yield
     except WorkerError as error:
         failure = find_memory_error(error)
-        if failure is None:
+        if failure is None or advisor is None:
             raise
-        raise WorkerError(f"{error} {_describe_settings_with_room(run, failure.phase)}") from error
-
-
-def _describe_settings_with_room(run: Run, phase: str) -> str:
-    cfg = run.config
-    try:
-        changes = changes_that_relieve(
-            run_tree(dataclasses.asdict(cfg), cfg.as_written()), cfg, phase, chip_of(cfg), run.num_nodes
-        )
-    except Exception as error:  # noqa: BLE001 - a plug-in's model, for example, raises anything; the memory error is shown
-        return f"What would fit cannot be said: {error}"
-    settings = [
-        f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.values.items())} ({change.costs})"
-        for change in changes[:_MAX_SETTINGS]
-    ]
-    if not settings:
-        return "No single setting leaves much more room."
-    return f"Nearest settings with more room: {'; '.join(settings)}."
+        raise WorkerError(f"{error} {advisor.suggest_settings(failure.phase)}") from error
 
 
 @contextlib.contextmanager

@@ -13,10 +13,9 @@ import yaml
 
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
-from mindspeed_rl.config.run_files import compose, locate, project_configs
+from mindspeed_rl.config.run_files import compose, locate, project_configs, with_values
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model

@@ -12,17 +12,15 @@ import pytest
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import resolve
-from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.config.run_files import compose, locate, with_values
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
-from mindspeed_rl.planner.calibration import later_medians
 from mindspeed_rl.planner.chips import CHIPS
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.lengths import SIGMA, Lengths
-from mindspeed_rl.planner.prediction import comparison, predict
+from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrated, plan_time
 
@@ -126,7 +124,7 @@ def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
-    run = replace(run, prediction=predict(run))
+    prediction = predict(run)
     plain = plan_time(cfg, CHIPS["cpu"], samples=SampleMeans(4.0, 6.0))
     records = [
         {
@@ -142,7 +140,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
         for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = comparison(run, later_medians(History(records)))
+    rows = prediction.compare(History(records))
     path = write_report(
         tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=lambda _: rows
     )
@@ -151,7 +149,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
     # nobody knew the lengths before the run: 8 tokens at most, half of them
     before = plan_time(cfg, CHIPS["cpu"]).phases["rollout"]
-    assert rollout["predicted"] == run.prediction.seconds["rollout"].predicted == before
+    assert rollout["predicted"] == prediction.seconds["rollout"].predicted == before
     assert by_name["update: weights"]["measured"] == 0.001
     cache = by_name["generate: KV cache"]
     assert cache["measured"] == 0.002 and cache["low"] == cache["high"] == cache["predicted"] > 0
@@ -265,5 +263,4 @@ def test_a_run_that_cannot_be_planned_runs_and_its_report_says_why() -> None:
     ]
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), unknown))
     run = resolve(cfg, platform="cpu")
-    run = replace(run, prediction=predict(run))
-    assert "num_layers" in comparison(run, {})["missing"]
+    assert "num_layers" in predict(run).compare(History())["missing"]
