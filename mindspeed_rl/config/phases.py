@@ -151,6 +151,13 @@ CHECK_REWARDS = Phase("check", deadline="start")
 SAVE = Phase("save", deadline="save", timer="save", memory="save", transient="copies")
 FINISH = Phase("finish", deadline="save")
 
+# ---------------------------------------------------------------------- engines that generate for a user
+
+ADD_REQUESTS = Phase("begin", deadline="generate")
+TAKE_TOKENS = Phase("take", deadline="generate")
+CANCEL = Phase("cancel", deadline="generate")
+NEXT_TOKENS = Phase("next_tokens", deadline="generate")
+
 _ALL = (
     *(SET_UP, RESUMED_STATE, DATA, CHECK_REWARDS),
     *(GENERATE, CONTINUE_RESPONSES, GENERATE_RESPONSES, FINISH_ROLLOUT),
@@ -158,8 +165,7 @@ _ALL = (
     *(RULE_REWARDS, SCORE_NOW, MODEL_REWARDS, MODEL_SCORES),
     *(ACTOR_LOG_PROBS, UPDATE_ACTOR, REFERENCE_LOG_PROBS, VALUES, UPDATE_CRITIC, SYNC_REFERENCE),
     *(TRAIN, EVALUATE, SAVE, FINISH),
-    # of engines that generate for a user
-    *(Phase(name, deadline="generate") for name in ("begin", "take", "cancel", "next_tokens")),
+    *(ADD_REQUESTS, TAKE_TOKENS, CANCEL, NEXT_TOKENS),
 )
 #: name of a phase -> key of `rl_config.deadlines`; phases of other workers have that of an update
 PHASE_DEADLINES: Mapping[str, str] = {phase.name: phase.deadline for phase in _ALL}

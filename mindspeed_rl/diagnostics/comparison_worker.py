@@ -16,10 +16,9 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dumps.causes import WeightFinding
 from mindspeed_rl.dumps.record import Cut
 from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.probe import ModelProbe
-from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.engine_probe import EngineProbe

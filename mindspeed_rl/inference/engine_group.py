@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import ClassVar
 
-from mindspeed_rl import adaptors
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config.phases import ADD_REQUESTS, CANCEL, MODEL_SCORES, NEXT_TOKENS, TAKE_TOKENS
 from mindspeed_rl.inference.engine_interface import Engine, Piece, Request
 from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
@@ -20,87 +19,51 @@ from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.runtime.process import ProcessSettings
 from mindspeed_rl.runtime.scratch import scratch_folder
-from mindspeed_rl.workers.groups import WorkerGroup
+from mindspeed_rl.workers.remote_group import RemoteGroup
 
 #: pieces that one call to the workers brings for each running request
 _PIECES_PER_CALL = 8
 _MOST_PIECES_PER_CALL = 4096
 
 
-class InferenceGroup(WorkerGroup):
-    """The workers of vLLM engines; see `ReplicaWorker` for what the methods do."""
+def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -> RemoteGroup:
+    """Place and start the workers of the engines.
 
-    target: ClassVar[str] = "mindspeed_rl.inference.replica_worker:InferenceWorker"
-    adapted: ClassVar[tuple[adaptors.Scope, ...]] = ("rollout",)
-
-    def __init__(self, num_devices: int, platform_name: str, folder: Path) -> None:
-        """
-        Args:
-            folder: takes the logs.
-        """
-        role = MegatronConfig()
-        settings = ProcessSettings(
-            target=self.target,
-            adapted=self.adapted,
-            keys=role if "train" in self.adapted else None,
-            platform=platform_name,
-            world_size=num_devices,
-            num_nodes=1,
-            folder=folder,
-        )
-        cfg = RunConfig(
-            config_name="inference",
-            config_dir=".",
-            megatron_training=role,
-            actor_config=role,
-            ref_config=role,
-        )
-        super().__init__(settings, worker_environment(cfg, platform_name))
-
-    def begin(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
-        """The requests are under way, each replica's share of them."""
-        self.wait("begin", [process.call.remote("begin", requests, sampling, stop_strings) for process in self.processes])
-
-    def take(self, count: int) -> list[list[Piece]]:
-        """The next pieces of each worker."""
-        return self.wait("take", [process.call.remote("take", count) for process in self.processes])
-
-    def cancel(self) -> None:
-        """No request is under way any more."""
-        self.wait("cancel", [process.call.remote("cancel") for process in self.processes])
-
-    def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
-        """See `Engine.next_tokens`."""
-        # every replica answers all of them: one answer is taken
-        return self.wait("next_tokens", [process.call.remote("next_tokens", prompts, count) for process in self.processes])[0]
-
-    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
-        """See `Engine.score`."""
-        return self.wait("score", [process.call.remote("score", sequences, starts) for process in self.processes])[0]
-
-
-class MegatronInferenceGroup(InferenceGroup):
-    """The workers of Megatron models that generate."""
-
-    target = "mindspeed_rl.inference.replica_worker:MegatronInferenceWorker"
-    adapted = ("train",)
+    Args:
+        settings: of the engines.
+        platform_name: name of the device kind.
+        folder: takes the logs.
+    """
+    megatron, role = settings.kind == "megatron", MegatronConfig()
+    worker = "MegatronInferenceWorker" if megatron else "InferenceWorker"
+    process_settings = ProcessSettings(
+        target=f"mindspeed_rl.inference.replica_worker:{worker}",
+        adapted=("train",) if megatron else ("rollout",),
+        keys=role if megatron else None,
+        platform=platform_name,
+        world_size=settings.num_devices,
+        num_nodes=1,
+        folder=folder,
+    )
+    cfg = RunConfig(config_name="inference", config_dir=".", megatron_training=role, actor_config=role, ref_config=role)
+    return RemoteGroup(process_settings, worker_environment(cfg, platform_name))
 
 
 class EngineGroup:
     """Engines on workers as one engine. Use `engine_group`."""
 
-    def __init__(self, group: InferenceGroup, num_replicas: int, tensor_parallel_size: int) -> None:
+    def __init__(self, group: RemoteGroup, num_replicas: int, tensor_parallel_size: int) -> None:
         self._group, self._num_replicas, self._tp = group, num_replicas, tensor_parallel_size
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
         """See `Engine.stream`."""
-        self._group.begin(list(requests), sampling, tuple(stop_strings))
+        self._group.call(ADD_REQUESTS, list(requests), sampling, tuple(stop_strings))
         open_requests = set(range(len(requests)))
         try:
             while open_requests:
                 # a single answer is shown as it is drawn
                 count = min(_PIECES_PER_CALL * len(open_requests), _MOST_PIECES_PER_CALL) if len(requests) > 1 else 1
-                taken = self._group.take(count)
+                taken = self._group.call(TAKE_TOKENS, count)
                 for replica in range(self._num_replicas):
                     for piece in taken[replica * self._tp]:
                         # the inverse of `ReplicaWorker.begin`, which gives a replica every n-th request
@@ -110,15 +73,16 @@ class EngineGroup:
                         yield Piece(index, piece.token_ids, piece.log_probs, piece.finish)
         finally:
             if open_requests:
-                self._group.cancel()
+                self._group.call(CANCEL)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
-        return self._group.next_tokens([list(ids) for ids in prompts], count)
+        # every replica computes all of them: one result is taken
+        return self._group.call(NEXT_TOKENS, [list(ids) for ids in prompts], count)[0]
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
         """See `Engine.score`."""
-        return self._group.score([list(ids) for ids in sequences], list(starts))
+        return self._group.call(MODEL_SCORES, [list(ids) for ids in sequences], list(starts))[0]
 
     def close(self) -> None:
         """Ends all workers."""
@@ -133,14 +97,12 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         WorkerError: a worker died or raised; its log lies in the folder that the message names.
         TimeoutError: there are not enough devices.
     """
-    num_devices = settings.num_devices
-    kind, libraries = (MegatronInferenceGroup, TRAINING) if settings.kind == "megatron" else (InferenceGroup, INFERENCE)
     with (
-        fork_server(platform_name, libraries),
+        fork_server(platform_name, TRAINING if settings.kind == "megatron" else INFERENCE),
         scratch_folder("mindspeed-rl-inference-") as folder,
-        cluster(num_devices, platform_name),
+        cluster(settings.num_devices, platform_name),
     ):
-        group = kind(num_devices, platform_name, folder)
+        group = _start_workers(settings, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
             yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)

@@ -13,9 +13,9 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.dataplane.columns import Batch, objects
-from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.conversation import Limits
-from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, SingleTurn, Task
+from mindspeed_rl.rollout.agents import load_agent_loop
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.tools.interface import ToolBox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
 
 
-def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
+def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     """Who makes the samples of this run, in this process. Nothing is started yet.
 
     Raises:
@@ -39,19 +39,19 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
     rl = run.rl
     name = agent_loop_of(rl)
     if name == "single_turn":
-        return Agents(SingleTurn())
+        return AgentRunner(SingleTurn())
     turns = chat_turns(run, tokenizer)
     tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
         turns=turns,
-        limits=Limits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
+        limits=TrajectoryLimits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
         tool_parser=parser_name(rl, turns),
     )
-    return Agents(agent_loop_class(name)(settings), tool_box)
+    return AgentRunner(load_agent_loop(name)(settings), tool_box)
 
 
 def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> ToolBox:
@@ -111,7 +111,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
 
 
-async def _started_and_ended(agents: Agents) -> None:
+async def _started_and_ended(agents: AgentRunner) -> None:
     try:
         await agents.start()
     finally:

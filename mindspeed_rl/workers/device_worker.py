@@ -1,26 +1,177 @@
-"""What the workers of all kinds have: the run, timers, a profiler, reports."""
+"""What the workers of all kinds share: the context of a phase with its timer, memory ledger and observers, and reports."""
 
 from __future__ import annotations
 
-from mindspeed_rl.config import Run
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from mindspeed_rl import platform, registry
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.config import ProfilerConfig, Run
+from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.platform import ProfileSettings
+from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.profiling import PhaseProfiler
+
+if TYPE_CHECKING:
+    from mindspeed_rl.workers.roles import Role
+    from mindspeed_rl.workers.rollout import RolloutReplica
+
+Result = TypeVar("Result")
+Batch = TypeVar("Batch")
+
+_LEVELS: dict[str, Literal["none", "0", "1", "2"]] = {"level_none": "none", "level0": "0", "level1": "1", "level2": "2"}
+
+
+class LossObserver(Protocol):
+    """Sees what the losses of an update are computed from; the functions that it returns replace those that it is given."""
+
+    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]: ...
+
+    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]: ...
+
+
+class NoObserver:
+    """Leaves the functions of a loss as they are."""
+
+    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+        return function
+
+    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
+        return function
+
+
+class PhaseHook(Protocol):
+    """Something extra, such as a profiler, that surrounds the phases of a worker."""
+
+    def __call__(
+        self, phase: Phase, target: Role | RolloutReplica | None, iteration: int | None
+    ) -> AbstractContextManager[LossObserver | None]:
+        """Return the context in which a phase runs.
+
+        Args:
+            phase: the record of the phase.
+            target: model or rollout engine that computes it.
+            iteration: index of the iteration, from 0; None in a phase that runs once in each.
+        """
 
 
 class DeviceWorker:
-    """One rank's models. Subclasses build them, and have one method a phase; all are collective over the workers.
+    """One rank's models. Subclasses build them and have one method a phase; all are collective over the workers.
 
     Attributes:
         timers: name the rank in the intervals of a report.
-        profiler: (name of a phase) -> context in which the phase is traced where the run file asks for it.
+        memory: ledger of the device's memory.
+        hooks: what surrounds every phase.
     """
 
     def __init__(self, run: Run, rank: int, name: str = "rank") -> None:
-        self.run = run
+        self.run, self.rank = run, rank
         self.timers = Timers(worker=f"{name} {rank}")
-        self.profiler = PhaseProfiler(run.config.profiler_config.integrated, run.folder, rank)
+        self.memory = PhaseMemory(self.resident_bytes)
+        self.hooks: list[PhaseHook] = []
+
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that are on the device now, by owner in the planner's words."""
+        return {}
+
+    def add_hooks(self, first_iteration: int) -> None:
+        """Make the hooks that the run file asks for; a run that asks for none imports none.
+
+        Args:
+            first_iteration: index of the first iteration of this process.
+        """
+        self.hooks = []
+        profiler, dumps = self.run.config.profiler_config.integrated, self.run.config.msprobe_config
+        if profiler.profile:
+            self.hooks.append(PhaseProfiler(profiler, self.run.folder, self.rank))
+        if dumps.msprobe:
+            self.hooks.append(registry.load("mindspeed_rl.workers.dumping:PhaseDumps", "dumps")(dumps, first_iteration))
+
+    @contextmanager
+    def phase(
+        self,
+        phase: Phase,
+        metrics: Metrics,
+        target: Role | RolloutReplica | None = None,
+        iteration: int | None = None,
+        *,
+        timed: bool = True,
+    ) -> Iterator[LossObserver]:
+        """Run a block as a phase; yields the observer of its losses.
+
+        Args:
+            phase: the record of the phase.
+            metrics: takes the memory of the phase.
+            target: see `PhaseHook`.
+            iteration: see `PhaseHook`.
+            timed: False where the block has intervals of its own, without its waits for rows.
+        """
+        observer: LossObserver = NoObserver()
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                observer = stack.enter_context(hook(phase, target, iteration)) or observer
+            if timed and phase.timer:
+                stack.enter_context(self.timers(phase.timer))
+            if phase.memory:
+                stack.enter_context(self.memory(phase.memory, phase.transient, metrics))
+            yield observer
 
     def _report(self, metrics: Metrics | None = None) -> WorkerReport:
         return WorkerReport(metrics or Metrics(), self.timers.drain())
+
+
+class PhaseProfiler:
+    """Profiles phases of one rank: those that `profiler_config.integrated` names, on the ranks and in the runs that it names.
+
+    A trace is in `<profile_save_path>/<stage>_<n>/rank_<rank>/`; n counts the runs of that phase in this process, from 1.
+    """
+
+    def __init__(self, config: ProfilerConfig, run_dir: Path, rank: int) -> None:
+        """Keep the settings.
+
+        Args:
+            config: the group of the run file.
+            run_dir: takes the traces, below `profile/`, when `profile_save_path` is empty.
+            rank: of this process.
+        """
+        self._config, self._rank = config, rank
+        self._folder = Path(config.profile_save_path) if config.profile_save_path else run_dir / "profile"
+        self._runs: Counter[str] = Counter()
+        self._stages = frozenset([config.stage] if isinstance(config.stage, str) else config.stage)
+
+    @contextmanager
+    def __call__(self, phase: Phase, target: object = None, iteration: int | None = None) -> Iterator[None]:
+        """Run a block as one run of this phase."""
+        stage, config = phase.profiler_stage, self._config
+        self._runs[stage] += 1
+        records = (
+            config.profile
+            and bool(stage)
+            and bool(self._stages & {stage, "all"})
+            and (config.profile_ranks == "all" or self._rank in config.profile_ranks)
+            and config.profile_step_start <= self._runs[stage] < config.profile_step_end
+        )
+        if not records:
+            yield
+            return
+        folder = self._folder / f"{stage}_{self._runs[stage]}" / f"rank_{self._rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = ProfileSettings(
+            host=config.profile_with_cpu,
+            device=config.profile_with_npu,
+            memory=config.profile_with_memory,
+            shapes=config.profile_record_shapes,
+            stacks=config.profile_with_module,
+            level=_LEVELS[config.profile_level],
+            marks_only=config.mstx,
+            export=config.profile_export_type,
+            analyse=config.profile_analysis,
+        )
+        with platform.current().profile(str(folder), settings):
+            yield

@@ -2,94 +2,107 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import MsprobeConfig
+from mindspeed_rl.config.phases import (
+    CONTINUE_RESPONSES,
+    FINISH_ROLLOUT,
+    GENERATE,
+    REFERENCE_LOG_PROBS,
+    TRAIN_STEP,
+    UPDATE_ACTOR,
+    UPDATE_CRITIC,
+    Phase,
+)
 from mindspeed_rl.dumps.record import Record
-from mindspeed_rl.engine.probe import ModelProbe, NoProbe, place
+from mindspeed_rl.engine.probe import ModelProbe, place
 from mindspeed_rl.rollout.engine_probe import EngineProbe
-from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.device_worker import LossObserver
+from mindspeed_rl.workers.roles import Role
 
-if TYPE_CHECKING:  # it brings vLLM, and workers without a rollout dump too
+if TYPE_CHECKING:  # it imports vLLM, and workers without a rollout dump too
     from mindspeed_rl.workers.rollout import RolloutReplica
 
 
 class PhaseDumps:
-    """Dumps phases of one rank; does nothing where the run file does not ask for it.
+    """Dumps phases of one rank; see `PhaseHook`.
 
-    A dump lies in `<dump_path>/step_<iteration>/<role>_<phase>/rank_<rank>/`; iterations are counted from 0. Phases that a
-    worker runs once an iteration are counted here, so that they need not be told their iteration.
+    A dump is in `<dump_path>/step_<iteration>/<role>_<phase>/rank_<rank>/`; iterations are counted from 0. Phases that a
+    worker runs once in each iteration are counted here; the others pass the index of their iteration.
     """
 
-    def __init__(self, config: MsprobeConfig, first: int) -> None:
-        """
+    def __init__(self, config: MsprobeConfig, first_iteration: int) -> None:
+        """Keep the settings.
+
         Args:
-            first: number of the first iteration of this process.
+            config: the group of the run file.
+            first_iteration: index of the first iteration of this process.
         """
-        self._config, self._first = config, first
+        self._config, self._first = config, first_iteration
         self._runs: Counter[str] = Counter()
 
-    def update(self, name: str, role: Role, step: int | None = None) -> contextlib.AbstractContextManager[NoProbe]:
-        """The block is the update of this role ("actor" or "critic"); its losses are to be wrapped by what it yields.
+    @contextmanager
+    def __call__(
+        self, phase: Phase, target: Role | RolloutReplica | None, iteration: int | None
+    ) -> Iterator[LossObserver | None]:
+        """Dump what a block computes; yields the observer of its losses, None where nothing is dumped."""
+        config, record, modules = self._config, None, False
+        if phase == FINISH_ROLLOUT:
+            # responses from now on belong to the next iteration
+            self._runs["rollout"] += 1
+        elif isinstance(target, Role):
+            if phase in (UPDATE_ACTOR, TRAIN_STEP):
+                modules = config.actor_train_dump
+                record = self._record_model("actor", "update", modules or config.key_data_dump, iteration)
+            elif phase == UPDATE_CRITIC:
+                modules = config.critic_train_dump
+                record = self._record_model("critic", "update", modules or config.key_data_dump, iteration)
+            elif phase == REFERENCE_LOG_PROBS:
+                modules = config.reference_dump
+                record = self._record_model("reference", "forward", modules, iteration)
+        elif target is not None and phase in (GENERATE, CONTINUE_RESPONSES) and config.actor_infer_dump:
+            record = self._record_rollout(target)
+        if record is None:
+            yield None
+        elif isinstance(target, Role):
+            with ModelProbe(target.engine, record, modules=modules).recording() as probe:
+                yield probe
+            record.write()
+        elif target is not None:
+            engine = target.engine.get_model()
+            with EngineProbe(engine, record, config.token_range_start, config.token_range_end).recording():
+                yield None
+            record.write()
 
-        Args:
-            step: the iteration; None where the role is updated once in each.
-        """
-        step = self._count(f"{name}_update") if step is None else step
-        config = self._config
-        modules = config.actor_train_dump if name == "actor" else config.critic_train_dump
-        return self._of_model(step, name, "update", role, modules, losses=modules or config.key_data_dump)
+    def _record_model(self, role: str, phase: str, enabled: bool, iteration: int | None) -> Record | None:
+        if iteration is None:
+            iteration = self._first + self._runs[f"{role}_{phase}"]
+            self._runs[f"{role}_{phase}"] += 1
+        if not enabled or not self._includes(iteration):
+            return None
+        return self._record(iteration, role, phase, *place())
 
-    def reference(self, role: Role) -> contextlib.AbstractContextManager[NoProbe]:
-        """The block is the reference's pass of an iteration."""
-        wanted = self._config.reference_dump
-        return self._of_model(self._count("reference"), "reference", "forward", role, wanted, losses=wanted)
-
-    @contextlib.contextmanager
-    def rollout(self, replica: RolloutReplica) -> Iterator[None]:
-        """The block generates for an iteration, all or a part of it; `end_rollout` is called behind the last part."""
-        step, config = self._first + self._runs["rollout"], self._config
-        if not config.actor_infer_dump or not self._wants(step):
-            yield
-            return
-        part = self._runs[f"rollout {step}"]
-        self._runs[f"rollout {step}"] += 1
+    def _record_rollout(self, replica: RolloutReplica) -> Record | None:
+        """Return the record of a rollout, or of one part where the responses of an iteration grow in several."""
+        iteration = self._first + self._runs["rollout"]
+        if not self._includes(iteration):
+            return None
+        part = self._runs[f"rollout {iteration}"]
+        self._runs[f"rollout {iteration}"] += 1
         tensor = replica.layout.tensor
-        numbers = {"rank": replica.rank, "tp": replica.rank % tensor, "dp": replica.replica}
+        ranks = {"rank": replica.rank, "tp": replica.rank % tensor, "dp": replica.replica}
         sizes = {"rank": replica.num_replicas * tensor, "tp": tensor, "dp": replica.num_replicas}
-        record = self._record(step, "actor", "rollout" if not part else f"rollout_{part}", numbers, sizes)
-        probe = EngineProbe(replica.engine.read_model(), record, config.token_range_start, config.token_range_end)
-        with probe.recording():
-            yield
-        record.write()
+        return self._record(iteration, "actor", f"rollout_{part}" if part else "rollout", ranks, sizes)
 
-    def end_rollout(self) -> None:
-        """What is generated from now on belongs to the next iteration."""
-        self._runs["rollout"] += 1
+    def _includes(self, iteration: int) -> bool:
+        return self._config.msprobe and self._config.step_start <= iteration <= self._config.step_end
 
-    def _count(self, phase: str) -> int:
-        self._runs[phase] += 1
-        return self._first + self._runs[phase] - 1
-
-    def _wants(self, step: int) -> bool:
-        return self._config.msprobe and self._config.step_start <= step <= self._config.step_end
-
-    @contextlib.contextmanager
-    def _of_model(self, step: int, name: str, phase: str, role: Role, modules: bool, *, losses: bool) -> Iterator[NoProbe]:
-        if not losses or not self._wants(step):
-            yield NoProbe()
-            return
-        numbers, sizes = place()
-        record = self._record(step, name, phase, numbers, sizes)
-        with ModelProbe(role.engine, record, modules=modules).recording() as probe:
-            yield probe
-        record.write()
-
-    def _record(self, step: int, role: str, phase: str, numbers: dict[str, int], sizes: dict[str, int]) -> Record:
+    def _record(self, iteration: int, role: str, phase: str, ranks: dict[str, int], sizes: dict[str, int]) -> Record:
         config = self._config
-        most_bytes = int(config.max_dump_gib * 2**30)
-        return Record(Path(config.dump_path), step, role, phase, numbers, sizes, config.task == "tensor", most_bytes)
+        max_bytes = int(config.max_dump_gib * 2**30)
+        return Record(Path(config.dump_path), iteration, role, phase, ranks, sizes, config.task == "tensor", max_bytes)

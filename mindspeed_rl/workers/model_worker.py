@@ -1,102 +1,190 @@
-"""What every worker does that passes rows of the data plane through Megatron models: forward passes and optimizer steps."""
+"""The phases of reference, critic and reward model, on the actor's devices or on dedicated ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.value_losses import value_loss
-from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.train_engine import MicroBatching, StepResult
+from mindspeed_rl.config.phases import (
+    MODEL_REWARDS,
+    REFERENCE_LOG_PROBS,
+    UPDATE_ACTOR,
+    UPDATE_CRITIC,
+    VALUES,
+    Phase,
+)
+from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.replica import ROW_COLUMNS, Replica, to_rows
+from mindspeed_rl.workers.roles import Role, Roles, micro_batching
 from mindspeed_rl.workers.routing import OwnRouting, Routing
-from mindspeed_rl.workers.rows import ROW_COLUMNS, to_rows
 
 _OWN_ROUTING = OwnRouting()
 
 
 class ModelWorker(DeviceWorker):
-    """Subclasses build models and set `replica`."""
+    """Passes rows of the data plane through Megatron models. Subclasses build the models and the replica.
 
+    Attributes:
+        roles: the models of this rank.
+        replica: its part at the data plane.
+    """
+
+    roles: Roles
     replica: Replica
 
-    def _rests(self, role: Role) -> bool:
-        """True for a model that shares its device and does not train."""
-        return False
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that are on the device now, by owner in the planner's words."""
+        (role,) = [*self.roles.trained(), *self.roles.frozen()]
+        return role.offloader.resident_bytes()
 
-    def _batching(self, use: Literal["update", "actor", "ref"], size: int | None = None) -> MicroBatching:
-        """Limits of a pass; rows of a micro-batch are the actor's micro_batch_size unless `size` says otherwise."""
+    def _release(self, role: Role) -> None:
+        """Offload a model until its next phase, where it shares the device with others; nothing on dedicated devices."""
+
+    def _batching(self, use: Literal["update", "actor", "ref"], size: int | None) -> MicroBatching:
+        """Return the limits of a micro-batch; without `size` its rows are the actor's micro_batch_size."""
         return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
-    def _forward(
-        self,
-        phase: str,
-        role: Role,
-        consumer: str,
-        names: Sequence[str],
-        batching: MicroBatching,
-        count: int,
-        dispatch_key: str,
-        routing: Routing = _OWN_ROUTING,
-    ) -> None:
-        """This replica's rows have these columns; waits for rows that are not ready.
-
-        Args:
-            phase: name of the intervals in which the model computes; waiting is none of them.
-        """
+    def _forward(self, phase: Phase, role: Role, batching: MicroBatching, count: int, routing: Routing = _OWN_ROUTING) -> None:
+        """Compute the phase's columns for this replica's rows; waits for rows that are not ready."""
         role.offloader.onload(params=True)
-        for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
-            batch = self.replica.fetch(consumer, list(ROW_COLUMNS), part)
-            with self.timers(phase):
-                output = routing.forward(role.engine, to_rows(batch), batching, part)
-                self.replica.put(dict(zip(names, output or ())), part)
-        if self._rests(role):
-            self._rest(role)
+        for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
+            batch = self.replica.fetch(phase.consumer, list(ROW_COLUMNS), rows)
+            # without the wait for rows
+            with self.timers(phase.timer):
+                output = routing.forward(role.engine, to_rows(batch), batching, rows)
+                self.replica.put(dict(zip(phase.columns, output or ())), rows)
+        if role in self.roles.frozen():
+            self._release(role)
 
-    def _rest(self, role: Role) -> None:
-        """A model that does not train leaves the device until its next pass, where the run file says so."""
-        role.offloader.offload(params=self.run.generate.offload_train_param)
-
-    def _mini_batches(self, consumer: str, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
-        """This replica's rows of each step, with the columns that the loss reads, and each row's number as column `row`."""
+    def _mini_batches(self, phase: Phase, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
+        """Yield this replica's rows of each step, with the columns of the loss and each row's index as column `row`."""
+        rl = self.run.rl
         for step in steps:
-            share = self._share_of_step(step)
-            rows = to_rows(self.replica.fetch(consumer, [*ROW_COLUMNS, *columns], share), columns)
-            yield replace(rows, columns={**rows.columns, "row": [torch.tensor(number) for number in share]})
+            lengths = None
+            if rl.use_dp_batch_balance and self.replica.count > 1:
+                # lengths of the whole step: all replicas divide the same rows in the same way
+                batch = self.replica.fetch(UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
+                lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
+            # adjacent rows that one replica computes faster
+            indexes = self.replica.select(step, lengths, rl.n_samples_per_prompt if rl.use_prefix_grouper else 1)
+            rows = to_rows(self.replica.fetch(phase.consumer, [*ROW_COLUMNS, *columns], indexes), columns)
+            yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
 
-    def _share_of_step(self, rows: Sequence[int]) -> list[int]:
-        """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
-        lengths = None
-        if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
-            # lengths of the whole step: all replicas divide the same rows in the same way
-            batch = self.replica.fetch("actor_train", ["sequence_lengths"], rows)
-            lengths = [int(one.sum()) for one in batch["sequence_lengths"]]
-        return self.replica.share(rows, lengths, self._group_size)
-
-    @property
-    def _group_size(self) -> int:
-        """Adjacent rows that are better computed by one replica."""
-        return self.run.rl.n_samples_per_prompt if self.run.rl.use_prefix_grouper else 1
+    def _prepare_step(self, role: Role) -> None:
+        """Load what a step needs onto the device, or start to, while the first micro-batches are computed."""
+        role.offloader.onload(params=True, grads=True)
+        # a swapped optimizer is loaded when activations no longer take its room
+        role.offloader.begin_onload(optimizer=not role.config.swap_optimizer)
 
 
-def critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
-    """The loss of the critic's values against the columns returns and values (those before the update)."""
+class ReferencePhases(ModelWorker):
+    """Log-probs of the reference."""
+
+    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
+        """Compute the log-probs of the reference ("ref") for this replica's rows."""
+        assert role == "ref", role
+        # without a model of its own the reference is the actor without its adapters
+        target = self.roles.reference or self.roles.actor
+        assert target is not None
+        weights: AbstractContextManager[None] = nullcontext() if self.roles.reference else self._reference_weights()
+        batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
+        metrics = Metrics()
+        with self.phase(REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
+            self._forward(REFERENCE_LOG_PROBS, target, batching, count)
+        return self._report(metrics)
+
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which the actor's weights are those of the reference."""
+        return nullcontext()
+
+
+class CriticPhases(ModelWorker):
+    """Values and updates of the critic."""
+
+    def _critic(self) -> Role:
+        assert self.roles.critic is not None
+        return self.roles.critic
+
+    def compute_values(self, count: int) -> WorkerReport:
+        """Compute the critic's value before each response token."""
+        critic, metrics = self._critic(), Metrics()
+        with self.phase(VALUES, metrics, critic, timed=False):
+            self._forward(VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
+        return self._report(metrics)
+
+    def update_critic(self, steps: list[list[int]]) -> WorkerReport:
+        """Make all steps of the critic on this replica's share of their rows."""
+        critic, metrics = self._critic(), Metrics()
+        loss = partial(_critic_loss, clip_range=self.run.rl.cliprange_value)
+        batching = self._batching("update", critic.config.micro_batch_size)
+        with self.phase(UPDATE_CRITIC, metrics, critic) as observer:
+            for rows in self._mini_batches(UPDATE_CRITIC, steps, ["returns", "values", "loss_mask"]):
+                self._prepare_step(critic)
+                result = critic.engine.train_step(rows, batching, observer.loss(observer.inputs(loss)))
+                add_step(metrics, "critic", result)
+            critic.poll_save()
+            # or its state would be next to the actor's in the actor's update
+            self._release(critic)
+        return self._report(metrics)
+
+
+class RewardModelPhases(ModelWorker):
+    """Scores of the reward model."""
+
+    def compute_model_rewards(self, count: int) -> WorkerReport:
+        """Give the first `count` rows of the data plane the reward model's score of prompt and response."""
+        metrics = Metrics()
+        with self.phase(MODEL_REWARDS, metrics, self.roles.reward):
+            for rows in self.replica.dispatches(count):
+                batch = self.replica.fetch(MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
+                scores = self._scores(list(batch["prompt_ids"]), list(batch["responses"]))
+                self.replica.put(dict.fromkeys(MODEL_REWARDS.columns, scores), rows)
+        return self._report(metrics)
+
+    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
+        """Return the scores of every n-th response, from this replica's index on; None on ranks that return no results."""
+        indexes = list(range(self.replica.index, len(prompts), self.replica.count))
+        missing = -(-len(prompts) // self.replica.count) - len(indexes)  # replicas that share experts make equally many passes
+        padded = indexes + [0] * missing
+        scores = self._scores(*([torch.tensor(ids[index]) for index in padded] for ids in (prompts, responses)))
+        return scores[: len(indexes)] if self.replica.is_output else None
+
+    def _scores(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[float]:
+        """Return one score a response; [] on ranks that return no results."""
+        role, scoring = self.roles.reward, self.roles.scoring
+        assert role is not None and scoring is not None
+        role.offloader.onload(params=True)
+        rows = scoring.rows(prompts, responses)
+        outputs = role.engine.forward(rows, self._batching("ref", role.config.micro_batch_size))
+        self._release(role)
+        if not self.replica.is_output:
+            return []
+        assert outputs is not None  # the rank that returns results is on the last pipeline stage
+        return scoring.scores(rows, outputs)
+
+
+def _critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
+    """Return the loss of the critic's values against the columns returns and values (those before the update)."""
     columns = inputs.columns
     mask = columns["loss_mask"] & inputs.mask
     return value_loss(inputs.outputs[0], columns["returns"], mask, old_values=columns["values"], clip_range=clip_range)
 
 
 def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
-    """Adds what an optimizer step did; what all ranks know is told by one."""
+    """Add the metrics of an optimizer step; one rank adds those that are equal on all."""
     metrics.merge(result.metrics)
     if dist.get_rank() == 0:
         metrics.add_mean(f"{role}/grad_norm", result.grad_norm)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_rl.checkpoint.model_source import ModelSource
 from mindspeed_rl.config import Run, SamplingConfig
+from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory

@@ -27,7 +27,7 @@ class RewardWorker:
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str, number: int) -> None:
         redirect_output(run.folder / "logs" / f"reward_{number}.log")
         set_up_logging(run.folder / "run.log", worker=f"reward {number}", console=False)
-        heartbeat.begin(run.folder, f"reward worker {number}", interval_s=run.fault_tolerance.heartbeat_interval_s)
+        heartbeat.start(run.folder, f"reward worker {number}", interval_s=run.fault_tolerance.heartbeat_interval_s)
         self.run, self.plan, self.plane = run, run.plan, plane
         self.max_tokens = response_limit(run.config)
         self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
@@ -41,7 +41,7 @@ class RewardWorker:
             Names of the functions that say whether an answer is right.
         """
         answer = self.tokenizer.encode(label or "", add_special_tokens=False)
-        facts = Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0}).facts()
+        facts = Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0}).reward_columns()
         told = {**columns, **facts} if self.run.rl.multi_turn_enable else columns
         self.pool.check(self._sample(list(prompt_ids), answer, label, told, False))
         return self.pool.accuracies
@@ -73,7 +73,7 @@ class RewardWorker:
 
     def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
         """Scores given trajectories of prompts."""
-        facts = [trajectory.facts() for trajectory in trajectories]
+        facts = [trajectory.reward_columns() for trajectory in trajectories]
         samples = [
             self._sample(
                 item["prompt_ids"],

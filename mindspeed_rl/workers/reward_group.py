@@ -13,13 +13,12 @@ from ray.actor import ActorHandle
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.process_status import end_processes, forget
+from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.cluster import process_environment, worker_environment
-from mindspeed_rl.runtime.futures import Pending, Watch, wait_all
-from mindspeed_rl.runtime.handles import actor_handle
+from mindspeed_rl.runtime.cluster import actor_handle, process_environment, worker_environment
+from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.workers.reward import RewardWorker
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class RewardGroup:
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:
         self._run, self._plane, self._tokenizer_path = run, plane, tokenizer_path
-        self._watch = Watch.of(run)
+        self._watch = WaitMonitor.from_run(run)
         self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
         env = worker_environment(run.config, run.platform, run.num_nodes)
@@ -51,7 +50,7 @@ class RewardGroup:
         self._actors = [self._start(number) for number in range(run.num_nodes)]
 
     def _start(self, number: int) -> ActorHandle[RewardWorker]:
-        forget(self._run.folder, [self._names[number]])
+        remove_status_files(self._run.folder, [self._names[number]])
         return actor_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
@@ -83,14 +82,14 @@ class RewardGroup:
     def _ask_all(self, method: str, ask: Callable[[int, bool], Any]) -> Pending:
         """The workers are asked, and asked again where one is replaced meanwhile: nothing is lost with a worker."""
 
-        def ask_another(name: str) -> Any | None:
+        def replace_worker(name: str) -> Any | None:
             number = self._names.index(name) if name in self._names else None
             if number is None or not self._replace(number):
                 return None
             return ask(number, True)
 
         futures = [ask(number, False) for number in range(len(self._actors))]
-        return Pending(futures, self._names, method, self._plane, self._watch, ask_another)
+        return Pending(futures, self._names, method, self._plane, self._watch, replace_worker)
 
     def _replace(self, number: int) -> bool:
         """Another worker is there in place of this one; False when too many were replaced already."""
@@ -99,7 +98,7 @@ class RewardGroup:
         self._num_replaced += 1
         with contextlib.suppress(Exception):
             ray.kill(self._actors[number])
-        end_processes(self._run.folder, [self._names[number]], grace_s=0.0)
+        terminate_processes(self._run.folder, [self._names[number]], grace_s=0.0)
         self._actors[number] = self._start(number)
         left = _MOST_REPLACED - self._num_replaced
         _LOG.warning("%s was lost and is replaced (%d more may be)", self._names[number], left)
@@ -111,4 +110,4 @@ class RewardGroup:
             ray.get([actor.close.remote() for actor in self._actors], timeout=10)
         for actor in self._actors:
             ray.kill(actor)
-        end_processes(self._run.folder, self._names)
+        terminate_processes(self._run.folder, self._names)

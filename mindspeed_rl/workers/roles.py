@@ -1,120 +1,299 @@
-"""The models that a run needs on this rank: actor, reference, critic, reward model; what each is built from."""
+"""The models of a run on this rank: what each is built from, where its weights are, what it saves."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from mindspeed_rl.checkpoint import mcore
+from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
+from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
-    ModelSource,
-    check_critic_start,
-    check_reward_start,
-    find_model,
-    rl_reference,
+    base_of,
+    lacks_score_head,
 )
-from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
-from mindspeed_rl.models.model_keys import reward_model_config
-from mindspeed_rl.models.plan import ModelPlan, plan_model
-from mindspeed_rl.workers.role import PassSettings, Role
+from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
+from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.engine.batching import MicroBatching
+from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, settle, verify_files
+from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import WithFreshHead, load_weights
+from mindspeed_rl.models.plan import ModelSource, RoleModel
+from mindspeed_rl.models.weights import TensorSource
+from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.scoring import Scoring, make_scoring
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
+    """Return the limits of a micro-batch of updates, or of forward passes of the actor or the reference.
+
+    Args:
+        rl: the group of the run file.
+        use: what the limits are for.
+        size: rows of a micro-batch where there is no token budget.
+    """
+    if not rl.use_dynamic_bsz:
+        return MicroBatching(size)
+    budgets = {
+        "update": (rl.update_max_packing_token_size, rl.update_dynamic_max_batch_size),
+        "actor": (rl.actor_max_packing_token_size, rl.actor_dynamic_max_batch_size),
+        "ref": (rl.ref_max_packing_token_size, rl.ref_dynamic_max_batch_size),
+    }
+    return MicroBatching(size, *budgets[use])
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How a role computes its rows.
+
+    Attributes:
+        packed: rows follow each other in one sequence instead of being padded.
+        pad_id: token of the padding.
+        temperature: logits are divided by it.
+        fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
+        shares_prefixes: see `BatchShape`.
+    """
+
+    packed: bool
+    pad_id: int
+    temperature: float
+    fixed_width: int = 0
+    shares_prefixes: bool = False
+
+
+class Role:
+    """Actor, reference, critic or reward model. Methods are collective over the training world.
+
+    Attributes:
+        resumed: what `load_checkpoint` returned when training state was restored, else None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: RoleModel,
+        passes: PassSettings,
+        *,
+        steps_per_iteration: int | None,
+    ) -> None:
+        """Build the model, load its weights and, where it trains, its optimizer.
+
+        Args:
+            name: of the role, for messages.
+            model: its keys, plan and weights.
+            passes: how rows are computed.
+            steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
+        """
+        config = model.config
+        self.name, self.config, self.source = name, config, model.source
+        self.resumed: dict[str, Any] | None = None
+        self.model: BuiltModel = build_model(config, model.plan, trainable=steps_per_iteration is not None)
+        self.engine = TrainEngine(
+            config,
+            self.model,
+            batch_shape(
+                config,
+                packed=passes.packed,
+                pad_id=passes.pad_id,
+                fixed_width=passes.fixed_width,
+                shares_prefixes=passes.shares_prefixes,
+            ),
+            temperature=passes.temperature,
+        )
+        self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
+        self.offloader = self.engine.offloader
+        self.stream = WeightStream(self.model)
+        self._saver = CheckpointSaver(self.engine, config.save) if config.save else None
+
+    def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
+        source = self.source
+        if source.kind == "training":
+            # before anything is read of it: this machine may have replaced another one
+            iteration, _ = settle(source.weights, iteration)
+        if source.kind == "training" and not holds_base(source.weights, iteration):
+            self.load_base(base_of(self.config, self.name))
+        elif source.kind != "training":
+            self.load_base(source, iteration)
+        if steps_per_iteration is not None:
+            # before the checkpoint: its optimizer state needs an optimizer that takes it
+            self.engine.start_training(steps_per_iteration)
+        if source.kind == "training":
+            loaded = load_checkpoint(self.engine, source.weights, iteration)
+            if steps_per_iteration is not None and not self.config.finetune:
+                self.resumed = loaded
+
+    def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
+        """Load weights from a source that has nothing but weights.
+
+        Args:
+            source: of kind "hf" or "megatron".
+            iteration: which of its checkpoints; None for the newest.
+        """
+        plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
+        fresh_head = plan.model_config.head == "reward" and lacks_score_head(source, iteration)
+        if source.kind == "hf":
+            check_hf_tensors(source.weights, plan.architecture, plan.model_config, loosely=loosely)
+            tensors: TensorSource = open_weights(source.weights)
+        else:
+            stored = plan.model_config.with_head("lm") if fresh_head else plan.model_config
+            verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
+            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
+        load_weights(self.model, WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> None:
+        """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
+        if self._saver is None:
+            return
+        companions = self._saver.folder / HF_FILES
+        if self._saver.disks.leads and not (companions / "config.json").is_file():
+            # next to the checkpoints, so that they show which model they are of
+            copy_companions(self.source.hf_folder, companions, self._hf_changes())
+        self._saver.save(iteration, run_state)
+        if self.config.save_hf:
+            self._export(iteration_folder(self._saver.folder / "hf", iteration))
+
+    def _export(self, folder: Path) -> None:
+        """Write the weights to a folder, and the link `latest` next to it; the folder never has a part of them.
+
+        Raises:
+            ValueError: the disk does not take it.
+        """
+        partial = folder.with_name(f"{folder.name}.partial")
+        try:
+            self.save_hf(partial)
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(partial, folder)
+                link = folder.with_name("latest.partial")
+                link.unlink(missing_ok=True)
+                link.symlink_to(folder.name)
+                # in one step: a reader of `latest` finds the previous folder or this one
+                os.replace(link, folder.with_name("latest"))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ValueError(f"save: {folder} could not be written: {error}") from error
+
+    def _hf_changes(self) -> dict[str, object]:
+        """Return what the exported config.json has instead of the source's."""
+        config = read_json(self.source.hf_folder / "config.json")
+        dtype = torch.bfloat16 if self.config.bf16 else torch.float32
+        changes = {**without_quantization(config), **dtype_keys(config, dtype)}
+        return {**as_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
+
+    def poll_save(self) -> None:
+        """Complete a background save that has been written."""
+        if self._saver is not None:
+            self._saver.poll()
+
+    def finish_saves(self) -> None:
+        """Wait until all checkpoints are complete."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def save_hf(self, folder: Path) -> None:
+        """Write the weights as a folder that transformers and vLLM load.
+
+        Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
+        """
+        head = self.model.plan.model_config.head
+        # the remains of a save that was killed
+        if dist.get_rank() == 0 and folder.exists():
+            shutil.rmtree(folder)
+        lora = LoraSettings.from_config(self.config)
+        if lora is not None and self.config.lora_ckpt_filter and head == "lm":
+            save_peft(self.model, lora, folder, str(self.source.hf_folder))
+            return
+        if dist.get_rank() == 0:
+            # transformers finds the scored token by the padding after it
+            padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
+            with HfFolderWriter(folder, self.source.hf_folder, self._hf_changes() | padding) as writer:
+                writer.add_all(self.stream.named_tensors(ranks=[0]))
+        else:
+            # gathering is collective: every rank takes part to the end
+            for _ in self.stream.named_tensors(ranks=[0]):
+                pass
+        dist.barrier()
 
 
 @dataclass
 class Roles:
-    """None for what these devices need not hold. The actor comes first, so that the others can resume where it does."""
+    """The models of one worker; None for those that are not needed or are on other devices."""
 
-    actor: Role
+    actor: Role | None = None
     reference: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
     scoring: Scoring | None = None
 
     def trained(self) -> list[Role]:
-        """Actor and critic."""
+        """Return actor and critic."""
         return [role for role in (self.actor, self.critic) if role is not None]
 
     def frozen(self) -> list[Role]:
-        """Reference and reward model."""
+        """Return reference and reward model."""
         return [role for role in (self.reference, self.reward) if role is not None]
 
 
-def build_roles(run: Run, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
-    """All models of the run with their weights; collective over the training world.
+def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
+    """Build the models that share the actor's devices, with their weights; collective over the training world.
 
     Args:
-        source, model_plan: of the actor.
-
-    Raises:
-        ValueError: weights are missing, or the roles' checkpoints do not belong together.
+        run: with its models.
+        tokenizer: of the actor.
     """
-    cfg, steps = run.config, run.plan.num_optimizer_steps
-    objective, shared = run.objective, shared_settings(run, tokenizer)
-    assert objective is not None
-    actor = Role("actor", cfg.actor_config, model_plan, source, shared, steps_per_iteration=steps)
-    roles = Roles(actor)
-    resumed_at = actor.resumed["iteration"] if actor.resumed else None
-    if objective.needs_reference and not run.rl.share_backbone and own_reference_devices(cfg) is None:
-        roles.reference = build_reference(run, source, resumed_at, shared)
-    if objective.has_critic and own_critic_devices(cfg) is None:
-        roles.critic = build_critic(run, resumed_at, shared)
-    reward = reward_model_config(cfg)
-    if reward is not None and own_reward_devices(cfg) is None:
-        roles.reward, roles.scoring = build_reward_model(run, reward, tokenizer, shared)
-    return roles
+    shared = shared_settings(run, tokenizer)
+    # the run's models begin with the actor, whose checkpoint decides where the others resume
+    roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
+    built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
+    if "reward" in run.models and "reward" not in run.placement.dedicated:
+        built.reward, built.scoring = build_reward_model(run, tokenizer, shared)
+    return built
 
 
-def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
-    """What all roles of a run have in common."""
+def shared_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:
+    """Return the settings that all roles of a run have in common."""
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int), pad_id
     return PassSettings(
         packed=run.rl.use_remove_padding,
-        pad_id=tokenizer.pad_token_id,
-        # greedy sampling has 0, by which nothing can be divided
+        pad_id=pad_id,
+        # greedy sampling has 0, by which no logits can be divided
         temperature=run.generate.sampling_config.temperature or 1.0,
         shares_prefixes=run.rl.use_prefix_grouper,
     )
 
 
-def build_reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
-    """The reference is what the run file says, else what the actor started from before any resume.
+def build_role(run: Run, name: str, passes: PassSettings) -> Role:
+    """Build the model of one role of the run; actor and critic train."""
+    steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
+    return Role(name, run.models[name], passes, steps_per_iteration=steps)
+
+
+def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> tuple[Role, Scoring]:
+    """Build the reward model and the reader of its outputs; collective over its training world.
 
     Args:
-        actor: the actor's weights.
-        resumed_at: iteration after which the actor goes on; None when it starts from weights alone.
-    """
-    config, source, at = rl_reference(run, actor, resumed_at)
-    plan = plan_model(config, source.hf_folder)
-    return Role("ref", config, plan, source, shared, steps_per_iteration=None, iteration=at)
-
-
-def build_critic(run: Run, resumed_at: int | None, shared: PassSettings) -> Role:
-    """The critic, which goes on where the actor does."""
-    config, steps = run.config.critic_config, run.plan.num_optimizer_steps
-    if config is None:
-        raise ValueError(
-            f"critic_config: adv_estimator {run.rl.adv_estimator} needs a critic; add the group with its load, lr and "
-            "parallel sizes."
-        )
-    source = find_model(config, "critic_config")
-    check_critic_start(config, source, resumed_at)
-    plan = plan_model(config, source.hf_folder, head="reward")
-    return Role("critic", config, plan, source, shared, steps_per_iteration=steps, iteration=resumed_at)
-
-
-def build_reward_model(run: Run, config: MegatronConfig, tokenizer: Any, shared: PassSettings) -> tuple[Role, Scoring]:
-    """The reward model and how its outputs are read; collective over its training world.
-
-    Args:
-        config: from `reward_model_config`.
+        run: with its models.
         tokenizer: the actor's, whose ids the model reads.
-
-    Raises:
-        ValueError: the weights are no reward model's.
+        shared: see `shared_settings`.
     """
-    scoring = make_scoring(config, tokenizer, run.rl.process_reward_aggregation)
-    source = find_model(config, "reward_config")
-    check_reward_start(config, source)
-    plan = plan_model(config, source.hf_folder, head=scoring.head)
-    # what it judges by was not sampled with the actor's temperature
-    role = Role("reward", config, plan, source, replace(shared, temperature=1.0), steps_per_iteration=None)
+    scoring = make_scoring(run.models["reward"].config, tokenizer, run.rl.process_reward_aggregation)
+    # its outputs were not sampled with the actor's temperature
+    role = build_role(run, "reward", replace(shared, temperature=1.0))
     role.engine.choices = scoring.choices
     return role, scoring

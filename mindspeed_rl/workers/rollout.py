@@ -15,14 +15,13 @@ from torch import nn
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-from mindspeed_rl.checkpoint.model_source import ModelSource
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import (
     AdapterFolder,
@@ -97,7 +96,7 @@ class RolloutReplica:
             },
         )
         # of the actor, whose pipeline stages each get the experts of their own layers
-        self._plan = plan_model(run.config.actor_config, source.hf_folder) if replays else None
+        self._plan = run.models["actor"].plan if replays else None
         self.rank, layout = dist.get_rank(), self.engine.layout
         self.layout = layout
         self.replica, replica_rank = divmod(self.rank, layout.tensor)

@@ -16,14 +16,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.config.phases import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.columns import ROUTED_LENGTHS, routed_column
 from mindspeed_rl.workers.replica import Replica
 
 Output = tuple[list[Tensor], list[Tensor]] | None
@@ -129,7 +129,7 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
     known: list[Tensor] = []
     for trajectory in trajectories:
         found = [sequence.routing for sequence in trajectory.sequences]
-        if missing := [number for number, one in enumerate(found) if one is None and trajectory.sequences[number].is_drawn]:
+        if missing := [number for number, one in enumerate(found) if one is None and trajectory.sequences[number].is_sampled]:
             raise RuntimeError(f"rl_config.router_replay: the rollout engine did not say the experts of sequence {missing[0]}.")
         said = [one for one in found if one is not None]
         known.append(torch.tensor([0 if one is None else len(one) for one in found]))

@@ -1,9 +1,9 @@
-"""What a reward model reads and how its outputs become one score for a response: outcome and process reward models."""
+"""Outcome and process reward models: the rows that they read, and one score for a response from their outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +11,17 @@ from torch import Tensor
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.rewards.process import aggregate, mark_steps, split_steps
-from mindspeed_rl.workers.rows import marked_rows, whole_rows
+from mindspeed_rl.rewards.process_rewards import aggregate, mark_steps, split_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Scoring(Protocol):
-    """Of one kind of reward model.
+    """One kind of reward model.
 
     Attributes:
-        head: what the model ends in: "reward" for a value head, "lm" for the vocabulary.
+        head: last layer of the model: "reward" for a value head, "lm" for the vocabulary.
         choices: token ids whose logits are read, None for a value head.
     """
 
@@ -27,10 +29,10 @@ class Scoring(Protocol):
     choices: tuple[int, int] | None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
-        """What the model reads, a row for each response."""
+        """Return the rows that the model reads, one for each response."""
 
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
-        """One score a row, from what `TrainEngine.forward` returned for the rows."""
+        """Return one score a row from the outputs of `TrainEngine.forward` for the rows."""
 
 
 class OutcomeScoring:
@@ -40,22 +42,31 @@ class OutcomeScoring:
     choices: tuple[int, int] | None = None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
-        return whole_rows([torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)])
+        input_ids = [torch.cat([prompt, response]).to(torch.int64) for prompt, response in zip(prompts, responses)]
+        # of a row that is all prompt the engine returns what it computes at the last token, and nothing else
+        targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
+        return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
         return [float(value) for value in outputs[0]]
 
 
 class ProcessScoring:
-    """The probability of the good one of two judgement tokens behind every step, aggregated over the steps.
+    """The probability of the good one of two judgement tokens after every step, aggregated over the steps.
 
     The response is cut into steps at blank lines, and each is followed by `placeholder_token`, at which the model judges.
     """
 
     head: Literal["lm", "reward"] = "lm"
 
-    def __init__(self, config: MegatronConfig, tokenizer: Any, aggregation: str) -> None:
-        """
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase, aggregation: str) -> None:
+        """Look up the tokens.
+
+        Args:
+            config: of the reward model.
+            tokenizer: the actor's, whose ids the model reads.
+            aggregation: name of the function that makes one score of those of the steps.
+
         Raises:
             ValueError: `reward_tokens` are not two, or they or the placeholder are not one token each.
         """
@@ -69,19 +80,27 @@ class ProcessScoring:
         self._mark_id = single_token(tokenizer, self._mark, "reward_config.placeholder_token")
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
-        marked = []
-        for response in responses:
+        """Return rows of which the engine computes outputs from the first mark on; column `is_mark` is True at the marks."""
+        input_ids, lengths, masks = [], [], []
+        for prompt, response in zip(prompts, responses):
             # a mark that the response itself contains would be judged as the end of a step
-            text = self._tokenizer.decode(response.tolist(), skip_special_tokens=True).replace(self._mark, "")
-            steps = split_steps(text) or [""]
-            marked.append(torch.tensor(self._tokenizer.encode(mark_steps(steps, self._mark), add_special_tokens=False)))
-        return marked_rows(prompts, marked, self._mark_id)
+            text = self._tokenizer.decode(response.tolist(), skip_special_tokens=True)
+            assert isinstance(text, str)  # a list for batches
+            marked = mark_steps(split_steps(text.replace(self._mark, "")) or [""], self._mark)
+            ids = torch.tensor(self._tokenizer.encode(marked, add_special_tokens=False))
+            is_mark = ids == self._mark_id
+            first = int(is_mark.nonzero()[0])
+            input_ids.append(torch.cat([prompt, ids]).to(torch.int64))
+            lengths.append(len(prompt) + first + 1)
+            masks.append(is_mark[first:])
+        targets = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
+        return Rows(input_ids, lengths, {"is_mark": masks}, targets)
 
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
         judged = zip(*outputs, rows.columns["is_mark"])
         return [aggregate(torch.sigmoid(good - bad)[is_mark].tolist(), self._aggregation) for good, bad, is_mark in judged]
 
 
-def make_scoring(config: MegatronConfig, tokenizer: Any, aggregation: str) -> Scoring:
-    """A process reward model where `reward_tokens` say how it judges, an outcome reward model otherwise."""
+def make_scoring(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase, aggregation: str) -> Scoring:
+    """Return process scoring where `reward_tokens` are the model's judgements, outcome scoring otherwise."""
     return ProcessScoring(config, tokenizer, aggregation) if config.reward_tokens else OutcomeScoring()

@@ -12,15 +12,13 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mindspeed_rl.algorithms.interfaces import LossOutput
-from mindspeed_rl.checkpoint.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
+from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import EVALUATE, REFERENCE_LOG_PROBS, SAVE, TRAIN, TRAIN_STEP
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
-from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.costs import ModelFlops
-from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
@@ -40,16 +38,15 @@ class SupervisedWorker(DeviceWorker):
         super().__init__(run, rank)
         cfg, plan = run.config, run.plan
         config = self.config = cfg.actor_config
-        source = find_model(config, "megatron_training")
-        tokenizer = load_tokenizer_of(config, source)
+        model_plan = run.models["actor"].plan
+        tokenizer = load_tokenizer_of(config, run.models["actor"].source)
         self.stage = make_stage(config, tokenizer)
-        model_plan = plan_model(config, source.hf_folder, head=self.stage.head)
         init_distributed(config, model_plan.layout.vpp)
         self.flops = ModelFlops.count(model_plan.architecture, model_plan.model_config)
         self.is_output = is_output_source()
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)
-        self._build(model_plan, source, tokenizer.pad_token_id)
+        self._build(tokenizer.pad_token_id)
         self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
         self.add_hooks(self.resumed_state().get("iteration", 0))
         order = self.stage.order(len(self.train_items), plan, self.consumed)
@@ -57,22 +54,18 @@ class SupervisedWorker(DeviceWorker):
         num_tokens = self.stage.num_tokens if balanced else None
         self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica, num_tokens)
 
-    def _build(self, model_plan: ModelPlan, source: ModelSource, pad_id: int) -> None:
+    def _build(self, pad_id: int) -> None:
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
         rl = cfg.rl_config
         packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
         self.batching = MicroBatching(size) if rl is None else micro_batching(rl, "update", size)
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
-        self.role = Role("megatron_training", config, model_plan, source, passes, steps_per_iteration=1)
+        self.role = Role("megatron_training", self.run.models["actor"], passes, steps_per_iteration=1)
         self.role.engine.choices = self.stage.choices
         self.reference: Role | None = None
-        if self.stage.needs_reference and has_own_reference(config):
-            ref_config, ref_source = reference_of(config, source)
-            plan = plan_model(ref_config, ref_source.hf_folder)
-            named = ref_config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
-            iteration = ref_config.refer_model_iter if named else None
-            self.reference = Role("ref", ref_config, plan, ref_source, passes, steps_per_iteration=None, iteration=iteration)
+        if "ref" in self.run.models:
+            self.reference = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""

@@ -1,63 +1,227 @@
-"""One device's worker of a run whose responses come from servers on other devices: it trains, and sends them the weights."""
+"""One device's worker of a run: trains the actor and the models that share its device, and sends weights to rollout servers.
+
+The methods are the phases of an iteration; `Fleet` calls them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from mindspeed_rl.checkpoint.model_source import ModelSource
+from mindspeed_rl import platform
+from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
+from mindspeed_rl.algorithms.policy_losses import policy_loss
+from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, SAVE, SEND_WEIGHTS, UPDATE_ACTOR
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.engine.lora import adapters_disabled
+from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup, build_trainer_push
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.actor_worker import ActorWorker
+from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, add_step
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.roles import Role, build_roles
+from mindspeed_rl.workers.routing import make_routing
+from mindspeed_rl.workers.update_plan import UpdatePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mindspeed_rl.models.plan import ModelSource
 
-class TrainerWorker(ActorWorker):
-    """Actor and the roles that share its device; no rollout engine."""
+Result = TypeVar("Result")
 
-    def _open_rollout(
-        self, plane: DataPlane, source: ModelSource, model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase, run_id: str
-    ) -> None:
+
+class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
+    """The actor, and reference, critic and reward model where they share its device.
+
+    Attributes:
+        actor: the role.
+        source: of its weights.
+        tokenizer: of the actor.
+    """
+
+    actor: Role
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+
+    def _build(self, plane: DataPlane) -> None:
+        """Join the training world and build all roles."""
+        run, model = self.run, self.run.models["actor"]
+        self.source = model.source
+        init_distributed(model.config, model.plan.layout.vpp)
+        self.replica = Replica(plane, run.deadlines.rows_s)
+        self.tokenizer = load_tokenizer_of(model.config, self.source)
+        self.roles = build_roles(run, self.tokenizer)
+        assert self.roles.actor is not None
+        self.actor = self.roles.actor
+        self.routing = make_routing(run, self.actor.engine, self.replica)
+        self.offload_all()
+
+    def reconfigure(self, run: Run, plane: DataPlane) -> None:
+        """Run the phases of another run from now on, with the models that were built."""
+        self.run = run
+        self.replica.use_plane(plane, run.deadlines.rows_s)
+        self.routing = make_routing(run, self.actor.engine, self.replica)
+        self.add_hooks(self.resumed_state().get("iteration", 0))
+
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that are on the device now, by owner in the planner's words."""
+        others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
+        totals = {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
+        return {**self.actor.offloader.resident_bytes(), **totals}
+
+    def resumed_state(self) -> dict[str, Any]:
+        """Return {"iteration": ..., "run_state": ...} of the actor's checkpoint when the run resumes from one, else nothing."""
+        return self.actor.resumed or {}
+
+    def offload_all(self, *, actor_weights: bool = True) -> None:
+        """Offload all models.
+
+        Args:
+            actor_weights: False leaves the actor's weights on the device.
+        """
+        for role in (*self.roles.trained(), *self.roles.frozen()):
+            self._release(role, weights=actor_weights or role is not self.actor)
+
+    def _release(self, role: Role, *, weights: bool = True) -> None:
+        """Offload a model until its next phase, with the parts that the run file names."""
+        config, trains = self.run.generate, role in self.roles.trained()
+        role.offloader.offload(
+            optimizer=trains and config.offload_train_optimizer,
+            grads=trains and config.offload_train_grad,
+            params=weights and config.offload_train_param,
+        )
+
+    # ------------------------------------------------------------------ passes and updates
+
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        return adapters_disabled(self.actor.model)
+
+    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
+        """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
+        if role != "actor":
+            return super().compute_log_probs(role, count)
+        metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
+        with self.phase(ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
+            self._forward(ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
+        self.routing.add_to(metrics)
+        return self._report(metrics)
+
+    def update_actor(self, plan: UpdatePlan) -> WorkerReport:
+        """Make all optimizer steps of the iteration on this replica's share of their rows."""
+        actor, objective, metrics = self.actor, self.run.objective, Metrics()
+        assert objective is not None
+        loss = partial(policy_loss, objective=replace(objective, kl_coef=plan.kl_coef))
+        batch: Callable[[LossInputs], PolicyBatch] = partial(PolicyBatch.from_inputs, entropy_threshold=plan.entropy_threshold)
+        recorded = RecordedLogProbs()
+        if plan.records_log_probs:
+            batch = recorded.inputs(batch)
+        batching = self._batching("update", actor.config.micro_batch_size)
+        with self.phase(UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
+            for rows in self._mini_batches(UPDATE_ACTOR, plan.steps, plan.columns):
+                self._prepare_step(actor)
+                routed = self.routing.for_update(rows)
+                result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
+                add_step(metrics, "actor", result)
+            self.routing.add_to(metrics)
+            actor.poll_save()
+            # the weight sync is next, which needs none of it
+            actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)
+        if plan.records_log_probs:
+            self.replica.put(dict.fromkeys(UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
+        for owner, count in actor.offloader.resident_bytes().items():
+            metrics.add_max(f"memory/{owner}_gib", count / 2**30)
+        metrics.add_max("memory/update_gib", platform.current().memory_stats().allocated_gib)
+        metrics.add_max("memory/peak_gib", self.memory.peak_gib)
+        return self._report(metrics)
+
+    @torch.no_grad()
+    def sync_reference(self, alpha: float) -> WorkerReport:
+        """Set ref <- alpha * actor + (1 - alpha) * ref, weight by weight; the actor's adapters are merged."""
+        reference = self.roles.reference
+        assert reference is not None
+        self.actor.offloader.onload(params=True)
+        reference.offloader.onload(params=True)
+        for name, weight in reference.stream.local_weights.items():
+            weight.tensor.lerp_(self.actor.stream.local_weights[name].value(), alpha)
+        return self._report()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
+        """Write checkpoints of everything that changes; the actor's is last, since a run resumes where the actor does."""
+        metrics = Metrics()
+        with self.phase(SAVE, metrics):
+            self._save_roles(iteration, run_state)
+        return self._report(metrics)
+
+    def _save_roles(self, iteration: int, run_state: dict[str, Any], *, release: bool = False) -> None:
+        for role in self._saved_roles():
+            trains = role in self.roles.trained()
+            role.offloader.onload(params=True, grads=trains, optimizer=trains)
+            role.save(iteration, run_state)
+            if release:
+                self._release(role)
+
+    def _saved_roles(self) -> list[Role]:
+        return [role for role in (self.roles.reference, self.roles.critic, self.actor) if role is not None]
+
+    def finish(self) -> WorkerReport:
+        """Wait for background saves."""
+        # the actor's is last, as in `save`
+        for role in (*self.roles.frozen(), *self.roles.trained()[::-1]):
+            role.finish_saves()
+        return self._report()
+
+
+class TrainerWorker(ActorPhases):
+    """A worker without a rollout engine: responses come from servers on other devices, which get the weights from it."""
+
+    def __init__(self, run: Run, plane: DataPlane, *, rank: int) -> None:
+        """Join the training world and build all roles."""
+        super().__init__(run, rank)
+        self._build(plane)
+        self.add_hooks(self.resumed_state().get("iteration", 0))
         self._group: WeightSyncGroup | None = None
         self._push: WeightPush | None = None
 
-    def _close_rollout(self) -> None:
-        pass
-
-    def join_servers(self, meeting: Rendezvous) -> None:
-        """This rank is a member of a new group with the servers' workers; the group before is left."""
+    def join_servers(self, rendezvous: Rendezvous) -> None:
+        """Become a member of a new group with the servers' workers; leaves the previous group."""
         self.leave_servers()
-        self._group = WeightSyncGroup(meeting, dist.get_rank())
+        self._group = WeightSyncGroup(rendezvous, dist.get_rank())
 
     def leave_servers(self) -> None:
-        """The group with the servers' workers is left."""
-        # the plan goes too: it is of the members of this group
+        """Leave the group with the servers' workers."""
+        # the plan too: it is of the members of this group
         group, self._group, self._push = self._group, None, None
         if group is not None:
             group.close()
 
     def send_weights(self, version: int) -> WorkerReport:
-        """The servers of the group get the actor's weights, and hear what they must hold.
+        """Send the actor's weights to the servers of the group, with the sums that prove their arrival.
 
         Raises:
-            Exception: the group broke; torch's own words. It is left then, so that nobody waits for this rank.
+            Exception: the group broke; torch's own words. It is left then, so that no member waits for this rank.
         """
-        actor, generate, metrics = self.roles.actor, self.run.generate, Metrics()
-        assert self._group is not None, "the servers are met before weights are sent"
-        with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
-            actor.offloader.onload(params=True)
+        generate, metrics = self.run.generate, Metrics()
+        assert self._group is not None, "join_servers comes before send_weights"
+        with self.phase(SEND_WEIGHTS, metrics, self.actor):
+            self.actor.offloader.onload(params=True)
             try:
                 if self._push is None:
-                    trained = replace(actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
+                    trained = replace(self.actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
                     self._push = build_trainer_push(self._group, trained, delta=generate.update_weight_mode == "delta")
                 self._push.write(None)
                 self._push.compare(None)
@@ -65,16 +229,28 @@ class TrainerWorker(ActorWorker):
                 self.leave_servers()
                 raise
             finally:
-                self._offload_all()
+                self.offload_all()
         return self._report(metrics)
 
-    def _engine_bytes(self) -> dict[str, int]:
-        return {}  # the engines have devices of their own
 
-    @property
-    def _shares_memory(self) -> bool:
-        return False
+class RecordedLogProbs:
+    """The log-probs that the policy loss read in the last optimizer step of each row, which the update's ratios are made of.
 
-    def finish_rollout(self) -> WorkerReport:
-        """Nothing is to be handed over: the engines have devices of their own."""
-        return self._report()
+    Attributes:
+        rows: index of the row -> [tokens of its response] float32, on the host.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+
+    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+        """Return the function, which also records the log-probs of its inputs; column `row` has the index of each row."""
+
+        def record(inputs: LossInputs) -> Result:
+            log_probs, lengths = inputs.outputs[0].detach().cpu(), inputs.mask.sum(1).tolist()
+            for index, row, length in zip(inputs.columns["row"].tolist(), log_probs, lengths):
+                # a view would keep the padded micro-batch in memory
+                self.rows[int(index)] = row[:length].clone()
+            return function(inputs)
+
+        return record

@@ -27,12 +27,12 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models import specs
 from mindspeed_rl.models.plan import plan_model

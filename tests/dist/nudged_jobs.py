@@ -11,17 +11,16 @@ from rollout_jobs import pair_of
 from torch import Tensor, nn
 from training_jobs import Setting
 
+from mindspeed_rl.config.phases import ROUTED_LENGTHS, routed_column
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.workers.columns import ROUTED_LENGTHS, routed_column
-from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.replica import Replica, to_rows
 from mindspeed_rl.workers.responses import response_columns
 from mindspeed_rl.workers.routing import RolloutRouting, rollout_routing
-from mindspeed_rl.workers.rows import to_rows
 
 _PROMPTS = ([5, 9, 40, 17, 22, 61, 3, 77, 30, 31] * 30, [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38])
 _TOLD = [12, 90, 55]
@@ -60,9 +59,9 @@ def _trajectories(engine: VllmEngine) -> list[Trajectory]:
     first, second = _answered(engine, _PROMPTS, 100), _answered(engine, _PROMPTS, 200)
     contexts = [[*prompt, *one.token_ids, *_TOLD] for prompt, one in zip(_PROMPTS, second)]
     later = _answered(engine, contexts, 300)
-    found = [Trajectory.single(prompt, one) for prompt, one in zip(_PROMPTS, first)]
+    found = [Trajectory.from_response(prompt, one) for prompt, one in zip(_PROMPTS, first)]
     for prompt, one, two in zip(_PROMPTS, second, later):
-        segments = Segment.drawn(one), Segment.told(_TOLD), Segment.drawn(two), Segment.told(_TOLD)
+        segments = Segment.from_generated(one), Segment.from_context(_TOLD), Segment.from_generated(two), Segment.from_context(_TOLD)
         found.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
     return found
 
@@ -71,7 +70,7 @@ def agree(setting: Setting) -> dict[str, Any]:
     """The largest difference of log-probs between trainer and nudged engine, with its routing and without."""
     with pair_of(setting, 1, routed=True) as pair:
         pair.push()
-        nudge(pair.rollout.read_model())
+        nudge(pair.rollout.get_model())
         cached = _count_cached(pair.rollout)
         trajectories = _trajectories(pair.rollout)
         routing = rollout_routing(pair.engine.model.plan, trajectories)

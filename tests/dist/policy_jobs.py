@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import POLICY_LOSSES
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
 
@@ -36,7 +36,7 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 def _objective(**keys: Any) -> Objective:
-    return objective_of(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
+    return build_objective(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
 
 
 #: the update made in each step

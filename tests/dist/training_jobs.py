@@ -23,9 +23,12 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, masked_me
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
-from mindspeed_rl.engine.batching import Rows  # noqa: E402
+from mindspeed_rl.engine.batching import (
+    MicroBatching,  # noqa: E402
+    Rows,  # noqa: E402
+)
 from mindspeed_rl.engine.build import batch_shape, build_model  # noqa: E402
-from mindspeed_rl.engine.train_engine import MicroBatching, StepResult, TrainEngine  # noqa: E402
+from mindspeed_rl.engine.train_engine import StepResult, TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
 from mindspeed_rl.models.plan import plan_model  # noqa: E402
 from mindspeed_rl.resharding.transfer import WeightStream  # noqa: E402
@@ -144,7 +147,7 @@ def train(setting: Setting, steps: int = 5, in_one_go: bool = False) -> dict[str
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         results = [
-            engine.train_step(rows, setting.batching, weighted_loss, more_follow=in_one_go and step + 1 < steps)
+            engine.train_step(rows, setting.batching, weighted_loss, has_next=in_one_go and step + 1 < steps)
             for step in range(steps)
         ]
         return summary(results, full_weights(engine))

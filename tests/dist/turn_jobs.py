@@ -16,8 +16,8 @@ from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.workers.replica import to_rows
 from mindspeed_rl.workers.responses import response_columns
-from mindspeed_rl.workers.rows import to_rows
 
 #: of each trajectory: of each sequence: tokens of the prompt, then of what is drawn and told by turns
 SHAPES = (
@@ -40,7 +40,7 @@ def trajectories() -> list[Trajectory]:
         sequences = []
         for prompt, *turns in shapes:
             segments = [
-                Segment.told(draw(count)) if place % 2 else Segment.drawn(_drawn(draw(count)))
+                Segment.from_context(draw(count)) if place % 2 else Segment.from_generated(_drawn(draw(count)))
                 for place, count in enumerate(turns)
             ]
             sequences.append(TokenSequence(draw(prompt), tuple(segments)))

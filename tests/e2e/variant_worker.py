@@ -14,7 +14,7 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.workers.actor_worker import ActorWorker
-from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.roles import Role
 
 
 class VariantWorker(ActorWorker):
@@ -26,7 +26,7 @@ class VariantWorker(ActorWorker):
         The engine samples as the run file says; the trainer keeps the temperature that the models were built with, so that
         another one makes the two disagree.
         """
-        self.follow(run, plane)
+        self.reconfigure(run, plane)
         cfg = run.config
         keys, engine = cfg.generate_config.sampling_config, self.rollout.engine
         engine.sampling = dataclasses.replace(engine.sampling, temperature=keys.temperature, max_tokens=keys.max_tokens)
@@ -37,7 +37,7 @@ class VariantWorker(ActorWorker):
             role.config = role.engine.config = configs[role.name]
             trains = role in self.roles.trained()
             role.offloader.onload(params=True, grads=trains, optimizer=trains)
-            Role._load_start(role, role.source)
+            role.load_base(role.source)
             if trains:
                 role.engine.start_training(run.plan.num_optimizer_steps)
 

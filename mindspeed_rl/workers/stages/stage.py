@@ -13,8 +13,8 @@ from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.config.keys.megatron import split_shares
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.workers.order import share_of
 from mindspeed_rl.workers.stages import STAGES
+from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,8 +133,8 @@ def shares(
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:
-            yield [dataset[number] for number in share_of(batch, num_ranks, rank)]
+            yield [dataset[number] for number in split_rows(batch, num_ranks, rank)]
         else:
             items = [dataset[number] for number in batch]
-            mine = share_of(range(len(items)), num_ranks, rank, [num_tokens(item) for item in items])
+            mine = split_rows(range(len(items)), num_ranks, rank, [num_tokens(item) for item in items])
             yield [items[position] for position in mine]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from call_path import ROOT, listed
 
-from mindspeed_rl.workers.groups import _host_by_host
+from mindspeed_rl.config import phases
+from mindspeed_rl.diagnostics import train_vs_rollout
+from mindspeed_rl.workers import fleet, remote_group
+from mindspeed_rl.workers.remote_group import order_by_host
 
-#: group -> its module, and methods of its own, which are made of others
-GROUPS = {
-    "ActorGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
-    "RewardModelGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
-    "ReferenceGroup": ("mindspeed_rl.workers.apart", set()),
-    "CriticGroup": ("mindspeed_rl.workers.apart", set()),
-    "SupervisedGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
-    "ComparisonGroup": ("mindspeed_rl.diagnostics.train_vs_rollout", {"set_up"}),
-    "InferenceGroup": ("mindspeed_rl.inference.engine_group", set()),
-    "MegatronInferenceGroup": ("mindspeed_rl.inference.engine_group", set()),
+#: class of the driver -> its module, and the workers that its phases run on; a phase runs on one of them at least
+CALLERS = {
+    "Fleet": ("mindspeed_rl.workers.fleet", [fleet.ACTOR, fleet.TRAINER, fleet.REFERENCE, fleet.CRITIC, fleet.REWARD_MODEL]),
+    "ColocatedRollout": ("mindspeed_rl.workers.fleet", [fleet.ACTOR]),
+    "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.TRAINER]),
+    "SupervisedGroup": ("mindspeed_rl.workers.remote_group", [remote_group.SUPERVISED]),
+    "ComparisonGroup": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
 }
 
 
@@ -32,55 +33,61 @@ def classes(module: str) -> dict[str, ast.ClassDef]:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any(alias.name in bases for alias in node.names):
             if node.module.startswith("mindspeed_rl."):
-                own |= {name: found for name, found in classes(node.module).items() if name in bases}
+                own = classes(node.module) | own
     return own
 
 
-def public_methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")}
+def methods(name: str, known: dict[str, ast.ClassDef]) -> dict[str, ast.FunctionDef]:
+    """Public methods of a class and of its bases."""
+    found: dict[str, ast.FunctionDef] = {}
+    for base in map(ast.unparse, known[name].bases):
+        found |= methods(base, known) if base in known else {}
+    own = [item for item in known[name].body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]
+    return found | {item.name: item for item in own}
 
 
-def with_bases(name: str, known: dict[str, ast.ClassDef], *stop: str) -> dict[str, ast.FunctionDef]:
-    """Public methods of a class and of its bases in the same module, up to the classes `stop`."""
-    methods: dict[str, ast.FunctionDef] = {}
-    for base in known[name].bases:
-        if ast.unparse(base) in known and ast.unparse(base) not in stop:
-            methods |= with_bases(ast.unparse(base), known, *stop)
-    return methods | public_methods(known[name])
+def worker_methods(kind: remote_group.WorkerKind) -> dict[str, ast.FunctionDef]:
+    module, _, name = kind.target.partition(":")
+    return methods(name, classes(module))
 
 
-def target_of(group: ast.ClassDef) -> tuple[str, str]:
-    """Module and class of a group's workers."""
-    found = [
-        item.value
-        for item in group.body
-        if (isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "target")
-        or (isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == "target")
-    ]
-    module, _, name = ast.literal_eval(found[0]).partition(":")
-    return module, name
+def phase_calls(node: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
+    """Name of each phase that methods run by `call` or `start`, and the arguments that they pass."""
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+            continue
+        first = ast.unparse(call.args[0])
+        if call.func.attr in ("call", "start") and (first.isupper() or first.startswith("Phase(")):
+            yield eval(first, vars(phases)).name, [ast.unparse(argument) for argument in call.args[1:]]
 
 
-def parameters(method: ast.FunctionDef) -> str:
-    return ast.unparse(method.args)
+@pytest.mark.parametrize("name", CALLERS)
+def test_every_phase_that_the_driver_runs_is_a_method_of_its_workers_with_these_parameters(name: str) -> None:
+    module, kinds = CALLERS[name]
+    found = list(phase_calls(classes(module)[name]))
+    assert found
+    for phase, arguments in found:
+        having = [known[phase] for known in map(worker_methods, kinds) if phase in known]
+        assert having, phase
+        for method in having:
+            assert len(method.args.args) == 1 + len(arguments), phase  # and self
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_every_method_of_a_group_is_one_of_its_workers_with_the_same_parameters(name: str) -> None:
-    module, own = GROUPS[name]
-    groups = classes(module)
-    worker_module, worker = target_of(groups[name])
-    theirs = with_bases(worker, classes(worker_module), "DeviceWorker")
-    ours = {key: item for key, item in with_bases(name, groups, "RunGroup", "WorkerGroup").items() if key not in own}
-    assert ours
-    for key, method in ours.items():
-        assert parameters(method) == parameters(theirs[key]), key
-        called = [
-            ast.literal_eval(node.args[0])
-            for node in ast.walk(method)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "process.call.remote"
-        ]
-        assert called == [key]
+def test_a_phase_of_the_fleet_has_the_parameters_of_its_workers() -> None:
+    ours, kinds = methods("Fleet", classes("mindspeed_rl.workers.fleet")), CALLERS["Fleet"][1]
+    theirs = [known for known in map(worker_methods, kinds)]
+    shared = {phase for known in theirs for phase in known} & set(phases.PHASE_DEADLINES) & set(ours)
+    assert {"generate", "compute_log_probs", "compute_values", "update_actor", "update_critic", "push_weights", "save"} <= shared
+    for phase in shared:
+        for known in theirs:
+            assert phase not in known or ast.unparse(known[phase].args) == ast.unparse(ours[phase].args), phase
+
+
+def test_the_phases_of_an_engine_for_users_are_methods_of_its_workers() -> None:
+    known = classes("mindspeed_rl.inference.replica_worker")
+    for phase in (phases.ADD_REQUESTS, phases.TAKE_TOKENS, phases.CANCEL, phases.NEXT_TOKENS, phases.MODEL_SCORES):
+        for worker in ("InferenceWorker", "MegatronInferenceWorker"):
+            assert phase.name in methods(worker, known)
 
 
 def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short() -> None:
@@ -101,7 +108,7 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short(
 
 
 def test_ranks_of_one_host_follow_each_other() -> None:
-    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "a") == [0, 2, 1, 3]
-    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "b") == [1, 3, 0, 2]  # the driver's first
-    assert _host_by_host({3: "a", 0: "b", 1: "b", 2: "a"}, "another") == [0, 1, 2, 3]
-    assert _host_by_host({0: "a"}, "a") == [0]
+    assert order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "a") == [0, 2, 1, 3]
+    assert order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "b") == [1, 3, 0, 2]  # the driver's first
+    assert order_by_host({3: "a", 0: "b", 1: "b", 2: "a"}, "another") == [0, 1, 2, 3]
+    assert order_by_host({0: "a"}, "a") == [0]

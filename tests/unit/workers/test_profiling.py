@@ -9,8 +9,9 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
-from mindspeed_rl.observability.operators import OperatorTime, operator_table
-from mindspeed_rl.workers.profiling import PhaseProfiler
+from mindspeed_rl.config.phases import GENERATE, UPDATE_ACTOR
+from mindspeed_rl.observability.timers import OperatorTime, format_operators
+from mindspeed_rl.workers.device_worker import PhaseProfiler
 
 
 def traces(folder: Path) -> set[str]:
@@ -23,7 +24,7 @@ def run(config: ProfilerConfig, folder: Path, rank: int = 0) -> set[str]:
     platform.select("cpu")
     profiler = PhaseProfiler(config, folder, rank)
     for _ in range(4):
-        for phase in ("actor_generate", "actor_update"):
+        for phase in (GENERATE, UPDATE_ACTOR):
             with profiler(phase):
                 torch.ones(3).sum()
     return traces(folder)
@@ -73,14 +74,14 @@ def test_a_table_by_operator_lies_beside_the_trace(tmp_path: Path) -> None:
 
 def test_the_table_has_the_longest_first_and_shares_of_the_whole() -> None:
     operators = [OperatorTime("add", 4, 100.0), OperatorTime("mm", 2, 300.0), OperatorTime("copy", 1, 0.0)]
-    lines = operator_table(operators).splitlines()
+    lines = format_operators(operators).splitlines()
     assert lines[0] == "0.400 ms of host time in 3 operators."
     assert lines[4:] == [
         "| `mm` | 2 | 75.0% | 0.300 | 150.0 |",
         "| `add` | 4 | 25.0% | 0.100 | 25.0 |",
         "| `copy` | 1 | 0.0% | 0.000 | 0.0 |",
     ]
-    on_device = operator_table([OperatorTime("mm", 2, 1.0, 30.0, 1 << 20), OperatorTime("add", 1, 90.0, 10.0)]).splitlines()
+    on_device = format_operators([OperatorTime("mm", 2, 1.0, 30.0, 1 << 20), OperatorTime("add", 1, 90.0, 10.0)]).splitlines()
     assert on_device[4] == "| `mm` | 2 | 75.0% | 0.030 | 0.001 | 0.5 | 1.00 |"
-    many = operator_table([OperatorTime(f"op{number}", 1, 1.0) for number in range(45)]).splitlines()
+    many = format_operators([OperatorTime(f"op{number}", 1, 1.0) for number in range(45)]).splitlines()
     assert many[-1] == "| 5 others | 5 | 11.1% | | |" and len(many) == 2 + 2 + 40 + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rl.workers.order import mini_batches, share_of
+from mindspeed_rl.workers.update_plan import mini_batches, split_rows
 
 
 def test_steps_are_consecutive_rows_and_every_epoch_sees_each_row_once() -> None:
@@ -24,12 +24,12 @@ def test_shuffling_keeps_groups_together_and_differs_between_epochs_and_seeds() 
 
 
 def test_ranks_get_consecutive_equal_shares() -> None:
-    assert [share_of([5, 3, 9, 1], 2, rank) for rank in range(2)] == [[5, 3], [9, 1]]
+    assert [split_rows([5, 3, 9, 1], 2, rank) for rank in range(2)] == [[5, 3], [9, 1]]
 
 
 def test_balanced_shares_have_equal_counts_and_close_tokens() -> None:
     rows, lengths = [10, 11, 12, 13], [100, 1, 99, 2]
-    shares = [share_of(rows, 2, rank, lengths) for rank in range(2)]
+    shares = [split_rows(rows, 2, rank, lengths) for rank in range(2)]
     assert sorted(sum(shares, [])) == rows
     tokens = dict(zip(rows, lengths))
     assert [sum(tokens[row] for row in share) for share in shares] == [101, 101] or [len(s) for s in shares] == [2, 2]
@@ -38,15 +38,15 @@ def test_balanced_shares_have_equal_counts_and_close_tokens() -> None:
 
 def test_balanced_groups_stay_whole_where_every_rank_gets_as_many() -> None:
     rows, lengths = list(range(10, 22)), [9, 9, 9, 1, 1, 1, 5, 6, 4, 5, 5, 5]
-    shares = [share_of(rows, 2, rank, lengths, group_size=3) for rank in range(2)]
+    shares = [split_rows(rows, 2, rank, lengths, group_size=3) for rank in range(2)]
     assert shares == [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]  # 27 + 3 and 15 + 15
-    uneven = [share_of(rows, 4, rank, lengths, group_size=2) for rank in range(4)]  # six groups
+    uneven = [split_rows(rows, 4, rank, lengths, group_size=2) for rank in range(4)]  # six groups
     assert [len(share) for share in uneven] == [3] * 4 and sorted(sum(uneven, [])) == rows
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_shares_are_a_partition_of_the_step(num_ranks: int) -> None:
     rows = [7, 2, 5, 0, 1, 3, 6, 4]
-    plain = [share_of(rows, num_ranks, rank) for rank in range(num_ranks)]
-    balanced = [share_of(rows, num_ranks, rank, [3, 1, 4, 1, 5, 9, 2, 6]) for rank in range(num_ranks)]
+    plain = [split_rows(rows, num_ranks, rank) for rank in range(num_ranks)]
+    balanced = [split_rows(rows, num_ranks, rank, [3, 1, 4, 1, 5, 9, 2, 6]) for rank in range(num_ranks)]
     assert sorted(sum(plain, [])) == sorted(sum(balanced, [])) == sorted(rows)

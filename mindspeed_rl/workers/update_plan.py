@@ -11,7 +11,7 @@ from mindspeed_rl.engine.balance import balance_ranks
 
 
 @dataclass(frozen=True)
-class UpdateOrder:
+class UpdatePlan:
     """What the driver decides about one update.
 
     Attributes:
@@ -20,7 +20,7 @@ class UpdateOrder:
         entropy_threshold: of top-entropy masking, None without.
         columns: of the data plane, that the policy loss reads.
         iteration: number of the iteration, from 0.
-        keeps_log_probs: the rows get those of the last step as the column update_log_probs.
+        records_log_probs: the rows get those of the last step as the column update_log_probs.
     """
 
     steps: list[list[int]]
@@ -28,7 +28,7 @@ class UpdateOrder:
     entropy_threshold: float | None
     columns: tuple[str, ...]
     iteration: int = 0
-    keeps_log_probs: bool = False
+    records_log_probs: bool = False
 
 
 def mini_batches(
@@ -56,7 +56,7 @@ def mini_batches(
     return steps
 
 
-def share_of(
+def split_rows(
     rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
 ) -> list[int]:
     """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens.

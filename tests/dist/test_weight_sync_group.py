@@ -15,10 +15,10 @@ from test_weight_push import MOE, TIED
 
 from mindspeed_rl import platform
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.disaggregated import ServedModel, SpanningGroup, engine_push, trainer_push
+from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup, build_engine_push, build_trainer_push
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.rendezvous import Meeting
+from mindspeed_rl.resharding.rendezvous import Rendezvous
 
 TRAINERS, SERVERS = 2, 2
 CPU = torch.device("cpu")
@@ -65,12 +65,12 @@ class Engine:
         return found
 
 
-def together(work: Callable[[int, SpanningGroup], Any]) -> list[Any]:
+def together(work: Callable[[int, WeightSyncGroup], Any]) -> list[Any]:
     """What each member says, trainers first; each is a thread with a group of its own."""
-    meeting = Meeting.from_json(Meeting("127.0.0.1", free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
+    meeting = Rendezvous.from_json(Rendezvous("127.0.0.1", free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
 
     def member(rank: int) -> Any:
-        group = SpanningGroup(meeting, rank)
+        group = WeightSyncGroup(meeting, rank)
         try:
             return work(rank, group)
         finally:
@@ -89,11 +89,11 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
     frozen = "mlp.experts.1."
     frozen_size = sum(4 * torch.Size(shape).numel() for name, shape in sides[0].trained.shapes.items() if frozen in name)
 
-    def work(rank: int, group: SpanningGroup) -> Any:
+    def work(rank: int, group: WeightSyncGroup) -> Any:
         if rank < TRAINERS:
-            push = trainer_push(group, sides[rank].trained, delta=delta)
+            push = build_trainer_push(group, sides[rank].trained, delta=delta)
         else:
-            push = engine_push(group, engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
+            push = build_engine_push(group, engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
         said = []
         for update in range(3):
             tensors = weights_of(sides[0].ops, update, torch.float32, frozen)
@@ -121,13 +121,13 @@ def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:
     sides = [trainer(case, rank) for rank in range(TRAINERS)]
     engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(SERVERS)]
 
-    def work(rank: int, group: SpanningGroup) -> Any:
+    def work(rank: int, group: WeightSyncGroup) -> Any:
         if rank < TRAINERS:
             sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
-            push, model = trainer_push(group, sides[rank].trained, delta=False), None
+            push, model = build_trainer_push(group, sides[rank].trained, delta=False), None
         else:
             engine = engines[rank - TRAINERS]
-            push, model = engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+            push, model = build_engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
         push.write(model)
         if rank == 3:
             dict(engines[1].model.named_parameters())["model.norm.weight"].data[0] += 1
@@ -143,14 +143,14 @@ def test_an_engine_of_another_model_says_so_and_its_leaving_ends_the_push_of_the
     odd = Engine(shapes | {"model.layers.2.input_layernorm.weight": (32,)})
     engines = [Engine(shapes), odd]
 
-    def work(rank: int, group: SpanningGroup) -> Any:
+    def work(rank: int, group: WeightSyncGroup) -> Any:
         try:
             if rank < TRAINERS:
                 sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
-                push, model = trainer_push(group, sides[rank].trained, delta=False), None
+                push, model = build_trainer_push(group, sides[rank].trained, delta=False), None
             else:
                 engine = engines[rank - TRAINERS]
-                push, model = engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+                push, model = build_engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
             push.write(model)
             push.compare(model)
         except WeightDeliveryError as error:

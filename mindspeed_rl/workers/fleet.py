@@ -1,0 +1,265 @@
+"""The workers of a reinforcement-learning run by role: each phase runs on the group that has the role.
+
+A phase such as `fleet.update_critic(steps)` runs `update_critic(steps)` of the workers of that role, in all their processes. A
+test checks that both have the same parameters.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import (
+    ACTOR_LOG_PROBS,
+    CONTINUE_RESPONSES,
+    FINISH,
+    FINISH_ROLLOUT,
+    GENERATE,
+    GENERATE_RESPONSES,
+    MODEL_REWARDS,
+    MODEL_SCORES,
+    PUSH_WEIGHTS,
+    RESUMED_STATE,
+    SAVE,
+    SYNC_REFERENCE,
+    UPDATE_ACTOR,
+    UPDATE_CRITIC,
+    VALUES,
+)
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.futures import Pending
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
+from mindspeed_rl.workers.server_rollout import ServerRollout
+from mindspeed_rl.workers.update_plan import UpdatePlan
+
+_CHECKPOINTS = ("actor_config", "critic_config")
+#: actor, and the roles that share its devices, with a rollout engine
+ACTOR = WorkerKind(
+    "mindspeed_rl.workers.actor_worker:ActorWorker",
+    ("train", "rollout"),
+    saves=_CHECKPOINTS,
+    built="the models are loaded, the rollout engines are built",
+)
+#: the same next to rollout servers
+TRAINER = WorkerKind("mindspeed_rl.workers.trainer_worker:TrainerWorker", saves=_CHECKPOINTS)
+REFERENCE = WorkerKind("mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference")
+CRITIC = WorkerKind(
+    "mindspeed_rl.workers.dedicated_workers:CriticWorker", title="critic worker", log_name="critic", saves=("critic_config",)
+)
+REWARD_MODEL = WorkerKind(
+    "mindspeed_rl.workers.dedicated_workers:RewardModelWorker", title="reward model worker", log_name="reward_model"
+)
+_DEDICATED = {"ref": REFERENCE, "critic": CRITIC, "reward": REWARD_MODEL}
+
+
+class RolloutHost(Protocol):
+    """Generates the responses of a run.
+
+    Attributes:
+        shares_devices: True where the actor's workers generate.
+    """
+
+    shares_devices: bool
+
+    def set_up(self, steps: StartSteps | None = None) -> None:
+        """Complete the start, when the workers are built."""
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        """See `Fleet.push_weights`."""
+
+    def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
+        """See `Fleet.generate`; `meanwhile` are phases that run at the same time."""
+
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        """See `Fleet.generate_responses`."""
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        """See `Fleet.finish_rollout`."""
+
+    def close(self) -> None:
+        """Terminate its own processes."""
+
+
+class ColocatedRollout:
+    """The rollout engines in the actor's workers."""
+
+    shares_devices = True
+
+    def __init__(self, actor: RemoteGroup) -> None:
+        self._actor = actor
+
+    def set_up(self, steps: StartSteps | None = None) -> None:
+        """Do nothing: the engines are built with the workers."""
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        return self._actor.call(PUSH_WEIGHTS, version)
+
+    def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
+        return self._actor.start(GENERATE, rollout_index)
+
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        return self._actor.call(GENERATE_RESPONSES, items, seed, greedy)
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        return self._actor.call(FINISH_ROLLOUT)
+
+    def close(self) -> None:
+        """Do nothing: the engines end with the workers."""
+
+
+class Fleet:
+    """All workers of a run.
+
+    Attributes:
+        actor: the workers that train the actor, with the roles that share its devices.
+        dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward".
+        rollout: generates the responses.
+    """
+
+    def __init__(self, run: Run, plane: DataPlane, actor_kind: WorkerKind | None = None) -> None:
+        """Place and start the processes; `set_up` builds the models.
+
+        Args:
+            run: the resolved run.
+            plane: the data plane of the run.
+            actor_kind: workers of the actor, in place of those that the run file asks for.
+        """
+        self._run, self._plane = run, plane
+        placement = run.placement
+        kind = actor_kind or (TRAINER if placement.disaggregated else ACTOR)
+        self.actor = start_group(kind, run, run.config.actor_config, run.plan.world_size, plane)
+        self.dedicated = {
+            role: start_group(kind, run, run.models[role].config, placement.dedicated[role], plane)
+            for role, kind in _DEDICATED.items()
+            if role in run.models and role in placement.dedicated
+        }
+        self.rollout: RolloutHost = ColocatedRollout(self.actor)
+        if placement.disaggregated:
+            self.rollout = ServerRollout(run, plane, self.actor)
+        self._early: dict[str, Pending] = {}
+
+    def prepare_workers(self) -> None:
+        """Start to import the libraries of all workers; see `RemoteGroup.prepare_workers`."""
+        for group in (self.actor, *self.dedicated.values()):
+            group.prepare_workers()
+
+    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
+        """Build all models and rollout engines; return {"iteration", "run_state"} of a resumed run, else nothing."""
+        run, plane = self._run, self._plane
+        if "reward" in self.dedicated:
+            self.dedicated["reward"].start_workers(run, plane, steps=steps)
+        # only engines in the workers share a name on each machine
+        run_id = [uuid.uuid4().hex[:12]] if self.rollout.shares_devices else []
+        self.actor.start_workers(run, plane, *run_id, steps=steps)
+        resumed = self.actor.call(RESUMED_STATE)[0]
+        for role in ("ref", "critic"):
+            if role in self.dedicated:
+                # these resume where the actor does
+                self.dedicated[role].start_workers(run, plane, resumed.get("iteration"), steps=steps)
+        self.rollout.set_up(steps)
+        return resumed
+
+    def close(self) -> None:
+        """Terminate all worker processes and the run's own servers."""
+        self.rollout.close()
+        for group in (*self.dedicated.values(), self.actor):
+            group.close()
+
+    # ------------------------------------------------------------------ the rollout
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        """Give the rollout engines the actor's weights, with proof; training state is offloaded where the run file says so."""
+        return self.rollout.push_weights(version)
+
+    def generate(self, rollout_index: int) -> Pending:
+        """Start to generate a response for each row. Without `blocking`, idle workers compute on rows as they come."""
+        self._start_early()
+        return self.rollout.generate(rollout_index, list(self._early.values()))
+
+    def _start_early(self) -> None:
+        """Start passes over rows that are still to come, on workers that are idle until then."""
+        rl, objective, idle = self._run.rl, self._run.objective, not self.rollout.shares_devices
+        assert objective is not None
+        # filters move rows once they are complete, and rows of modes other than sync are of several rollouts
+        if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample or rl.trainer_mode != "sync":
+            return
+        count, actor = self._run.plan.num_train_samples, self.actor
+        if objective.needs_reference and ("ref" in self.dedicated or idle):
+            self._early["ref"] = self.dedicated.get("ref", actor).start(ACTOR_LOG_PROBS, "ref", count)
+        if objective.needs_old_log_probs(on_policy=self._run.plan.on_policy) and idle:
+            self._early["actor"] = actor.start(ACTOR_LOG_PROBS, "actor", count)
+        if objective.has_critic and ("critic" in self.dedicated or idle):
+            self._early["values"] = self.dedicated.get("critic", actor).start(VALUES, count)
+
+    def continue_responses(
+        self, responses: Sequence[PartialResponse], num_tokens: int
+    ) -> list[tuple[WorkerReport, list[Generated] | None]]:
+        """Continue responses by up to `num_tokens` tokens: each replica's share; None from ranks that return no results."""
+        return self.actor.call(CONTINUE_RESPONSES, responses, num_tokens)
+
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        """Return the responses to prompts, each replica's share; None from ranks that return no results."""
+        return self.rollout.generate_responses(items, seed, greedy)
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        """Give the engines' memory to training: this iteration's responses are complete."""
+        return self.rollout.finish_rollout()
+
+    # ------------------------------------------------------------------ passes
+
+    def compute_model_rewards(self, count: int) -> list[WorkerReport]:
+        """Give the first `count` rows the reward model's score."""
+        return self.dedicated.get("reward", self.actor).call(MODEL_REWARDS, count)
+
+    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float] | None]:
+        """Return the reward model's scores, each replica's share; None from ranks that return no results."""
+        return self.dedicated.get("reward", self.actor).call(MODEL_SCORES, prompts, responses)
+
+    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
+        """Compute the log-probs of this role, "actor" or "ref", for the first `count` rows."""
+        if role in self._early:
+            return self._early.pop(role).wait()
+        return self.dedicated.get(role, self.actor).call(ACTOR_LOG_PROBS, role, count)
+
+    def compute_values(self, count: int) -> list[WorkerReport]:
+        """Compute the critic's values for the first `count` rows."""
+        if "values" in self._early:
+            return self._early.pop("values").wait()
+        return self.dedicated.get("critic", self.actor).call(VALUES, count)
+
+    # ------------------------------------------------------------------ updates and checkpoints
+
+    def update_actor(self, plan: UpdatePlan) -> list[WorkerReport]:
+        """Make all optimizer steps of the iteration."""
+        # called from here, not by `RemoteGroup.call`: the way to the loss has one call less
+        futures = [process.call.remote(UPDATE_ACTOR.name, plan) for process in self.actor.processes]
+        return self.actor.wait(UPDATE_ACTOR, futures)
+
+    def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
+        """Make all steps of the critic of the iteration."""
+        return self.dedicated.get("critic", self.actor).call(UPDATE_CRITIC, steps)
+
+    def sync_reference(self, alpha: float) -> list[WorkerReport]:
+        """Move the reference towards the actor: ref = alpha * actor + (1 - alpha) * ref."""
+        return self.actor.call(SYNC_REFERENCE, alpha)
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> list[WorkerReport]:
+        """Write, or start to, a checkpoint of every role that changes; the actor's is last: a run resumes where it does."""
+        reports = []
+        if "critic" in self.dedicated:
+            reports += self.dedicated["critic"].call(SAVE, iteration, run_state)
+            # complete, not only started: a run that resumes with the actor's checkpoint needs all of this one
+            reports += self.dedicated["critic"].call(FINISH)
+        return reports + self.actor.call(SAVE, iteration, run_state)
+
+    def finish(self) -> list[WorkerReport]:
+        """Wait until all checkpoints are complete."""
+        groups = [self.dedicated["critic"]] if "critic" in self.dedicated else []
+        return [report for group in (*groups, self.actor) for report in group.call(FINISH)]

@@ -1,0 +1,275 @@
+"""Responses from rollout servers, next to workers that train: generation row by row, and weight sync between both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
+from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import GENERATE, GENERATE_RESPONSES, JOIN_SERVERS, LEAVE_SERVERS, SEND_WEIGHTS, Phase
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.timers import Interval, Timers
+from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
+from mindspeed_rl.runtime.reports import WorkerReport, add_bytes
+from mindspeed_rl.serving.engine_pool import ServerPool
+from mindspeed_rl.serving.server_process import ServerSettings
+from mindspeed_rl.serving.servers import RolloutServers
+from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
+from mindspeed_rl.workers.remote_group import RemoteGroup
+from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
+
+Result = TypeVar("Result")
+
+#: finished responses are collected for this long before they are put together
+_COLLECT_S = 0.02
+#: interval of the checks for failures elsewhere while servers generate
+_CHECK_EVERY_S = 0.2
+
+
+class ServerRollout:
+    """The rollout of a run whose responses come from servers: its own on dedicated devices, or standalone ones.
+
+    Attributes:
+        shares_devices: False: the actor's workers are idle while responses are generated.
+        servers: their pool is a `RolloutEngine`.
+        agents: make samples with it, in the loop of the servers.
+        sampling: of training responses.
+    """
+
+    shares_devices = False
+
+    def __init__(self, run: Run, plane: DataPlane, trainers: RemoteGroup) -> None:
+        """Start the servers, or connect to standalone ones; `set_up` waits for them.
+
+        Args:
+            run: the resolved run.
+            plane: where rows come from.
+            trainers: the workers that send the weights; see `TrainerWorker`.
+        """
+        self._run, self._plane, self._trainers = run, plane, trainers
+        actor = run.config.actor_config
+        source = find_model(actor, "actor_config")
+        tokenizer = load_tokenizer_of(actor, source)
+        self.sampling = training_sampling(run.generate.sampling_config, source, tokenizer)
+        self.agents = make_agents(run, tokenizer)
+        settings = ServerSettings(
+            hf_folder=str(source.hf_folder),
+            generate=run.generate,
+            full_distribution=self.sampling.full_distribution,
+            platform=run.platform,
+            folder=run.folder,
+            heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
+        )
+        self.servers = RolloutServers(run, settings)
+        self._timers = Timers(worker="rollout")
+        self._version = -1
+        # the data plane's client blocks; one thread puts rows while the servers continue
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollout-rows")
+
+    def set_up(self, steps: StartSteps | None = None) -> None:
+        """Wait for the servers, which started together with the workers, and start the tools."""
+        self.servers.set_up()
+        self.servers.loop.run(self.agents.start())
+        if steps is not None:
+            steps.done("the rollout servers answer")
+
+    def close(self) -> None:
+        """Terminate the tools and the run's own servers."""
+        # a tool may raise anything here, and the processes must be terminated nevertheless
+        with contextlib.suppress(Exception):
+            self.servers.loop.run(self.agents.close())
+        self.servers.close()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ weights
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        """Give all servers the actor's weights, with proof; a server that does not take them is removed."""
+        servers = self.servers
+        servers.loop.run(servers.pool.pause("wait"))
+        reports, num_proven = self._sync_weights(version)
+        servers.loop.run(servers.pool.resume())
+        metrics = Metrics()
+        metrics.add_min("rollout/proven_parameters", num_proven)
+        metrics.add_max("rollout/weight_version", version)
+        metrics.add_min("rollout/servers", len(servers.pool.names))
+        add_bytes(metrics, servers.weights.received_bytes, servers.weights.needed_bytes)
+        return [*reports, WorkerReport(metrics)]
+
+    def recover(self) -> None:
+        """Start a server again, with the weights that the lost ones had.
+
+        Raises:
+            WorkerError: no server can be started any more.
+        """
+        self._sync_weights(self._version)
+        self.servers.loop.run(self.servers.pool.resume())
+
+    def keep_alive(self) -> None:
+        """Start a server again when none is left; see `recover`."""
+        if not self.servers.pool.names:
+            self.recover()
+
+    def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
+        """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""
+        result = self.servers.weights.push(version, self._join, lambda: self._send(version), self._leave)
+        self._version = version
+        return result
+
+    def _leave(self) -> None:
+        self._trainers.call(LEAVE_SERVERS)
+
+    def _join(self, names: Sequence[str], invite: Callable[[Rendezvous], None]) -> None:
+        """Make a group of the trainers and the servers of these names."""
+        trainers, placement = self._trainers, self._run.placement
+        address = [trainers.processes[0].address.remote()]
+        ((host, port),) = wait_all(address, trainers.names[:1], JOIN_SERVERS.name, self._plane, trainers.monitor)
+        # the address of a run on one node is 127.0.0.1, at which servers elsewhere do not find it
+        remote = any(server not in ("127.0.0.1", "localhost", "::1") for server, _ in placement.servers)
+        if remote and self._run.num_nodes == 1:
+            host = ray.util.get_node_ip_address()
+        rendezvous = self.servers.weights.new_meeting(host, port, names)
+        # a join ends when all members are there: it starts before servers are invited, and is awaited after that
+        joined = trainers.start(JOIN_SERVERS, rendezvous)
+        invite(rendezvous)
+        joined.wait()
+
+    def _send(self, version: int) -> tuple[list[WorkerReport], Exception | None]:
+        """Return the reports and None, or nothing and the error that broke the group."""
+        trainers, errors = self._trainers, []
+        futures = [process.call.remote(SEND_WEIGHTS.name, version) for process in trainers.processes]
+        for future, name in zip(futures, trainers.names):
+            # each is awaited by itself: when the group breaks all of them fail, and none of them is the cause
+            waiting = trainers.monitor.start(SEND_WEIGHTS.name, [name])
+            while not ray.wait([future], timeout=1.0)[0]:
+                waiting.check([name])
+            waiting.finish()
+            if (error := read_error(future)) is not None:
+                errors.append(error)
+        # a dead trainer ends the run; a group that broke around living ones can be made again without a server
+        if not errors or any(isinstance(error, RayActorError) for error in errors):
+            return trainers.wait(SEND_WEIGHTS, futures), None
+        return [], errors[0]
+
+    # ------------------------------------------------------------------ responses
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        """Do nothing: the engines have dedicated devices, whose memory training does not need."""
+        return []
+
+    def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
+        """Start to generate a response for each row; each is put as soon as it is complete.
+
+        Args:
+            rollout_index: see `RolloutReplica.generate`.
+            meanwhile: phases that run at the same time; a failure of one ends the wait.
+        """
+        return _ServerPending(self, self.servers.loop.start(self._generate(rollout_index)), self._plane, meanwhile)
+
+    async def _generate(self, rollout_index: int) -> list[WorkerReport]:
+        loop, run, pool, start_s = asyncio.get_running_loop(), self._run, self.servers.pool, time.time()
+        indexes = list(range(run.plan.num_samples))
+        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
+        batch, _ = await loop.run_in_executor(
+            self._writer,
+            lambda: self._plane.get(GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),
+        )
+        # evaluations have used the servers too, and are no part of the rollout
+        pool.drain_busy()
+        tasks = row_tasks(run, batch, indexes, rollout_index, self.sampling)
+        running = {asyncio.create_task(self.agents.sample(pool, task)): index for index, task in zip(indexes, tasks)}
+        metrics = Metrics()
+        try:
+            while running:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(_COLLECT_S)  # those that end together travel together
+                done = {running.pop(task): task for task in list(running) if task.done()}
+                trajectories = [done[index].result() for index in sorted(done)]
+                await loop.run_in_executor(self._writer, self._plane.put, response_columns(trajectories), sorted(done))
+                metrics.merge(response_metrics(trajectories))
+        finally:
+            for task in running:
+                task.cancel()
+        self._timers.record(GENERATE.timer, start_s, time.time())
+        return [WorkerReport(metrics, [*self._timers.drain(), *_read_busy(pool)])]
+
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        """Return the responses to prompts, all as one share; see `RolloutReplica.generate_responses`."""
+        tasks = item_tasks(items, self.sampling, seed, greedy=greedy)
+
+        async def sample_all() -> list[Trajectory]:
+            return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))
+
+        return [self.wait_for(self.servers.loop.start(sample_all()), GENERATE_RESPONSES)]
+
+    def wait_for(self, future: Future[Result], phase: Phase, others: Sequence[Pending] = ()) -> Result:
+        """Return the result of work in the loop of the servers. When no server is left, one is started and given the weights.
+
+        Args:
+            future: of the work.
+            phase: the work is for this phase.
+            others: phases whose failure ends the wait.
+
+        Raises:
+            WorkerError: the work or another phase failed, or no server can be started any more.
+        """
+        pool = self.servers.pool
+        waiting = self._trainers.monitor.start(phase.name, pool.names)
+        try:
+            while True:
+                wait([future], timeout=_CHECK_EVERY_S)
+                if future.done():
+                    waiting.finish()
+                    return future.result()
+                waiting.check(pool.names)  # the pool itself removes those that are silent
+                for other in others:
+                    other.check()
+                self.keep_alive()
+        except BaseException as error:
+            future.cancel()
+            if isinstance(error, Exception):
+                # the plane may be lost too, and its error must not hide this one
+                with contextlib.suppress(Exception):
+                    self._plane.abort(f"{phase.name} failed: {error}")
+            if isinstance(error, (WorkerError, KeyboardInterrupt)):
+                raise
+            raise WorkerError(f"rollout failed in {phase.name}: {type(error).__name__}: {error}") from error
+
+    async def generating(self) -> list[Interval]:
+        """Return when servers had requests, since the last call."""
+        return _read_busy(self.servers.pool)
+
+
+class _ServerPending(Pending):
+    """Responses that servers are generating."""
+
+    def __init__(
+        self, rollout: ServerRollout, future: Future[list[WorkerReport]], plane: DataPlane, meanwhile: Sequence[Pending]
+    ) -> None:
+        super().__init__([], [], GENERATE.name, plane)
+        self._rollout, self._future, self._meanwhile = rollout, future, meanwhile
+
+    def wait(self) -> list[WorkerReport]:
+        """Return the report of the rollout; see `ServerRollout.wait_for`."""
+        return self._rollout.wait_for(self._future, GENERATE, self._meanwhile)
+
+    def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
+        """Return the reports of both; a failure of either is raised at once."""
+        return self._rollout.wait_for(self._future, GENERATE, [other, *self._meanwhile]), other.wait()
+
+
+def _read_busy(pool: ServerPool) -> list[Interval]:
+    return [Interval("generate", start_s, end_s, worker=name) for name, start_s, end_s in pool.drain_busy()]
