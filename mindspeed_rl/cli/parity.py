@@ -26,11 +26,11 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.keys.schema import build
-from mindspeed_rl.config.loader import apply_second_spellings
-from mindspeed_rl.config.objective import objective_of, unusable_plugins
+from mindspeed_rl.config.compat.aliases import apply_aliases
+from mindspeed_rl.config.objective import build_objective, unusable_plugins
 from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 from mindspeed_rl.observability.metrics import merge
-from mindspeed_rl.rewards.samples import reward_functions
+from mindspeed_rl.rewards.samples import select_reward_functions
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -72,7 +72,7 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         for name, column in batch.columns.items()
         if name != "input_ids"
     }
-    objective = objective_of(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
+    objective = build_objective(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
     inputs = _advantage_inputs(config, objective, columns)
     mistakes = [violation.message for violation in algorithm_violations(config, objective)]
     mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in missing_inputs(inputs, objective)]
@@ -114,7 +114,7 @@ def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
     errors: list[str] = []
     config, set_keys = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
     if not errors:
-        apply_second_spellings(config, None, {"rl_config": set_keys})
+        apply_aliases(config, None, {"rl_config": set_keys})
         errors += unusable_plugins(config, batch.stage)
     if errors:
         raise ValueError("\n".join(errors))
@@ -155,7 +155,7 @@ def _component_weights(config: RLConfig, columns: dict[str, Tensor]) -> tuple[fl
     """Weights of the reward components where the run file's keys say as many; else all count the same."""
     if "reward_components" not in columns:
         return None
-    weights = (*reward_functions(config)[1], config.reward_model_weight)
+    weights = (*select_reward_functions(config)[1], config.reward_model_weight)
     count = columns["reward_components"].shape[1]
     # the last weight is the reward model's, and not every batch has a column of one
     return weights[:count] if count in (len(weights), len(weights) - 1) else None

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mindspeed_rl.config.compat.aliases import apply_second_spellings
-from mindspeed_rl.config.compat.deprecated import in_present_names
+from mindspeed_rl.config.compat.aliases import apply_aliases, rename_deprecated
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
-from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
-from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS, collect_names
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
+from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig
+from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.schema import build, field_types, normalized
+from mindspeed_rl.config.keys.schema import build, normalize
 from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 
-ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
-TOP_LEVEL = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "profiler_config", "msprobe_config")
+G = TypeVar("G")
+#: groups of a run file -> their dataclasses
+TOP_LEVEL: dict[str, type] = {
+    "megatron_training": MegatronConfig,
+    **dict.fromkeys((*ROLE_GROUPS, "vit_config"), MegatronConfig),
+    "rl_config": RLConfig,
+    "generate_config": GenerateConfig,
+    "profiler_config": ProfilerGroups,
+    "msprobe_config": MsprobeConfig,
+}
 
 
 def load_run_config(config_name: str, config_dir: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -36,7 +43,7 @@ def load_run_config(config_name: str, config_dir: str | Path | None = None, over
         overrides: "group.key=value" items as on the command line; they also set keys that the file does not have.
 
     Raises:
-        ConfigError: missing file, unknown key, wrong type or unknown model block; all mistakes at once.
+        ConfigError: missing file, unknown key, wrong type or unknown model block; all violations at once.
     """
     directory, name = locate(config_name, config_dir)
     return build_run_config(compose(directory, name, list(overrides)), config_name=name, config_dir=str(directory))
@@ -45,75 +52,57 @@ def load_run_config(config_name: str, config_dir: str | Path | None = None, over
 def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_dir: str = "") -> RunConfig:
     """Return the typed run for plain containers as `compose` gives them.
 
-    A role's engine starts from its model block; the keys of megatron_training come over it, then the role's own.
+    A role's engine starts from its model block; the keys of megatron_training override it, then the keys of the role.
 
     Raises:
         ConfigError: every unknown key, wrong type and unknown model block at once; else every plug-in that cannot be used.
     """
     errors: list[str] = []
-    tree = normalized(tree)
-    known = (*TOP_LEVEL, "model", "platform", "run_dir")
-    groups: dict[str, dict[str, Any]] = {}
-    earlier: dict[str, str] = {}
-    for name, value in tree.items():
-        if name not in known:
-            errors.append(unknown_key(name, value, known, homes()))
-        elif name in TOP_LEVEL:
-            if isinstance(value, Mapping):
-                groups[name], notes = in_present_names(name, normalized(value), errors)
-                earlier |= notes
-            elif value is not None:
-                errors.append(f"{name} is {value!r}, but must be a group of keys")
+    tree = normalize(tree)
+    groups, deprecated = _read_groups(tree, errors)
     set_keys: dict[str, frozenset[str]] = {}
 
-    def group(name: str, schema: type) -> Any:
-        built, set_keys[name] = build(schema, groups[name], name, errors, homes())
-        return built
+    def build_group(name: str, schema: type[G]) -> G | None:
+        if name not in groups:
+            return None
+        group, set_keys[name] = build(schema, groups[name], name, errors, collect_names())
+        return group
 
-    if "megatron_training" not in groups:
-        errors.append("the group megatron_training is missing")
-        groups["megatron_training"] = {}
-    for name in ("megatron_training", *ROLE_GROUPS):
-        if name in groups:
-            group(name, MegatronConfig)
-    blocks = _model_blocks(tree.get("model"), errors)
-    shared = groups["megatron_training"]
-    actor = _role(shared, groups.get("actor_config", {}), "actor_config", blocks, errors)
+    for name in ("megatron_training", *ROLE_GROUPS, "vit_config"):
+        build_group(name, MegatronConfig)
+    blocks = _read_model_blocks(tree.get("model"), errors)
+    actor = _merge_role(groups, "actor_config", blocks, errors)
     roles = {
-        name: _role(shared, groups[name], name, blocks, errors) if name in groups else None
-        for name in ROLE_GROUPS
-        if name != "actor_config"
+        name: _merge_role(groups, name, blocks, errors) if name in groups else None
+        for name in ("ref_config", "reward_config", "critic_config", "vit_config")
     }
-    rl = group("rl_config", RLConfig) if "rl_config" in groups else None
-    generate = None
-    if "generate_config" in groups:
-        sampling = groups["generate_config"].get("sampling_config")
-        if isinstance(sampling, Mapping):
-            groups["generate_config"]["sampling_config"] = {**ENGINE_SAMPLING, **normalized(sampling)}
-        generate = group("generate_config", GenerateConfig)
-        set_keys["sampling_config"] = frozenset(normalized(sampling)) if isinstance(sampling, Mapping) else frozenset()
-    profiler = group("profiler_config", ProfilerGroups) if "profiler_config" in groups else ProfilerGroups()
-    msprobe = group("msprobe_config", MsprobeConfig) if "msprobe_config" in groups else MsprobeConfig()
-    platform = tree.get("platform") or "auto"
+    rl = build_group("rl_config", RLConfig)
+    sampling = groups.get("generate_config", {}).get("sampling_config")
+    if isinstance(sampling, Mapping):
+        groups["generate_config"]["sampling_config"] = {**ENGINE_SAMPLING, **normalize(sampling)}
+    if generate := build_group("generate_config", GenerateConfig):
+        set_keys["sampling_config"] = frozenset(normalize(sampling)) if isinstance(sampling, Mapping) else frozenset()
+    profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
+    msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
+    platform, run_dir = tree.get("platform") or "auto", tree.get("run_dir")
     if platform not in PLATFORMS:
         errors.append(unknown_value("platform", platform, PLATFORMS))
-    run_dir = tree.get("run_dir")
     if run_dir is not None and not isinstance(run_dir, str):
         errors.append(f"run_dir is {run_dir!r}, but must be text or null")
     if errors and rl is not None and rl.is_multimodal:
-        # its other keys belong to what is missing, so that they are no mistakes of the file
+        # its other keys belong to the missing feature, so that they are no violations of the file
         raise ConfigError(["not available in this version: rl_config.is_multimodal: text models only"])
     if errors:
-        # each once: every role that takes a wrong model block complains of it
+        # each once: every role that takes a wrong model block reports it
         raise ConfigError(dict.fromkeys(errors))
-    spelled = apply_second_spellings(rl, generate, set_keys) if rl is not None else {}
+    aliased = apply_aliases(rl, generate, set_keys) if rl is not None else {}
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)
     cfg = RunConfig(
         config_name=config_name,
         config_dir=config_dir,
         platform=platform,
         run_dir=run_dir,
-        megatron_training=_role(shared, {}, "megatron_training", blocks, errors),
+        megatron_training=_merge_role(groups, "megatron_training", blocks, errors),
         actor_config=actor,
         ref_config=roles["ref_config"] or actor,
         reward_config=roles["reward_config"],
@@ -124,33 +113,50 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         profiler_config=profiler,
         msprobe_config=msprobe,
         set_keys=set_keys,
-        earlier=earlier,
-        spelled=spelled,
+        earlier=deprecated,
+        spelled=aliased,
+        ignored=_find_ignored(groups),
         model_facts=read_model_facts(actor),
     )
     cfg = derive(cfg)
-    if rl is not None and not cfg.is_supervised and (wrong := unusable_plugins(rl, cfg.stage or "ray_grpo")):
-        raise ConfigError(wrong)
+    if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):
+        raise ConfigError(unusable)
     return cfg
 
 
-@cache
-def homes() -> dict[str, str]:
-    """Return the dotted name of every key by its last name; one that several groups have is left out."""
-    groups = {
-        "megatron_training": MegatronConfig,
-        "rl_config": RLConfig,
-        "generate_config": GenerateConfig,
-        "generate_config.sampling_config": SamplingConfig,
-        "profiler_config.integrated": ProfilerConfig,
-        "msprobe_config": MsprobeConfig,
-    }
-    found = [(name, f"{group}.{name}") for group, schema in groups.items() for name in field_types(schema)]
-    counts = Counter(name for name, _ in found)
-    return {name: path for name, path in found if counts[name] == 1}
+def _read_groups(tree: Mapping[str, Any], errors: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the groups by name with the present names of their keys, and the notes about deprecated names."""
+    groups: dict[str, dict[str, Any]] = {}
+    deprecated: dict[str, str] = {}
+    known = (*TOP_LEVEL, "model", "platform", "run_dir")
+    for name, value in tree.items():
+        if name not in known:
+            errors.append(unknown_key(name, value, known, collect_names()))
+        elif name in TOP_LEVEL:
+            if isinstance(value, Mapping):
+                groups[name], notes = rename_deprecated(name, normalize(value), errors)
+                deprecated |= notes
+            elif value is not None:
+                errors.append(f"{name} is {value!r}, but must be a group of keys")
+    if "megatron_training" not in groups:
+        errors.append("the group megatron_training is missing")
+        groups["megatron_training"] = {}
+    return groups, deprecated
 
 
-def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
+def _find_ignored(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
+    """Return the values of the keys that are accepted without effect, by dotted name."""
+    found: dict[str, object] = {}
+    for group, values in groups.items():
+        ignored = IGNORED.get(TOP_LEVEL[group].__name__, {})
+        found |= {f"{group}.{name}": value for name, value in values.items() if name in ignored}
+        if group == "generate_config" and isinstance(sampling := values.get("sampling_config"), Mapping):
+            ignored = IGNORED["SamplingConfig"]
+            found |= {f"{group}.sampling_config.{name}": value for name, value in sampling.items() if name in ignored}
+    return found
+
+
+def _read_model_blocks(value: object, errors: list[str]) -> dict[str, dict[str, Any]]:
     """Return the model blocks by name, each checked against the schema."""
     if value is None:
         return {}
@@ -160,25 +166,26 @@ def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
     blocks: dict[str, dict[str, Any]] = {}
     for name, block in value.items():
         if isinstance(block, Mapping):
-            blocks[str(name)], _ = in_present_names(f"model.{name}", normalized(block), errors)
-            build(MegatronConfig, blocks[str(name)], f"model.{name}", errors, homes())
+            blocks[str(name)], _ = rename_deprecated(f"model.{name}", normalize(block), errors)
+            build(MegatronConfig, blocks[str(name)], f"model.{name}", errors, collect_names())
         else:
             errors.append(f"model.{name} is {block!r}, but must be a group of keys")
     return blocks
 
 
-def _role(
-    shared: dict[str, Any], own: dict[str, Any], name: str, blocks: dict[str, dict[str, Any]], errors: list[str]
+def _merge_role(
+    groups: Mapping[str, dict[str, Any]], name: str, blocks: Mapping[str, dict[str, Any]], errors: list[str]
 ) -> MegatronConfig:
-    """Return one role's engine keys: model block, then shared keys, then its own."""
-    model = own.get("model") or shared.get("model")
+    """Return the engine keys of one role: model block, then shared keys, then the keys of the role."""
+    shared, role = groups["megatron_training"], groups.get(name, {})
+    model = role.get("model") or shared.get("model")
     block: dict[str, Any] = {}
     if isinstance(model, str):
         if model in blocks:
             block = blocks[model]
         else:
-            where = f"{name}.model" if own.get("model") else "megatron_training.model"
-            wrong = unknown_value(where, model, blocks) if blocks else f"{where} is {model!r}, but no model block is loaded"
-            errors.append(f"{wrong}; blocks are listed under defaults: [{{model: [...]}}]")
-    built, _ = build(MegatronConfig, {**block, **shared, **own}, name, [])  # mistakes were reported for each source already
-    return built
+            where = f"{name}.model" if role.get("model") else "megatron_training.model"
+            message = unknown_value(where, model, blocks) if blocks else f"{where} is {model!r}, but no model block is loaded"
+            errors.append(f"{message}; blocks are listed under defaults: [{{model: [...]}}]")
+    merged, _ = build(MegatronConfig, {**block, **shared, **role}, name, [])  # errors were reported for each source already
+    return merged

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from mindspeed_rl.config.errors import ConfigError, nearest
+from mindspeed_rl.config.errors import ConfigError, suggest_name
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES
-from mindspeed_rl.config.yaml_limits import check_yaml
+from mindspeed_rl.config.keys.schema import normalize
 
 #: of file systems, less the ending
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 240, 4000
@@ -44,7 +46,7 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     if not existing:
         raise ConfigError([f"the configuration folder {folders[0]} does not exist"])
     available = sorted(path.stem for folder in existing for path in folder.glob("*.yaml"))
-    likely = nearest(name, available)
+    likely = suggest_name(name, available)
     hint = f"the nearest name there is {likely}" if likely else f"it holds {', '.join(available) or 'no run file'}"
     raise ConfigError([f"there is no run file {name}.yaml in {existing[0]}; {hint}"])
 
@@ -78,7 +80,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
         missing = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, block = missing.rpartition("/")
         available = sorted({path.stem for folder in (directory, project_configs()) for path in (folder / group).glob("*.yaml")})
-        likely = nearest(block, available)
+        likely = suggest_name(block, available)
         hint = f"the nearest name there is {likely}" if likely else f"known names are {', '.join(available) or 'none'}"
         raise ConfigError([f"defaults of {name}.yaml: {missing}.yaml does not exist in {directory}; {hint}"]) from error
     except RecursionError:
@@ -104,3 +106,70 @@ def _as_forced(item: str) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def with_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a run with other values of some keys, given by dotted name."""
+    changed = {name: copy.deepcopy(value) for name, value in normalize(tree).items()}
+    for key, value in changes.items():
+        *groups, name = key.split(".")
+        holder = changed
+        for group in groups:
+            inner = holder.get(group)
+            holder[group] = normalize(inner) if isinstance(inner, Mapping) else {}
+            holder = holder[group]
+        holder[name] = value
+    return changed
+
+
+#: no run file comes near any of these
+_MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 1 << 20, 60, 100_000
+
+
+def check_yaml(path: Path) -> None:
+    """Raises ConfigError for a file that is no text, or would take reading without end.
+
+    Raises:
+        ConfigError: it is binary or of another encoding than UTF-8, too large, nested too deeply, or an alias bomb; or no YAML.
+    """
+    import yaml  # as in run_files: the package itself loads without it
+
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > _MAX_BYTES:
+            raise ConfigError([f"{path} is no run file: it has {size} bytes, more than {_MAX_BYTES}, or is no plain file"])
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError([f"{path} is not UTF-8 text ({place}); save it as UTF-8"]) from None
+    # sizes of the open collections, aliases counted as what they stand for; and of what has an anchor
+    open_sizes: list[int] = [0]
+    open_anchors: list[str | None] = []
+    anchored: dict[str, int] = {}
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_sizes.append(1)
+                open_anchors.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                size, anchor = open_sizes.pop(), open_anchors.pop()
+                if anchor is not None:
+                    anchored[anchor] = size
+                open_sizes[-1] += size
+            elif isinstance(event, yaml.AliasEvent):
+                open_sizes[-1] += anchored.get(event.anchor, 1)
+            elif isinstance(event, yaml.ScalarEvent):
+                open_sizes[-1] += 1
+                if event.anchor is not None:
+                    anchored[event.anchor] = 1
+            if len(open_sizes) > _MAX_DEPTH:
+                raise ConfigError([f"{path} is nested more than {_MAX_DEPTH} levels deep"])
+            if open_sizes[-1] > _MAX_NODES:
+                raise ConfigError([f"{path} stands for more than {_MAX_NODES} values (aliases count as what they repeat)"])
+    except (yaml.YAMLError, ValueError) as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError([f"{path.name} cannot be read: {lines[:500]}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply"]) from None

@@ -11,7 +11,7 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import with_values
-from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 
 _MOST_SHOWN = 5
@@ -31,7 +31,7 @@ class Change:
     plan: MemoryPlan
 
 
-def changes_to_fit(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, chip: Chip, num_nodes: int = 1) -> list[Change]:
+def changes_to_fit(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int = 1) -> list[Change]:
     """Return single changes after which the run fits, nearest first; where none is enough, one set of changes that is.
 
     The list ends with sets that come nearest when nothing helps enough. Every one of them passes the rules of `explain`.
@@ -45,44 +45,44 @@ def changes_to_fit(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, ch
         return []
     enough: list[Change] = []
     for values, costs in _candidates(cfg):
-        tried = _tried(tree, values, costs, chip, num_nodes)
+        tried = _tried(tree, values, costs, device, num_nodes)
         if tried is not None and tried.plan.verdict == "fits":
             enough.append(tried)
     if enough:
         return enough[:_MOST_SHOWN]
-    return _together(tree, cfg, plan, chip, num_nodes)
+    return _together(tree, cfg, plan, device, num_nodes)
 
 
-def changes_that_relieve(tree: Mapping[str, Any], cfg: RunConfig, phase: str, chip: Chip, num_nodes: int = 1) -> list[Change]:
+def changes_that_relieve(tree: Mapping[str, Any], cfg: RunConfig, phase: str, device: Device, num_nodes: int = 1) -> list[Change]:
     """Return single changes after a phase ran out of memory, nearest first: those that let the run fit, or, where the plan
     said that it would, those that leave at least a tenth less in that phase.
 
     Raises:
         ValueError: the run cannot be planned.
     """
-    plan = plan_memory(cfg, chip, num_nodes)
+    plan = plan_memory(cfg, device, num_nodes)
     if plan.verdict != "fits":
-        return changes_to_fit(tree, cfg, plan, chip, num_nodes)
+        return changes_to_fit(tree, cfg, plan, device, num_nodes)
     before = _most_in(plan, phase)
-    tried = (_tried(tree, values, costs, chip, num_nodes) for values, costs in _candidates(cfg))
+    tried = (_tried(tree, values, costs, device, num_nodes) for values, costs in _candidates(cfg))
     return [change for change in tried if change is not None and _most_in(change.plan, phase) < 0.9 * before][:_MOST_SHOWN]
 
 
 def _most_in(plan: MemoryPlan, phase: str) -> int:
-    """Bytes beside the driver's and the runtime's on the fullest die of a phase; of the peak where no phase has the name."""
-    found = [one for dies in plan.dies for one in dies.phases if one.name == phase] or [plan.fullest.peak]
+    """Bytes beside the driver's and the runtime's on the fullest device of a phase; of the peak where no phase has the name."""
+    found = [one for group in plan.groups for one in group.phases if one.name == phase] or [plan.fullest.peak]
     return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in found)
 
 
-def _together(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, chip: Chip, num_nodes: int) -> list[Change]:
-    """Take in each round the first candidate that frees a good part of the fullest die, until the run fits."""
+def _together(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int) -> list[Change]:
+    """Take in each round the first candidate that frees a good part of the fullest device, until the run fits."""
     values: dict[str, Any] = {}
     said: list[str] = []
     best: Change | None = None
     for _ in range(_MOST_ROUNDS):
         step: Change | None = None
         for more, costs in _candidates(cfg):
-            tried = _tried(tree, values | more, "; ".join([*said, costs]), chip, num_nodes)
+            tried = _tried(tree, values | more, "; ".join([*said, costs]), device, num_nodes)
             if tried is None or not _better(tried.plan, plan):
                 continue
             if tried.plan.verdict == "fits":
@@ -102,13 +102,13 @@ def _better(new: MemoryPlan, old: MemoryPlan) -> bool:
     return new.fullest.peak.total < 0.995 * old.fullest.peak.total
 
 
-def _tried(tree: Mapping[str, Any], values: dict[str, Any], costs: str, chip: Chip, num_nodes: int) -> Change | None:
+def _tried(tree: Mapping[str, Any], values: dict[str, Any], costs: str, device: Device, num_nodes: int) -> Change | None:
     """None where the run file would break a rule."""
     try:
         cfg = build_run_config(with_values(tree, values))
         if not is_valid(cfg, num_nodes) or unavailable(cfg):
             return None
-        return Change(values, costs, plan_memory(cfg, chip, num_nodes))
+        return Change(values, costs, plan_memory(cfg, device, num_nodes))
     except (ConfigError, ValueError):
         return None
 

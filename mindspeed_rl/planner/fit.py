@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run_files import with_values
-from mindspeed_rl.planner.chips import GIB, Chip
+from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
 from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans
@@ -58,7 +58,7 @@ class Found:
     Attributes:
         tree: its run file.
         values: the keys that the search chose, by dotted name.
-        trainers: dies that train where the engines have the others; None where all do both in turn.
+        trainers: devices that train where the engines have the others; None where all do both in turn.
     """
 
     tree: dict[str, Any]
@@ -117,15 +117,15 @@ def base_tree(wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def fit(wanted: Wanted, chip: Chip, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN) -> list[Found]:
+def fit(wanted: Wanted, device: Device, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN) -> list[Found]:
     """Return layouts that fit, the fastest first; those that fit with room before those that are tight.
 
     Raises:
         ValueError: nothing fits; the message has what came nearest.
     """
-    search = _Search(wanted, chip, efficiency, samples)
+    search = _Search(wanted, device, efficiency, samples)
     found = search.layouts(None)
-    for part in (2, 4):  # the engines on half of the dies, or on all but a quarter
+    for part in (2, 4):  # the engines on half of the devices, or on all but a quarter
         if wanted.npus % part == 0 and wanted.npus >= 2 * part:
             found += search.layouts(wanted.npus // part)
     if not found:
@@ -146,12 +146,12 @@ class _Search:
         nearest: the plan with the fewest bytes of those that do not fit.
     """
 
-    def __init__(self, wanted: Wanted, chip: Chip, efficiency: Efficiency | None, samples: SampleMeans) -> None:
-        self._wanted, self._chip, self._efficiency, self._samples = wanted, chip, efficiency, samples
+    def __init__(self, wanted: Wanted, device: Device, efficiency: Efficiency | None, samples: SampleMeans) -> None:
+        self._wanted, self._chip, self._efficiency, self._samples = wanted, device, efficiency, samples
         self.nearest: MemoryPlan | None = None
 
     def layouts(self, trainers: int | None) -> list[Found]:
-        """Everything on all dies in turn, or training on `trainers` of them and the engines on the others."""
+        """Everything on all devices in turn, or training on `trainers` of them and the engines on the others."""
         wanted = self._wanted
         tree = base_tree(wanted)
         if trainers is not None:
@@ -169,18 +169,18 @@ class _Search:
         wanted = self._wanted
         length, memory = wanted.prompt + wanted.response, self._chip.memory / GIB
         text = (
-            f"--npus: {wanted.model} with sequences of {length} tokens does not fit on {wanted.npus} dies of {memory:.0f} GiB"
+            f"--npus: {wanted.model} with sequences of {length} tokens does not fit on {wanted.npus} devices of {memory:.0f} GiB"
         )
         if self.nearest is None:
-            return f"{text}: no engine does, or no layout keeps the rules; another number of dies, or another batch, may."
+            return f"{text}: no engine does, or no layout keeps the rules; another number of devices, or another batch, may."
         peak = self.nearest.fullest.peak
         return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
 
     def _engines(self, tree: dict[str, Any], npus: int) -> list[dict[str, Any]]:
-        """Keys of the engines that fit on so many dies, the fastest first."""
+        """Keys of the engines that fit on so many devices, the fastest first."""
         wanted = self._wanted
         found: list[tuple[float, dict[str, Any]]] = []
-        # a training layout that keeps the rules on any number of dies: only the engine's phases are looked at here
+        # a training layout that keeps the rules on any number of devices: only the engine's phases are looked at here
         alone = {
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.pipeline_model_parallel_size": 1,
@@ -193,8 +193,8 @@ class _Search:
                     continue
                 memory, time = planned
                 generate = memory.only("generate")
-                own = tuple(dies for dies in generate.dies if dies.name == "rollout")
-                if replace(generate, dies=own or generate.dies).verdict == "fits":
+                own = tuple(devices for group in generate.groups if group.name == "rollout")
+                if replace(generate, groups=own or generate.groups).verdict == "fits":
                     found.append((time.phases["rollout"] + time.phases["resharding_to_infer"], values | {_SHARE: share}))
                     break  # with less of the device it would only be slower
         return [values for _, values in sorted(found, key=lambda one: one[0])]
@@ -248,7 +248,7 @@ class _Search:
 
 
 def _apart(trainers: int, engines: int) -> dict[str, Any]:
-    """Engines on dies of their own generate for the next iteration while this one trains."""
+    """Engines on devices of their own generate for the next iteration while this one trains."""
     return {
         "rl_config.use_integrated_worker": False,
         "rl_config.actor_resource.num_npus": trainers,
@@ -273,9 +273,9 @@ def _powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
 
 
-def _training_layouts(wanted: Wanted, npus: int, chip: Chip) -> Iterator[dict[str, Any]]:
+def _training_layouts(wanted: Wanted, npus: int, device: Device) -> Iterator[dict[str, Any]]:
     layers, experts = int(wanted.block["num_layers"]), int(wanted.block.get("num_experts") or 0)
-    node = min(chip.devices_per_node, 16)
+    node = min(device.devices_per_node, 16)
     longest = wanted.prompt + wanted.response
     for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
         if npus % (tp * pp * cp) or pp > layers or (cp > 1 and longest / cp < 1024):
@@ -327,9 +327,9 @@ def _even(layers: int, stages: int) -> list[int]:
     return counts
 
 
-def _engine_layouts(wanted: Wanted, npus: int, chip: Chip) -> Iterator[dict[str, Any]]:
+def _engine_layouts(wanted: Wanted, npus: int, device: Device) -> Iterator[dict[str, Any]]:
     experts = int(wanted.block.get("num_experts") or 0)
-    for tensor in _powers(min(16, npus, chip.devices_per_node)):
+    for tensor in _powers(min(16, npus, device.devices_per_node)):
         if npus % tensor:
             continue
         replicas = npus // tensor

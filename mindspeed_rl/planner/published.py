@@ -18,7 +18,7 @@ from typing import Any
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, project_configs, with_values
-from mindspeed_rl.planner.chips import CHIPS
+from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
 from mindspeed_rl.planner.samples import SampleMeans
@@ -34,18 +34,18 @@ class Figure:
 
     Attributes:
         config: the shipped run file that is nearest to it, and `changes` to that.
-        per_card: tokens a second of a card, where that is what was published; `dies` of a card.
+        per_card: tokens a second of a card, where that is what was published; `devices` of a card.
         longest: that throughput counts the longest response.
         seconds: of phases, where they were published.
         mean_response: where it was published.
     """
 
     name: str
-    chip: str
+    device: str
     config: str
     changes: dict[str, Any] = field(default_factory=dict)
     per_card: float | None = None
-    dies: int = 2
+    devices: int = 2
     longest: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     mean_response: float | None = None
@@ -85,13 +85,13 @@ _R1 = {
 FIGURES: tuple[Figure, ...] = (
     Figure("GRPO Qwen2.5-7B, A3, 2k", "A3", "grpo_qwen25_7b_A3", per_card=220),
     Figure("GRPO Qwen2.5-32B, A3, 2k", "A3", "grpo_qwen25_32b_A3", per_card=220),
-    Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, dies=1),
+    Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, groups=1),
     Figure("GRPO Qwen3-8B, A3, 8k", "A3", "grpo_qwen3_8b_A3", per_card=252),
-    Figure("GRPO DeepSeek-R1, A3, 384 dies, 2k", "A3", "grpo_deepseek_r1_671b_A3", _R1, per_card=210),
+    Figure("GRPO DeepSeek-R1, A3, 384 devices, 2k", "A3", "grpo_deepseek_r1_671b_A3", _R1, per_card=210),
     Figure("DAPO Qwen3-30B-A3B, A3, 2k", "A3", "dapo_qwen3_30b_a3b_A3", per_card=44, longest=False),
     Figure("DAPO Qwen3-32B, A3, 2k", "A3", "dapo_qwen3_32b_A3", per_card=140, longest=False),
     Figure("DAPO Qwen2.5-32B, A3, 30k", "A3", "dapo_qwen25_32b_A3_32k", per_card=108, longest=False),
-    Figure("DAPO Qwen2.5-32B, A2, 20k", "A2", "dapo_qwen25_32b_A2_20k", per_card=35, dies=1, longest=False),
+    Figure("DAPO Qwen2.5-32B, A2, 20k", "A2", "dapo_qwen25_32b_A2_20k", per_card=35, groups=1, longest=False),
     Figure("PPO Qwen2.5-32B, A3, 2k", "A3", "ppo_qwen25_32b_A3", per_card=74),
     Figure(
         "DeepSeek-R1, 128 A3 cards",
@@ -125,7 +125,7 @@ def _run(number: int) -> tuple[RunConfig, RunShape]:
     figure = FIGURES[number]
     tree = with_values(compose(project_configs(), figure.config, []), figure.changes)
     cfg = build_run_config(tree, config_name=figure.config)
-    return cfg, read_shape(cfg, CHIPS[figure.chip], 1)
+    return cfg, read_shape(cfg, DEVICES[figure.device], 1)
 
 
 def predicted(number: int, efficiency: Efficiency) -> TimePlan:
@@ -133,7 +133,7 @@ def predicted(number: int, efficiency: Efficiency) -> TimePlan:
     cfg, shape = _run(number)
     return plan_time(
         cfg,
-        shape.chip,
+        shape.device,
         samples=SampleMeans(FIGURES[number].mean_response, PROMPT),
         efficiency=efficiency,
         shape=shape,
@@ -150,7 +150,7 @@ def observed(number: int, plan: TimePlan) -> dict[str, float]:
     if figure.longest:
         assert cfg.generate_config is not None
         tokens = cfg.generate_config.sampling_config.max_tokens + LONGEST_PROMPT
-    return {"all": tokens * shape.sizes.rollout_samples / (plan.devices / figure.dies) / figure.per_card}
+    return {"all": tokens * shape.sizes.rollout_samples / (plan.devices / figure.groups) / figure.per_card}
 
 
 def ratios(number: int, efficiency: Efficiency) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.explain.effects import ROLE_GROUPS
+from mindspeed_rl.config.keys import ROLE_GROUPS
 
 #: files that are read to the end; of others the size decides
 _SMALL_BYTES = 1 << 20
@@ -60,7 +60,7 @@ def _about(path: Path) -> tuple[int, int]:
 def run_files(run: Run) -> dict[str, str]:
     """Path -> the key that names it, of what is on the driver's machine and workers read."""
     found: dict[str, str] = {}
-    for name in ROLE_GROUPS:
+    for name in ("megatron_training", *ROLE_GROUPS):
         role = getattr(run.config, name)
         if isinstance(role, MegatronConfig):
             for key in _FOLDER_KEYS:

@@ -26,7 +26,7 @@ from mindspeed_rl.trainers.termination import Terminated, Termination
 
 
 @contextlib.contextmanager
-def launch_run(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | SupervisedTrainer]:
+def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running.
 
     All errors in files and keys are found before Ray starts. When the block ends, however it ends, all processes are gone and

@@ -10,12 +10,16 @@ from typing import Any
 import yaml
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.compat.names_elsewhere import OTHERWISE, RENAMED, VALUES
-from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain.suggestions import mended, with_values
-from mindspeed_rl.config.loader import build_run_config, homes
+from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
+from mindspeed_rl.config.errors import ConfigError, find_longest_end
+from mindspeed_rl.config.keys import collect_names
+from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.rules.violation import written
+from mindspeed_rl.config.run_files import with_values
+
+#: changes of single keys after which an import that still violates a rule is refused
+_MAX_CHANGES = 8
 
 
 @dataclass
@@ -70,12 +74,9 @@ class Import:
         Args:
             option: dotted or plain, as the project calls it.
         """
-        names = option.split(".")
-        # the longest first: groups of verl share last names, which the tables tell apart by dotted ones
-        ends = [".".join(names[start:]) for start in range(len(names))]
-        path = next((RENAMED[end] for end in ends if end in RENAMED), None)
-        why = next((OTHERWISE[end] for end in ends if end in OTHERWISE), None)
-        path = homes().get(names[-1]) if path is None and why is None else path
+        names = collect_names()
+        path, why = find_longest_end(option, names.elsewhere), find_longest_end(option, NO_EQUIVALENT)
+        path = names.here.get(option.rpartition(".")[2]) if path is None and why is None else path
         if path is not None:
             self.put(option, {path: translated(path, value)})
         elif why is not None:
@@ -84,8 +85,9 @@ class Import:
 
     def unknown(self, option: str) -> None:
         """The option is in no table."""
-        near = registry.nearest(option.rpartition(".")[2], homes())
-        hint = f"; the nearest key is {homes()[near]}" if near else ""
+        names = collect_names().here
+        near = registry.nearest(option.rpartition(".")[2], names)
+        hint = f"; the nearest key is {names[near]}" if near else ""
         self.without[option] = f"not known to this version{hint}"
 
     def finished(self) -> Import:
@@ -94,15 +96,16 @@ class Import:
         Raises:
             ConfigError: a value does not fit its key, or no near values satisfy the rules.
         """
-        cfg = build_run_config(self.tree)
-        violations = validate(cfg)
-        if violations:
-            changes = mended(self.tree)
-            if not changes:
+        tried: list[Mapping[str, Any]] = []
+        while violations := validate(build_run_config(self.tree)):
+            # batch sizes depend on everything else and come first, so that they are changed last
+            options = [option for violation in reversed(violations) for option in violation.nearest if option not in tried]
+            if not options or len(tried) == _MAX_CHANGES:
                 raise ConfigError([str(violation) for violation in violations])
-            for path, value in changes.items():
+            tried.append(options[0])
+            for path, value in options[0].items():
                 self.added[path] = f"{written(self.get(path))} -> {written(value)}, so that the sizes divide as they must here"
-            self.tree = with_values(self.tree, changes)
+            self.tree = with_values(self.tree, options[0])
         return self
 
     def text(self, command: str) -> str:
@@ -142,7 +145,7 @@ def _lines(command: str) -> list[str]:
 
 def translated(path: str, value: Any) -> Any:
     """The value as it is said here: "grpo" of an estimator is "group_norm"; what is said alike stays."""
-    table = VALUES.get(path.rpartition(".")[2], {})
+    table = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {})
     if isinstance(value, bool):
         return table.get(str(value).lower(), value)
     return table.get(value.lower(), value) if isinstance(value, str) else value

@@ -8,10 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.compat.importer import Import, lora_targets, scalar
-from mindspeed_rl.config.compat.names_elsewhere import DATASET_COLUMNS, SWIFT_DEFAULTS
 from mindspeed_rl.config.errors import ConfigError
 
 ACTOR, RL, SAMPLING = "megatron_training", "rl_config", "generate_config.sampling_config"
+
+#: key -> what ms-swift takes for its option where it is not given and ours differs
+_DEFAULTS: dict[str, object] = {
+    "rl_config.init_kl_coef": 0.04,
+    "rl_config.loss_type": "grpo",
+    "rl_config.adv_epsilon": 1e-4,
+    "rl_config.max_prompt_length": 2048,
+    "generate_config.sampling_config.max_tokens": 512,
+    "generate_config.sampling_config.temperature": 0.9,
+    "generate_config.sampling_config.top_k": -1,
+    "generate_config.gpu_memory_utilization": 0.9,
+    "generate_config.enable_prefix_caching": True,
+    "megatron_training.lr_decay_style": "cosine",
+    "megatron_training.clip_grad": 1.0,
+    "megatron_training.weight_decay": 0.1,
+}
+
+#: dataset -> key of megatron_training.map_keys -> the column that ms-swift takes from it
+_DATASET_COLUMNS: dict[str, dict[str, str]] = {
+    "AI-MO/NuminaMath-TIR": {"prompt": "problem", "response": "solution", "query": ""},
+}
 
 
 class SwiftCommand:
@@ -116,7 +136,7 @@ def from_swift(command: str, rewards: Collection[str], num_devices: int | None =
         )
     elif "epsilon" in said.options:
         made.put("--epsilon", {f"{RL}.clip_ratio": said.value("epsilon")})
-    for path, value in SWIFT_DEFAULTS.items():
+    for path, value in _DEFAULTS.items():
         made.add(path, value, "the default of ms-swift")
     made.add(f"{ACTOR}.lr", 1e-4 if made.get(f"{ACTOR}.lora_target_modules") else 1e-5, "the default of ms-swift")
     made.add(f"{RL}.use_remove_padding", True, "sequences are packed without padding")
@@ -250,7 +270,7 @@ def _dataset(made: Import, option: str, value: Any, words: list[str]) -> None:
     path = (name if is_file else f"hf://{name}") + (f"#{count}" if count else "")
     notes = ["the first rows, not drawn ones" if count else "", "" if is_file else "from the Hugging Face hub"]
     made.put(option, {f"{ACTOR}.{key}": path}, ", ".join(note for note in notes if note))
-    for column, theirs in DATASET_COLUMNS.get(name, {}).items():
+    for column, theirs in _DATASET_COLUMNS.get(name, {}).items():
         made.add(f"{ACTOR}.map_keys.{column}", theirs, f"the column of {name}")
 
 

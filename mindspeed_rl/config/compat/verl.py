@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, needing
+from mindspeed_rl.config.compat import VALUES_ELSEWHERE
 from mindspeed_rl.config.compat.importer import Import, lora_targets, scalar
-from mindspeed_rl.config.compat.names_elsewhere import VALUES, VERL_DEFAULTS
 from mindspeed_rl.config.compat.swift import ACTOR, RL
 from mindspeed_rl.config.errors import ConfigError
 
 _KEPT = "actor_rollout_ref."
+
+#: key of verl -> what it takes where it is not given and the run depends on it
+_DEFAULTS: dict[str, object] = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.clip_ratio": 0.2}
 
 
 def from_verl(command: str, rewards: Collection[str], num_devices: int | None = None) -> Import:
@@ -40,7 +43,7 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
     if not said:
         raise ConfigError(["there is no key of verl, such as data.train_files=train.parquet, in the command line"])
     made = Import("verl")
-    estimator = said.get("algorithm.adv_estimator", VERL_DEFAULTS["algorithm.adv_estimator"])
+    estimator = said.get("algorithm.adv_estimator", _DEFAULTS["algorithm.adv_estimator"])
     has_critic = estimator in needing(ADVANTAGES, "values")
     made.add(f"{ACTOR}.stage", "ray_ppo" if has_critic else "ray_grpo", f"the loop for adv_estimator {estimator}")
     world = said.get("trainer.n_gpus_per_node", said.get("trainer.n_npus_per_node", num_devices or 1)) * said.get(
@@ -84,7 +87,7 @@ def _losses(said: dict[str, Any], made: Import, has_critic: bool) -> None:
     """The clip range, and the one coefficient that the KL has here."""
     low, high = (said.get(f"{_KEPT}actor.clip_ratio_{side}") for side in ("low", "high"))
     if low is not None or high is not None:
-        both = said.get(f"{_KEPT}actor.clip_ratio", VERL_DEFAULTS[f"{_KEPT}actor.clip_ratio"])
+        both = said.get(f"{_KEPT}actor.clip_ratio", _DEFAULTS[f"{_KEPT}actor.clip_ratio"])
         low, high = (both if side is None else side for side in (low, high))
         values = {"clip_higher_enable": True, "clip_ratio_low": low, "clip_ratio_high": high}
         made.put(f"{_KEPT}actor.clip_ratio_low/high", {f"{RL}.{name}": value for name, value in values.items()})
@@ -146,7 +149,7 @@ def _deviation(made: Import, option: str, value: Any) -> None:
 
 
 def _aggregation(made: Import, option: str, value: Any) -> None:
-    kinds = VALUES["loss_type"]
+    kinds = VALUES_ELSEWHERE["loss_type"]
     if value not in kinds:
         raise ConfigError([f"{option} is {value!r}, but must be one of {', '.join(kinds)}"])
     made.put(option, {f"{RL}.loss_type": kinds[value]})

@@ -1,212 +1,158 @@
-"""Which keys of a run file differ from their defaults, and which are set but do nothing."""
+"""Effects of the keys of a run file: those that differ from their defaults, that do nothing, or that cost time or results."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
-from mindspeed_rl.config.keys.diagnostics import MsprobeConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS, find_ignored
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, evaluates
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.schema import default_of
+from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
+from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
 from mindspeed_rl.config.objective import named_estimator
+from mindspeed_rl.config.rules.violation import written
 from mindspeed_rl.config.run import RunConfig
 
-ROLE_GROUPS = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+#: rounds of generation above which a rollout is called slow
+_MANY_ROUNDS = 4
 
 
-def groups_of(cfg: RunConfig) -> Iterator[tuple[str, Any, frozenset[str]]]:
+def _list_groups(cfg: RunConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
     """Yield (dotted name, dataclass, keys that were set) for every group of a run file."""
-    for name in (*ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config"):
+    for name in ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config"):
         group = getattr(cfg, name)
         if group is not None and name in cfg.set_keys:
             yield name, group, cfg.set_keys[name]
     if cfg.generate_config is not None and "sampling_config" in cfg.set_keys:
         yield "generate_config.sampling_config", cfg.generate_config.sampling_config, cfg.set_keys["sampling_config"]
     if "profiler_config" in cfg.set_keys:
-        profiler = cfg.profiler_config.integrated
-        yield "profiler_config.integrated", profiler, frozenset(field.name for field in dataclasses.fields(profiler))
+        yield "profiler_config.integrated", cfg.profiler_config.integrated, frozenset(list_keys(ProfilerConfig))
 
 
-def changed_keys(cfg: RunConfig) -> dict[str, Any]:
-    """Return every key that the run file sets to something else than its default, by dotted name."""
-    changed: dict[str, Any] = {}
-    for path, group, set_keys in groups_of(cfg):
-        for field in dataclasses.fields(group):
-            value = getattr(group, field.name)
-            if field.name not in set_keys or field.name in ("sampling_config", "model") or value == default_of(field):
+def find_changed_keys(cfg: RunConfig) -> dict[str, object]:
+    """Return every key that the run file sets to another value than its default, by dotted name."""
+    changed: dict[str, object] = {}
+    for path, group, set_keys in _list_groups(cfg):
+        for name, key in list_keys(type(group)).items():
+            value = getattr(group, name)
+            if name not in set_keys or name in ("sampling_config", "model") or value == key.default:
                 continue
-            if dataclasses.is_dataclass(value):
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 inner = dataclasses.asdict(value).items()
-                changed |= {f"{path}.{field.name}.{name}": item for name, item in inner if item is not None}
+                changed |= {f"{path}.{name}.{inner_name}": item for inner_name, item in inner if item is not None}
             else:
-                changed[f"{path}.{field.name}"] = value
-    return changed
+                changed[f"{path}.{name}"] = value
+    return changed | {path: value for path, value in cfg.ignored.items() if value != find_ignored(path).default}
 
 
-def keys_without_effect(cfg: RunConfig) -> dict[str, str]:
+def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     """Return every key that the run file sets although it does nothing in this run, by dotted name, each with the reason."""
-    found: dict[str, str] = {}
-    for path, group, set_keys in groups_of(cfg):
-        for field in dataclasses.fields(group):
-            if field.name not in set_keys:
-                continue
-            reason = _reason(cfg, path, group, field)
-            if reason:
-                found[f"{path}.{field.name}"] = reason
-    return found | {name: note for name, note in cfg.earlier.items() if not note.startswith("read as ")}
+    reasons: dict[str, str] = {}
+    for path, group, set_keys in _list_groups(cfg):
+        for name, key in list_keys(type(group)).items():
+            if name in set_keys and (reason := _find_reason(cfg, path, group, name, key)):
+                reasons[f"{path}.{name}"] = reason
+    for path in cfg.ignored:
+        no_rollout = cfg.is_supervised and path.startswith(("rl_config.", "generate_config."))
+        reasons[path] = f"stage {cfg.stage} has no rollout" if no_rollout else find_ignored(path).reason[0]
+    return reasons | {name: note for name, note in cfg.earlier.items() if not note.startswith("read as ")}
 
 
-def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]) -> str:
-    facts = field.metadata
-    name = field.name
-    if path in ("rl_config", "generate_config", "generate_config.sampling_config") and cfg.is_supervised:
-        if path != "rl_config" or not name.startswith(SUPERVISED_RL_KEYS):
-            return f"stage {cfg.stage} has no rollout"
-    if facts["no_effect"]:
-        return facts["no_effect"]
-    if facts["only_on"] and cfg.platform not in ("auto", *facts["only_on"]):
-        return f"platform is {cfg.platform}; the key matters on {' and '.join(facts['only_on'])} only"
-    if facts["needs"]:
-        other, values = facts["needs"]
-        actual = getattr(group, other)
-        if actual not in values and not (isinstance(actual, str) and ":" in actual):
-            return f"{other} is {_written(actual)}"
-    if path == "profiler_config.integrated":
+def _find_reason(cfg: RunConfig, path: str, group: object, name: str, key: Key) -> str:
+    """Return the reason why a key does nothing in this run; empty where it does something."""
+    if cfg.is_supervised and path.startswith(("rl_config", "generate_config")) and not key.supervised:
+        return f"stage {cfg.stage} has no rollout"
+    if key.no_effect is not None:
+        return key.no_effect[0]
+    if key.only_on and cfg.platform not in ("auto", *key.only_on):
+        return f"platform is {cfg.platform}; the key matters on {' and '.join(key.only_on)} only"
+    # the shared group is read through the actor, which may complete it
+    holder = cfg.actor_config if path == "megatron_training" else group
+    if key.needs is not None and (reason := _check_needs(holder, key.needs)):
+        return reason
+    if key.stages and cfg.stage not in key.stages:
+        return f"stage is {cfg.stage}; the key belongs to {', '.join(key.stages)}"
+    if isinstance(group, ProfilerConfig):
         return "" if group.profile or name == "profile" else "profile is false"
-    if path == "msprobe_config":
-        return "" if name == "msprobe" else _dump_reason(cfg, group, name)
-    if isinstance(group, MegatronConfig):
-        return _training_reason(cfg, path, group, name)
-    if path == "rl_config":
-        return _rl_reason(cfg, name)
-    return ""
+    if isinstance(group, MsprobeConfig):
+        return "" if name == "msprobe" else _find_dump_reason(cfg, group, name)
+    if isinstance(holder, MegatronConfig):
+        return _find_training_reason(cfg, holder, name)
+    return _find_rl_reason(cfg, name) if path == "rl_config" else ""
 
 
-def _dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
+def _check_needs(group: object, needs: Needs) -> str:
+    """Return the reason why the condition of a key does not hold; empty where it holds."""
+    other, values = needs
+    actual = getattr(group, other)
+    if values == "set":
+        return "" if actual else "the model has no experts" if other == "num_experts" else f"{other} is not set"
+    holds = actual != 1 if values == "above 1" else actual in values or isinstance(actual, str) and ":" in actual
+    return "" if holds else f"{other} is {written(actual)}"
+
+
+def _find_dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
     if not dumps.msprobe:
         return "msprobe is false"
     if cfg.is_supervised:
-        return (
-            f"stage {cfg.stage} has no rollout" if name in ("actor_infer_dump", "reference_dump", "critic_train_dump") else ""
-        )
+        needs_rollout = name in ("actor_infer_dump", "reference_dump", "critic_train_dump")
+        return f"stage {cfg.stage} has no rollout" if needs_rollout else ""
     if cfg.rl_config is None or name not in ("reference_dump", "critic_train_dump"):
         return ""
     objective = cfg.objective
     assert objective is not None
-    if name == "reference_dump" and not objective.needs_reference:
-        return "no reference model is needed"
-    return "" if name == "reference_dump" or objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
+    if name == "reference_dump":
+        return "" if objective.needs_reference else "no reference model is needed"
+    return "" if objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
 
 
-def _written(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# Beginnings of the keys of rl_config that supervised stages read too.
-SUPERVISED_RL_KEYS = (
-    "deadlines",
-    "fault_tolerance",
-    "use_tensorboard",
-    "use_wandb",
-    "wandb_",
-    "use_swanlab",
-    "report_to",
-    "swanlab_",
-    "use_mlflow",
-    "mlflow_",
-    "use_remove_padding",
-    "use_dynamic_bsz",
-    "max_packing_token_size",
-    "update_max_packing_token_size",
-    "dynamic_max_batch_size",
-    "update_dynamic_max_batch_size",
-    "use_dp_batch_balance",
-    "runtime_env_path",
-    "hccl_buffersize",
-    "num_cpus_for_placement_group",
-)
-
-STAGE_KEYS = {
-    **dict.fromkeys(("dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "ref_model", "refer_model_iter"), ("dpo",)),
-    **dict.fromkeys(("simpo_beta", "gamma_beta_ratio", "simpo_loss_type", "simpo_label_smoothing"), ("simpo",)),
-    **dict.fromkeys(("placeholder_token", "reward_tokens"), ("prm",)),
-    "pref_ftx": ("dpo", "simpo"),
-    **dict.fromkeys(("pack", "neat_pack"), ("sft",)),
-    "reset_position_ids": ("pretrain", "sft"),
-    "full_shuffle_instruction_dataset": ("sft", "dpo", "simpo", "orm", "prm"),
-    **dict.fromkeys(("eval_iters", "skip_train", "log_interval"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
-}
-
-MOE_KEYS = frozenset(
-    field.name
-    for field in dataclasses.fields(MegatronConfig)
-    if field.name.startswith(("moe_", "expert_", "n_shared", "norm_topk", "first_k_dense", "seq_aux"))
-)
-
-
-def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str) -> str:
-    # The shared group is read through the actor, which may complete it.
-    role = cfg.actor_config if path == "megatron_training" else role
-    stages = STAGE_KEYS.get(name)
-    if stages and cfg.stage not in stages:
-        return f"stage is {cfg.stage}; the key belongs to {', '.join(stages)}"
+def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> str:
     conditions = (
-        (name in MOE_KEYS and role.num_experts is None, "the model has no experts"),
-        (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus says it"),
-        (name == "sequence_parallel" and role.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1"),
-        (name == "context_parallel_algo" and role.context_parallel_size == 1, "context_parallel_size is 1"),
-        (
-            name.startswith("lora_") and name != "lora_target_modules" and not role.lora_target_modules,
-            "lora_target_modules is not set",
-        ),
-        (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
+        (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus decides"),
+        (name == "async_save" and role.save is None, "save is not set"),
         (
             name in ("eval_interval", "eval_num_prompts") and not evaluates(role),
             "eval_data_path is not set, and split holds nothing back",
         ),
         (
             name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
-            "rollouts keep their length, and packed ones see only themselves always",
+            "rollouts keep their length, and packed ones always attend only to themselves",
         ),
         (
             name == "moe_token_dispatcher_type" and role.moe_token_dispatcher_type == "alltoall_seq",
-            "alltoall_seq is taken as alltoall, which sends the same tokens",
+            "alltoall_seq is read as alltoall, which sends the same tokens",
         ),
-        (name == "min_lr" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
-        (name == "lr_decay_iters" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
-        (name in ("no_load_optim", "no_load_rng") and role.load is None, "load is not set"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
-# Keys that some policy loss, and that some advantage estimator reads.
+# keys that some policy loss, and that some advantage estimator reads
 _LOSS_KEYS = frozenset().union(*(record.reads or () for record in POLICY_LOSSES.values()))
 _ADVANTAGE_KEYS = frozenset().union(*(record.reads or () for record in ADVANTAGES.values()))
-# Keys that bound the ratio of new to old policy: the first two say what the clip ratios are.
+# keys that bound the ratio of new to old policy; these two select the clip ratios
 _CLIP_KEYS = ("clip_ratio", "clip_higher_enable")
 _OFF_POLICY_KEYS = _LOSS_KEYS.union(_CLIP_KEYS)
 
 
-def _is_on_policy(cfg: RunConfig) -> bool:
-    return cfg.sizes is not None and cfg.sizes.can_divide and cfg.sizes.on_policy
-
-
-def _rl_reason(cfg: RunConfig, name: str) -> str:
-    rl, stage = cfg.rl_config, cfg.stage
+def _find_rl_reason(cfg: RunConfig, name: str) -> str:
+    rl, stage, sizes = cfg.rl_config, cfg.stage, cfg.sizes
     assert rl is not None and stage is not None  # one of its keys was set
-    if cfg.is_supervised:
-        return "use_wandb is true" if name == "use_tensorboard" and _wandb_replaces_tensorboard(rl) else ""
+    replaced = name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to
+    if replaced or cfg.is_supervised:
+        return "use_wandb is true" if replaced else ""
     objective = cfg.objective
     assert objective is not None
     functions = rl.verifier_function if rl.rule_reward else []
     named = named_estimator(rl)
     estimator, loss_type = f"adv_estimator is {rl.adv_estimator}", f"loss_type is {objective.loss_type}"
+    no_kl = "init_kl_coef is 0" if rl.init_kl_coef == 0 else f"stage {stage} has a KL term only with use_kl_in_reward"
     kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
     reference_keys = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
     clips = any(objective.loss.may_read(key) for key in ("clip_ratio_low", "clip_ratio_high"))
+    is_on_policy = sizes is not None and sizes.can_divide and sizes.on_policy
     switch, idle_value = named.idle.get(name, ("", None))
     conditions = (
         (name == "beta" and rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
@@ -217,29 +163,26 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "clip_ratio" and rl.clip_higher_enable, "clip_higher_enable is true"),
         (name in _CLIP_KEYS and not clips, loss_type),
         (name in _LOSS_KEYS and not objective.loss.may_read(name), loss_type),
-        (name in _OFF_POLICY_KEYS and _is_on_policy(cfg), "each rollout makes one optimizer step, in which the ratio is 1"),
+        (name in _OFF_POLICY_KEYS and is_on_policy, "each rollout makes one optimizer step, in which the ratio is 1"),
         (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
         (name == "token_level_loss" and STAGES[stage].sequence_loss_type is None, f"stage is {stage}"),
-        (name in kl_keys and objective.kl_place is None, _no_kl(rl, stage)),
-        (name in reference_keys and not objective.needs_reference, _no_kl(rl, stage)),
-        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(rl, stage)),
+        (name in kl_keys and objective.kl_place is None, no_kl),
+        (name in reference_keys and not objective.needs_reference, no_kl),
+        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, no_kl),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
         (
             name == "eval_greedy" and not evaluates(cfg.actor_config),
             "eval_data_path is not set, and split holds nothing back",
         ),
-        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(rl, stage)),
+        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, no_kl),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
-        (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
-        (name == "dynamic_sampling_dispatch_size" and not rl.filter_groups_enable, "filter_groups_enable is false"),
         (name.startswith("critic_") and not objective.has_critic, estimator),
         (name in _ADVANTAGE_KEYS and not named.may_read(name), estimator),
         (bool(switch) and getattr(rl, switch or name) == idle_value, f"{switch} is {idle_value}"),
         (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
         (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
         (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),
-        (name.startswith("judge_") and name != "judge_url" and rl.judge_url is None, "judge_url is not set"),
         (name == "reward_model_weight" and rl.reward_model is None and cfg.reward_config is None, "there is no reward model"),
         (
             name == "process_reward_aggregation" and (cfg.reward_config is None or not cfg.reward_config.reward_tokens),
@@ -247,20 +190,93 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         ),
         (name == "verifier_timeout" and rl.reward_timeout_s is not None, "reward_timeout_s is set"),
         (name == "verifier_parallel" and rl.num_reward_workers is not None, "num_reward_workers is set"),
-        (
-            name.startswith("verifier_") and rl.reward_funcs is not None and name[9:] in ("function", "weight"),
-            "reward_funcs is set",
-        ),
-        (name == "use_tensorboard" and _wandb_replaces_tensorboard(rl), "use_wandb is true"),
+        (name in ("verifier_function", "verifier_weight") and rl.reward_funcs is not None, "reward_funcs is set"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
-def _wandb_replaces_tensorboard(rl: RLConfig) -> bool:
-    return rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to
+def describe_learning_rate(cfg: RunConfig) -> str:
+    """Return the schedule of the learning rate in numbers; empty where none is set."""
+    actor = cfg.actor_config
+    if actor.lr is None:
+        return ""
+    iters = actor.lr_decay_iters or actor.train_iters
+    span = "" if iters is None else f" at iteration {iters}"
+    if actor.lr_decay_style == "constant":
+        text = f"constant {actor.lr:g}"
+    else:
+        text = f"{actor.lr_decay_style} from {actor.lr:g} to {actor.min_lr:g}{span}"
+    if actor.lr_warmup_fraction:
+        text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_fraction:.0%} of it"
+    elif actor.lr_warmup_iters:
+        text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_iters} iteration(s)"
+    return text
 
 
-def _no_kl(rl: RLConfig, stage: str) -> str:
-    if rl.init_kl_coef == 0:
-        return "init_kl_coef is 0"
-    return f"stage {stage} has a KL term only with use_kl_in_reward"
+def find_warnings(cfg: RunConfig) -> list[str]:
+    """Return a sentence for each setting of a sound run file that may cost time or results."""
+    warnings = [*_warn_about_training(cfg)]
+    if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
+        warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config)]
+    return warnings
+
+
+def _warn_about_training(cfg: RunConfig) -> Iterator[str]:
+    actor, group = cfg.actor_config, "megatron_training" if cfg.is_supervised else "actor_config"
+    if actor.skip_train:
+        return
+    if actor.save is None:
+        yield f"{group}.save is not set: the trained weights are lost when the run ends"
+    set_keys = cfg.set_keys.get(group, frozenset()) | cfg.set_keys.get("megatron_training", frozenset())
+    decays = actor.lr_decay_style == "linear" and actor.min_lr == 0.0
+    if actor.lr is not None and decays and not set_keys & {"lr_decay_style", "min_lr"}:
+        yield (
+            f"{group}.lr_decay_style is not set: the learning rate falls linearly from {actor.lr:g} to 0 at the last "
+            "iteration, where nothing is learnt any more; write constant, cosine or linear to choose"
+        )
+
+
+def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:
+    rl, generate, sizes = cfg.rl_config, cfg.generate_config, cfg.sizes
+    assert rl is not None and generate is not None
+    if sizes is not None and sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
+        yield (
+            f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "
+            f"iteration trains on: each pass over them makes one optimizer step of {sizes.mini_batch_prompts} prompts"
+        )
+    prompt, response, limit = rl.max_prompt_length, response_limit(cfg), generate.max_model_len
+    if prompt + response > limit >= prompt:
+        after = f"after a prompt of more than {limit - response} tokens" if limit > response else "after every prompt"
+        yield (
+            f"rl_config.max_prompt_length + {response_limit_key(cfg)} ({prompt} + {response} = "
+            f"{prompt + response}) is more than generate_config.max_model_len ({limit}): a response {after} ends where both "
+            f"together have {limit}, and counts as truncated"
+        )
+    at_once, is_set = generate.max_num_seqs, "max_num_seqs" in cfg.set_keys.get("generate_config", frozenset())
+    if sizes is None or not sizes.can_divide or not 1 <= at_once < 32 or not is_set:
+        return
+    samples = float(sizes.rollout_samples / sizes.rollout.dp_size)
+    if samples / at_once > _MANY_ROUNDS:
+        yield (
+            f"generate_config.max_num_seqs is {at_once}: a replica generates its {samples:g} responses {at_once} at a "
+            "time, which is slow; leave the key out to have it derived"
+        )
+
+
+def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:
+    if rl.rollout_importance_sampling_mode is not None or rl.off_policy_token_limit == 0:
+        return
+    key, is_off_policy = {
+        "one_step_off": ("trainer_mode one_step_off", True),
+        "async": (
+            f"trainer_mode async with max_off_policy_threshold {rl.max_off_policy_threshold:g}",
+            rl.max_off_policy_threshold != 0,
+        ),
+        "sync": (f"partial_rollout_max_split {rl.partial_rollout_max_split}", rl.partial_rollout_max_split != 1),
+    }[rl.trainer_mode]
+    other = "" if rl.trainer_mode == "one_step_off" else ", or off_policy_token_limit: 0 to leave them out"
+    if is_off_policy:
+        yield (
+            f"rl_config.{key} trains on tokens of older weights as if they were new: set "
+            f"rl_config.rollout_importance_sampling_mode (token_truncate, for example) to correct for it{other}"
+        )

@@ -1,7 +1,6 @@
-"""The reference of all keys, docs/keys.md and docs/zh/keys.md: what the schema, the rules and the catalogue know of each.
+"""The reference of all keys, docs/keys.md and docs/zh/keys.md, made from the declarations, the rules and the catalogue.
 
-`python -m mindspeed_rl.config.explain.key_reference` writes both pages; a test holds them against it. The Chinese descriptions are
-in config/keys/keys.zh.json, by class and key; the sentences that several keys share are there by their English words.
+`python -m mindspeed_rl.config.explain.key_reference` writes both pages; a test compares them with it.
 """
 
 from __future__ import annotations
@@ -12,63 +11,82 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, readers
 from mindspeed_rl.catalogue.records import Bounds, exact
-from mindspeed_rl.config.bounds import bounds_of
-from mindspeed_rl.config.explain.effects import MOE_KEYS, STAGE_KEYS, SUPERVISED_RL_KEYS
-from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
-from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys import GROUPS, collect_keys, find_range
+from mindspeed_rl.config.keys.generate import SamplingConfig
+from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.schema import default_of, field_types
+from mindspeed_rl.config.keys.schema import Key
 
 Language = Literal["en", "zh"]
 
-#: dotted name of a group -> its class
-GROUPS: dict[str, type] = {
-    "megatron_training": MegatronConfig,
-    "rl_config": RLConfig,
-    "generate_config": GenerateConfig,
-    "generate_config.sampling_config": SamplingConfig,
-    "profiler_config.integrated": ProfilerConfig,
-    "msprobe_config": MsprobeConfig,
+#: keys outside every group: type, default, meaning; then type and meaning in Chinese
+TOP: dict[str, tuple[str, str, str, str, str]] = {
+    "defaults": (
+        "list",
+        "",
+        "Hydra's list of model blocks to load, [{model: [qwen25_7b]}]; they are in `configs/model/`",
+        "列表",
+        "Hydra 的列表：要载入的模型块，例如 [{model: [qwen25_7b]}]，文件在 `configs/model/`",
+    ),
+    "platform": (
+        "`auto` `npu` `cpu` `cuda`",
+        "`auto`",
+        "auto takes the devices of this machine",
+        "`auto` `npu` `cpu` `cuda`",
+        "auto、npu、cpu 或 cuda；auto 取本机已有的设备",
+    ),
+    "run_dir": (
+        "text or null",
+        "null",
+        "folder of the run; a new one below `runs/` when unset",
+        "文本 或 null",
+        "本次运行的文件夹；不设时为 `runs/` 下的一个新文件夹",
+    ),
 }
 
-#: keys outside every group
-TOP: dict[str, tuple[str, str, str]] = {
-    "defaults": ("list", "", "Hydra's list of model blocks to load, [{model: [qwen25_7b]}]; they lie in `configs/model/`"),
-    "platform": ("`auto` `npu` `cpu` `cuda`", "`auto`", "auto takes the devices this machine has"),
-    "run_dir": ("text or null", "null", "folder of the run; a new one below `runs/` when unset"),
+#: Chinese for the first lines of the classes that declare keys, which are the headings
+SECTIONS: dict[str, str] = {
+    "Shape of a decoder-only transformer.": "decoder-only transformer 的形状；通常来自模型块。",
+    "Data, tokenizer and sample layout.": "数据、tokenizer 与样本形式。",
+    "Parallelism: the split of a model over devices.": "并行：模型如何切分到设备。",
+    "Optimizer, schedule and the communication around it.": "优化器、学习率曲线与相关通信。",
+    "Loading, saving, resuming.": "读入、保存、断点续训。",
+    "Recomputation, swapping, low-rank adapters.": "重计算、换出、低秩适配器。",
+    "Fused kernels and builder switches; off the NPU the plain modules compute the same.": (
+        "融合算子与构建开关；NPU 之外普通模块的结果相同。"
+    ),
+    "Stages dpo and simpo.": "阶段 dpo 与 simpo。",
+    "One role's training engine. `megatron_training` holds what all roles share.": (
+        "一个角色的训练引擎。`megatron_training` 放所有角色共用的键。"
+    ),
+    "Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest.": (
+        "大小。按 prompt 计数与按回答计数的键描述同一个计划；其余由 `build_batch_plan` 推导。"
+    ),
+    "Overlap of generation with training, and the age that responses may have.": "生成与训练的重叠，以及回答最多可以多旧。",
+    "From rewards to advantages.": "从奖励到优势。",
+    "From advantages to the policy loss.": "从优势到策略损失。",
+    "KL divergence to the reference model.": "与参考模型的 KL 散度。",
+    "Reward functions and models, failed scores, filters of groups.": "奖励函数与奖励模型、失败的打分、组的过滤。",
+    "Samples of several turns: tools, environments, schedulers.": "多轮样本：工具、环境与调度器。",
+    "Reinforcement learning: everything that is neither model, engine nor sampling.": "强化学习：模型、引擎与采样之外的一切。",
+    "Rollout engine: layout, limits, offloading of training state, sampling.": "推理引擎：切分、上限、训练状态的卸载、采样。",
+    "Sampling of one response.": (
+        "一个回答如何采样。运行文件没有 `sampling_config` 时取这里的默认值；写了这一组就整组替换：未写的键取引擎的中性值"
+        "（top_p 1.0、top_k -1、min_p 0、temperature 1.0）。"
+    ),
+    "Device profiler: phases, steps and content of traces; one group, `integrated`, for the workers that share a device.": (
+        "设备 profiler 记录的阶段、步与内容；只有一组 `integrated`，用于共用设备的工作进程。"
+    ),
+    "Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one.": (
+        "精度导出：一次运行的张量，由 `mindspeed-rl diff-dump` 与另一次运行比较。"
+    ),
+    "Accepted without effect.": "接受但不起作用的键。",
 }
-
-#: keys whose meaning or default is another one in MindSpeed-RL
-UPSTREAM: dict[str, str] = {
-    "megatron_training.load": "reads Megatron checkpoints only",
-    "megatron_training.data_path": "reads indexed datasets only",
-    "megatron_training.log_interval": "read by dpo only",
-    "rl_config.max_packing_token_size": "does not reach the three passes, which then have 4096 each",
-    "rl_config.dynamic_max_batch_size": "does not reach the three passes",
-    "rl_config.kl_ctrl_type": "the adapted coefficient never reaches the loss",
-    "rl_config.beta": "has the default 0.1 and is never read",
-    "rl_config.advantage_whiten": "never read",
-    "rl_config.verifier_parallel": "never read",
-    "rl_config.verifier_timeout": "never read",
-    "rl_config.verifier_function": "skips names it does not know",
-    "rl_config.adv_estimator": "group_norm and gae only",
-    "rl_config.kl_penalty": "kl, abs, mse and low_var_kl only",
-    "rl_config.loss_type": "no such key; the token mean is taken in each micro-batch, here over the global batch",
-    "rl_config.use_integrated_worker": "false is documented but not supported",
-    "rl_config.log_max_throughput": "read by grpo only",
-    "rl_config.blocking": "false waits for single rows without a limit; here wait_timeout_s ends a wait",
-    "generate_config.sampling_config.temperature": "a group sampling_config without it fails in the workers",
-}
-
-_CHINESE = Path(__file__).parents[1] / "keys" / "keys.zh.json"
-_PAGES: dict[Language, str] = {"en": "docs/keys.md", "zh": "docs/zh/keys.md"}
 
 
 @dataclass(frozen=True)
@@ -77,87 +95,66 @@ class Entry:
 
     Attributes:
         path: dotted name, which is its anchor too.
-        section: first sentence of the class that declares it.
-        owner: class and field by which keys.zh.json has it.
+        section: first line of the class that declares it.
         kind: type, or the allowed names.
-        meaning: description and, behind it, bounds and conditions.
+        meaning: description, bounds and conditions.
     """
 
     path: str
     section: str
-    owner: tuple[str, str]
     kind: str
     default: str
     meaning: str
 
 
-@cache
-def _chinese() -> dict[str, Any]:
-    return json.loads(_CHINESE.read_text(encoding="utf-8"))
+def list_entries(language: Language = "en") -> Iterator[Entry]:
+    """Yield every key of every group; those without effect come last in their group."""
+    for group in GROUPS:
+        yield from _list_group(group, language)
 
 
-def entries(language: Language = "en") -> Iterator[Entry]:
-    """Yield every key of every group in the order of the schema."""
-    for group, schema in GROUPS.items():
-        yield from _entries(group, schema, language)
-
-
-def _entries(group: str, schema: type, language: Language, section: str | None = None) -> Iterator[Entry]:
-    hints = field_types(schema)
-    for field in _in_order(schema):
-        path, kind = f"{group}.{field.name}", hints[field.name]
-        if path in GROUPS:
+def _list_group(group: str, language: Language) -> Iterator[Entry]:
+    phrases, schema, index = _PHRASES[language], GROUPS[group], 0 if language == "en" else 1
+    for path, key in collect_keys().items():
+        if max((other for other in GROUPS if path.startswith(f"{other}.")), key=len) != group:
             continue
-        heading = section if section is not None else _declaring(schema, field.name)
-        inner = next((member for member in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(member)), None)
-        yield Entry(
-            path=path,
-            section=heading,
-            owner=(schema.__name__, field.name),
-            kind=_kind(kind, field.metadata["names"], language),
-            default=_default(default_of(field)),
-            meaning=_meaning(path, schema, field, language),
-        )
-        if isinstance(inner, type):
-            yield from _entries(path, inner, language, heading)
+        name = path.removeprefix(f"{group}.").partition(".")[0]
+        section = _read_heading(next(item for item in schema.__mro__ if name in vars(item).get("__annotations__", {})))
+        kind, default = _describe_kind(key.kind, key.names, language), _describe_default(key.default)
+        yield Entry(path, section, kind, default, _describe_key(path, key, language))
+    for name, item in IGNORED.get(schema.__name__, {}).items():
+        meaning = phrases["stop"].join(((item.doc, item.zh)[index], phrases["idle"].format(item.reason[index])))
+        kind, default = _describe_kind(item.kind, (), language), _describe_default(item.default)
+        yield Entry(f"{group}.{name}", "Accepted without effect.", kind, default, meaning)
 
 
-def _in_order(schema: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of the class itself, then those of its bases from left to right; a dataclass has them the other way."""
-    fields = {field.name: field for field in dataclasses.fields(schema)}
-    return [fields[name] for item in schema.__mro__ for name in vars(item).get("__annotations__", {}) if name in fields]
-
-
-def _declaring(schema: type, name: str) -> str:
-    """Return what the class that declares a field says of itself."""
-    return _first_line(next(item for item in schema.__mro__ if name in vars(item).get("__annotations__", {})))
+def _read_heading(schema: type) -> str:
+    return (schema.__doc__ or "").strip().splitlines()[0]
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
 
-_TYPES: dict[Language, dict[Any, str]] = {
-    "en": {bool: "true, false", int: "whole number", float: "number", str: "text", type(None): "null", list: "list of"},
-    "zh": {bool: "true、false", int: "整数", float: "数", str: "文本", type(None): "null", list: "列表："},
+_TYPES: dict[Language, dict[object, str]] = {
+    "en": {bool: "true, false", int: "whole number", float: "number", str: "text", type(None): "null", AnyGroup: "group"},
+    "zh": {bool: "true、false", int: "整数", float: "数", str: "文本", type(None): "null", AnyGroup: "组"},
 }
 
 
-def _kind(kind: Any, names: tuple[str, ...], language: Language) -> str:
-    words, members = _TYPES[language], typing.get_args(kind)
+def _describe_kind(kind: object, names: tuple[str, ...], language: Language) -> str:
+    words, members, is_english = _TYPES[language], typing.get_args(kind), language == "en"
     if names:
         listed = " ".join(f"`{name}`" for name in (*names, "module:function"))
-        return f"{listed} {'or' if language == 'en' else '或'} null" if type(None) in members else listed
+        return f"{listed} {'or' if is_english else '或'} null" if type(None) in members else listed
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return (" or " if language == "en" else " 或 ").join(_kind(member, (), language) for member in members)
+        return (" or " if is_english else " 或 ").join(_describe_kind(member, (), language) for member in members)
     if typing.get_origin(kind) is Literal:
         return " ".join(f"`{member}`" for member in members)
     if typing.get_origin(kind) is list:
-        return f"{words[list]} {_kind(members[0], (), language)}"
-    if dataclasses.is_dataclass(kind):
-        return "group" if language == "en" else "组"
-    return words[kind]
+        return f"{'list of' if is_english else '列表：'} {_describe_kind(members[0], (), language)}"
+    return words[AnyGroup] if dataclasses.is_dataclass(kind) else words[kind]
 
 
-def _default(value: Any) -> str:
+def _describe_default(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return ""
     if value is None or isinstance(value, bool):
@@ -173,13 +170,14 @@ _PHRASES: dict[Language, dict[str, str]] = {
         "idle": "**No effect**: {}",
         "platforms": "Only on {}",
         "needs": "Read while `{}` is {}",
+        "set": "set",
+        "above 1": "above 1",
         "stages": "Read in stage {}",
         "experts": "Read for models with experts",
         "losses": "Read by `loss_type` {}",
         "estimators": "Read by `adv_estimator` {}",
         "supervised": "Read in supervised stages too",
         "upstream": "*MindSpeed-RL*: {}",
-        "to": "{} to {}",
         "stop": ". ",
     },
     "zh": {
@@ -187,64 +185,55 @@ _PHRASES: dict[Language, dict[str, str]] = {
         "idle": "**无作用**：{}",
         "platforms": "只在 {} 上",
         "needs": "`{}` 为 {} 时才读取",
+        "set": "已设",
+        "above 1": "大于 1",
         "stages": "在阶段 {} 中读取",
         "experts": "有专家的模型才读取",
         "losses": "由 `loss_type` {} 读取",
         "estimators": "由 `adv_estimator` {} 读取",
         "supervised": "监督阶段也读取",
         "upstream": "*MindSpeed-RL*：{}",
-        "to": "{} 到 {}",
         "stop": "。",
     },
 }
 
 
-def _meaning(path: str, schema: type, field: dataclasses.Field[Any], language: Language) -> str:
-    phrases, facts, name = _PHRASES[language], field.metadata, field.name
-    description = _description(schema, field, language)
-    bounds = bounds_of(path)
-    parts = [description if bounds is None else phrases["bounded"].format(description, _bounds(bounds, language))]
-    if facts["needs"]:
-        other, values = facts["needs"]
-        parts.append(phrases["needs"].format(other, _listed(values, language)))
-    if facts["only_on"]:
-        parts.append(phrases["platforms"].format(", ".join(facts["only_on"])))
-    if schema is MegatronConfig and name in STAGE_KEYS:
-        parts.append(phrases["stages"].format(", ".join(STAGE_KEYS[name])))
-    if schema is MegatronConfig and name in MOE_KEYS and name != "num_experts":
+def _describe_key(path: str, key: Key, language: Language) -> str:
+    phrases, index, bounds = _PHRASES[language], 0 if language == "en" else 1, find_range(path)
+    description = (key.doc, key.zh)[index]
+    parts = [description if bounds is None else phrases["bounded"].format(description, _describe_bounds(bounds, language))]
+    if key.needs is not None and key.needs[0] == "num_experts":
         parts.append(phrases["experts"])
-    if schema is RLConfig and not facts["needs"]:
-        for table, word in ((POLICY_LOSSES, "losses"), (ADVANTAGES, "estimators")):
-            if who := readers(table, name):
-                parts.append(phrases[word].format(", ".join(who)))
-    if schema is RLConfig and name.startswith(SUPERVISED_RL_KEYS):
+    elif key.needs is not None:
+        other, values = key.needs
+        listed = phrases[values] if isinstance(values, str) else ", ".join(
+            value if isinstance(value, str) else json.dumps(value) for value in values
+        )
+        parts.append(phrases["needs"].format(other, listed))
+    if key.only_on:
+        parts.append(phrases["platforms"].format(", ".join(key.only_on)))
+    if key.stages:
+        parts.append(phrases["stages"].format(", ".join(key.stages)))
+    if path.startswith("rl_config.") and key.needs is None:
+        for algorithms, phrase in ((POLICY_LOSSES, "losses"), (ADVANTAGES, "estimators")):
+            if listed := readers(algorithms, path.removeprefix("rl_config.")):
+                parts.append(phrases[phrase].format(", ".join(listed)))
+    if key.supervised:
         parts.append(phrases["supervised"])
-    if facts["no_effect"]:
-        reason = facts["no_effect"] if language == "en" else _chinese()["sentences"][facts["no_effect"]]
-        parts.append(phrases["idle"].format(reason))
-    if path in UPSTREAM:
-        note = UPSTREAM[path] if language == "en" else _chinese()["upstream"][path]
-        parts.append(phrases["upstream"].format(note))
+    if key.no_effect is not None:
+        parts.append(phrases["idle"].format(key.no_effect[index]))
+    if key.upstream is not None:
+        parts.append(phrases["upstream"].format(key.upstream[index]))
     # a bar would end the cell of the table
     return phrases["stop"].join(parts).replace("|", "\\|")
 
 
-def _description(schema: type, field: dataclasses.Field[Any], language: Language) -> str:
-    return field.metadata["doc"] if language == "en" else _chinese()["keys"][schema.__name__][field.name]
-
-
-def _bounds(bounds: Bounds, language: Language) -> str:
+def _describe_bounds(bounds: Bounds, language: Language) -> str:
     if language == "en":
         return str(bounds)
     parts = [f"{'大于' if bounds.excludes_low else '不小于'} {exact(bounds.low)}"] if bounds.low is not None else []
     parts += [f"{'小于' if bounds.excludes_high else '不大于'} {exact(bounds.high)}"] if bounds.high is not None else []
     return "，".join(parts)
-
-
-def _listed(values: tuple[Any, ...], language: Language) -> str:
-    if len(values) > 2 and all(isinstance(value, int) for value in values):
-        return _PHRASES[language]["to"].format(values[0], values[-1])
-    return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values)
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -255,18 +244,17 @@ _WORDS: dict[Language, dict[str, str]] = {
         "made": "Made from the schema by `python -m mindspeed_rl.config.explain.key_reference`; "
         "change the schema, not this page.",
         "other": "[中文](zh/keys.md)",
-        "how": "Each key has an anchor, `keys.md#rl_config.clip_ratio`. `mindspeed-rl explain --keys clip` prints what is here "
-        "of every key with `clip` in its name or meaning; `mindspeed-rl explain --config-name X` says which keys of a run "
-        "have no effect in it. Hyphens in keys count as underscores; a number may be quoted or written as 1e-6.",
-        "roles": "`actor_config`, `ref_config`, `reward_config` and `critic_config` take the same keys; what a role sets wins "
+        "how": "Each key has an anchor, `keys.md#rl_config.clip_ratio`. `mindspeed-rl explain --keys clip` prints the rows "
+        "of every key with `clip` in its name or meaning; `mindspeed-rl explain --config-name X` lists the keys of a run "
+        "that have no effect in it. Hyphens in keys count as underscores; a number may be quoted or written as 1e-6.",
+        "roles": "`actor_config`, `ref_config`, `reward_config` and `critic_config` take the same keys; a value of a role wins "
         "over `megatron_training`, and that over the model block.",
         "top": "Top level",
         "head": "| Key | Type | Default | Meaning |",
     },
     "zh": {
         "title": "运行文件的所有键",
-        "made": "由 `python -m mindspeed_rl.config.explain.key_reference` 从 schema 生成；"
-        "请改 schema 与 keys.zh.json，不要改本页。",
+        "made": "由 `python -m mindspeed_rl.config.explain.key_reference` 从 schema 生成；请改 schema，不要改本页。",
         "other": "[English](../keys.md)",
         "how": "每个键都有锚点，例如 `keys.md#rl_config.clip_ratio`。`mindspeed-rl explain --keys clip` 打印名称或"
         "含义中带 `clip` 的所有键；`mindspeed-rl explain --config-name X` 说明一次运行中哪些键没有作用。"
@@ -279,63 +267,54 @@ _WORDS: dict[Language, dict[str, str]] = {
 }
 
 
-def page(language: Language) -> str:
+def render_page(language: Language) -> str:
     """Return the page in one language."""
-    words = _WORDS[language]
+    words, head = _WORDS[language], [_WORDS[language]["head"], "|---|---|---|---|"]
     lines = [f"# {words['title']}", "", f"{words['other']} · {words['made']}", "", words["how"], ""]
-    lines += [f"- [{group}](#{group}): {_about(schema, language)}" for group, schema in GROUPS.items()]
-    lines += ["", f"## {words['top']}", "", words["head"], "|---|---|---|---|"]
-    for name, (kind, default, doc) in TOP.items():
-        text = doc if language == "en" else _chinese()["keys"]["top"][name]
-        lines.append(f'| <a id="{name}"></a>`{name}` | {_translated_kind(kind, language)} | {default} | {text} |')
+    lines += [f"- [{group}](#{group}): {_describe_group(schema, language)}" for group, schema in GROUPS.items()]
+    lines += ["", f"## {words['top']}", "", *head]
+    for name, (kind, default, doc, zh_kind, zh_doc) in TOP.items():
+        kind, doc = (kind, doc) if language == "en" else (zh_kind, zh_doc)
+        lines.append(f'| <a id="{name}"></a>`{name}` | {kind} | {default} | {doc} |')
     for group, schema in GROUPS.items():
-        lines += ["", f'<a id="{group}"></a>', "", f"## {group}", "", _about(schema, language)]
+        lines += ["", f'<a id="{group}"></a>', "", f"## {group}", "", _describe_group(schema, language)]
         if schema is MegatronConfig:
             lines += ["", words["roles"]]
         section = None
-        for entry in _entries(group, schema, language):
+        for entry in _list_group(group, language):
             if entry.section != section:
                 section = entry.section
-                if section != _first_line(schema):
-                    lines += ["", f"### {_sentence(section, language).rstrip('.。')}"]
-                lines += ["", words["head"], "|---|---|---|---|"]
+                if section != _read_heading(schema):
+                    lines += ["", f"### {(section if language == 'en' else SECTIONS[section]).rstrip('.。')}"]
+                lines += ["", *head]
             short = entry.path.removeprefix(f"{group}.")
             lines.append(f'| <a id="{entry.path}"></a>`{short}` | {entry.kind} | {entry.default} | {entry.meaning} |')
     return "\n".join(lines) + "\n"
 
 
-def _first_line(schema: type) -> str:
-    return (schema.__doc__ or "").strip().splitlines()[0]
+def _describe_group(schema: type, language: Language) -> str:
+    heading = _read_heading(schema)
+    if language == "zh":
+        return SECTIONS[heading]
+    if schema is not SamplingConfig:
+        return heading
+    second = (schema.__doc__ or "").strip().split("\n\n")[1]
+    return f"{heading} {' '.join(second.split())}".replace(" (see `ENGINE_SAMPLING`)", "")
 
 
-def _about(schema: type, language: Language) -> str:
-    if schema is SamplingConfig and language == "en":
-        rest = (schema.__doc__ or "").strip().split("\n\n")[1]
-        return f"{_first_line(schema)} {' '.join(rest.split())}".replace(" (see `ENGINE_SAMPLING`)", "")
-    return _sentence(_first_line(schema), language)
-
-
-def _sentence(text: str, language: Language) -> str:
-    return text if language == "en" else _chinese()["sentences"][text]
-
-
-def _translated_kind(kind: str, language: Language) -> str:
-    return kind if language == "en" else {"list": "列表", "text or null": "文本 或 null"}.get(kind, kind)
-
-
-def matching(text: str, language: Language = "en") -> list[Entry]:
+def find_entries(text: str, language: Language = "en") -> list[Entry]:
     """Return the keys with `text` in their name or meaning, those with it in the name first."""
-    text = text.lower()
-    everything = list(entries(language))
-    named = [entry for entry in everything if text in entry.path.lower()]
-    return named + [entry for entry in everything if text in entry.meaning.lower() and entry not in named]
+    text, entries = text.lower(), list(list_entries(language))
+    named = [entry for entry in entries if text in entry.path.lower()]
+    return named + [entry for entry in entries if text in entry.meaning.lower() and entry not in named]
 
 
 def main() -> None:
     """Write both pages into the project's docs/."""
-    root = Path(__file__).resolve().parents[2]
-    for language, name in _PAGES.items():
-        (root / name).write_text(page(language), encoding="utf-8")
+    root = Path(__file__).resolve().parents[3]
+    pages: dict[Language, str] = {"en": "docs/keys.md", "zh": "docs/zh/keys.md"}
+    for language, name in pages.items():
+        (root / name).write_text(render_page(language), encoding="utf-8")
         print(root / name)
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_rl.config.explain.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.explain.effects import (
+    describe_learning_rate,
+    find_changed_keys,
+    find_keys_without_effect,
+    find_warnings,
+)
 from mindspeed_rl.config.explain.resources import resources, short
-from mindspeed_rl.config.explain.suggestions import mended
-from mindspeed_rl.config.explain.warnings import learning_rate, run_warnings
 from mindspeed_rl.config.keys.turns import describe_samples
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
-from mindspeed_rl.config.rules.violation import written
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import batch_table, round_number
 
 
-def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
     """Return everything that can be said about a run from its file.
 
-    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
-    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`; `dispatch_sizes`;
+    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `batch`; `dispatch_sizes`;
     `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
     `samples` (how they are made, where they have several turns); `learning_rate`; `derived` (keys that the file leaves out and
     that follow from it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
@@ -48,7 +48,6 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
             }
             for item in violations
         ],
-        "mended": mended(tree, num_nodes) if violations and tree is not None else {},
         "run": {
             "config_name": cfg.config_name,
             "config_dir": cfg.config_dir,
@@ -64,12 +63,12 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "formula": formula(cfg),
         "length": "",
         "samples": describe_samples(cfg),
-        "learning_rate": learning_rate(cfg),
+        "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
-        "warnings": run_warnings(cfg),
-        "changed_keys": changed_keys(cfg),
-        "keys_without_effect": keys_without_effect(cfg),
+        "warnings": find_warnings(cfg),
+        "changed_keys": find_changed_keys(cfg),
+        "keys_without_effect": find_keys_without_effect(cfg),
         "unavailable": unavailable(cfg),
         "missing": missing_for_training(cfg),
     }
@@ -81,7 +80,6 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "valid": False,
         "errors": list(errors),
         "violations": [],
-        "mended": {},
         "run": {},
         "batch": {},
         "dispatch_sizes": {},
@@ -147,9 +145,6 @@ def render(report: dict[str, Any]) -> str:
         parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
     if report["warnings"]:
         parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
-    if report["mended"]:
-        values = {name: written(value) for name, value in report["mended"].items()}
-        parts.append("Changes that together satisfy every rule\n" + _table(values))
     if report["errors"]:
         parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
     if report["valid"]:

@@ -1,0 +1,76 @@
+"""The groups of a run file, and tables of all their keys by dotted name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections import Counter
+from collections.abc import Iterator
+
+from mindspeed_rl.catalogue import SETTINGS
+from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.compat import ROLE_NAMES_ELSEWHERE
+from mindspeed_rl.config.errors import KeyNames
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
+from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys.ignored import IGNORED, IgnoredKey
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.schema import Key, list_keys
+
+#: dotted name of a group -> its class
+GROUPS: dict[str, type] = {
+    "megatron_training": MegatronConfig,
+    "rl_config": RLConfig,
+    "generate_config": GenerateConfig,
+    "generate_config.sampling_config": SamplingConfig,
+    "profiler_config.integrated": ProfilerConfig,
+    "msprobe_config": MsprobeConfig,
+}
+#: groups with the keys of megatron_training, one a role
+ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config")
+
+
+@functools.cache
+def collect_keys() -> dict[str, Key]:
+    """Return every key of every group by its dotted name, in reading order."""
+    return {path: key for group, schema in GROUPS.items() for path, key in _walk(group, schema)}
+
+
+def _walk(group: str, schema: type) -> Iterator[tuple[str, Key]]:
+    for name, key in list_keys(schema).items():
+        path = f"{group}.{name}"
+        if path not in GROUPS:
+            yield path, key
+            for kind in (key.kind, *typing.get_args(key.kind)):
+                if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                    yield from _walk(path, kind)
+
+
+def find_range(path: str) -> Bounds | None:
+    """Return the bounds of a number, by the dotted name of its key; roles share those of megatron_training."""
+    group, _, name = path.rpartition(".")
+    if group == "rl_config" and name in SETTINGS:
+        return SETTINGS[name]
+    key = collect_keys().get(f"megatron_training.{name}" if group in ROLE_GROUPS else path)
+    return None if key is None else key.range
+
+
+@functools.cache
+def collect_names() -> KeyNames:
+    """Return the names of all keys, here and in other projects."""
+    names = [
+        (name, f"{group}.{name}")
+        for group, schema in GROUPS.items()
+        for name in (*list_keys(schema), *IGNORED.get(schema.__name__, ()))
+    ]
+    counts = Counter(name for name, _ in names)
+    elsewhere = {other: path for path, key in collect_keys().items() for other in key.elsewhere}
+    return KeyNames({name: path for name, path in names if counts[name] == 1}, elsewhere | ROLE_NAMES_ELSEWHERE)
+
+
+def find_ignored(path: str) -> IgnoredKey:
+    """Return the record of a key that is accepted without effect, by its dotted name."""
+    group, _, name = path.rpartition(".")
+    return IGNORED[GROUPS["megatron_training" if group in (*ROLE_GROUPS, "vit_config") else group].__name__][name]

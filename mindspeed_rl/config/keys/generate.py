@@ -5,31 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.config.keys.schema import key
+from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.keys.schema import Range, key
 
+# fmt: off
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How one response is drawn.
+    """Sampling of one response.
 
-    A run file without `sampling_config` gets these defaults. A run file with the group replaces it whole: sub-keys it
-    leaves out take the engine's neutral values (see `ENGINE_SAMPLING`), not the ones below.
+    A run file without `sampling_config` gets these defaults. A run file with the group replaces all of it: sub-keys that it
+    omits take the engine's neutral values (see `ENGINE_SAMPLING`), not the ones below.
     """
 
     # the defaults are upstream's
-    logprobs: int | None = key(
-        1, "log-probabilities returned for each generated token", no_effect="that of the drawn token comes always, no other one"
-    )
-    max_tokens: int = key(128, "longest response, in tokens")
-    top_p: float = key(1.0, "nucleus: probability mass that is kept")
-    top_k: int = key(50, "number of most likely tokens that are kept; -1 keeps all")
-    min_p: float = key(0.0, "tokens below this fraction of the most likely one are dropped")
-    temperature: float = key(0.2, "divides the logits, in rollout and in training alike; 0 is greedy")
-    detokenize: bool = key(
-        False, "let the engine also turn tokens into text", no_effect="responses stay token ids; who needs text decodes them"
-    )
-    ignore_eos: bool = key(False, "go on after the end token: every response has max_tokens (for benchmarks)")
-    seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset")
+    max_tokens: int = key(128, "longest response, in tokens", "最长的回答，单位 token", range=Range.TOKENS,
+        elsewhere="max_response_length response_length rollout_max_response_len generate_max_len max_new_tokens")
+    top_p: float = key(1.0, "nucleus: probability mass that is kept", "nucleus：保留的概率质量",
+        range=Bounds(0, 1, excludes_low=True), elsewhere="rollout_top_p")
+    top_k: int = key(50, "most likely tokens that are kept; -1 keeps all", "保留最可能的 token 数；-1 为全部",
+        range=Bounds(-1, 10**7), elsewhere="rollout_top_k")
+    min_p: float = key(0.0, "tokens below this fraction of the most likely one are dropped",
+        "低于最可能 token 的这一比例的 token 被去掉", range=Range.FRACTION)
+    temperature: float = key(0.2, "divides the logits, in rollout and in training alike; 0 is greedy",
+        "logits 除以它，推理与训练相同；0 为贪心", range=Bounds(0, 1000), elsewhere="rollout_temperature",
+        upstream=("a group sampling_config without it fails in the workers", "写了 sampling_config 而缺它，工作进程会出错"))
+    ignore_eos: bool = key(False, "continue after the end token: every response has max_tokens (for benchmarks)",
+        "越过结束 token 继续：每个回答都有 max_tokens（用于性能测试）")
+    seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset",
+        "每个样本的种子的基数；不设时为运行的种子", range=Range.SEED)
 
 
 ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
@@ -37,87 +41,75 @@ ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 
 @dataclass(kw_only=True)
 class GenerateConfig:
-    """Rollout engine: layout, limits, what leaves the device while it generates, sampling."""
+    """Rollout engine: layout, limits, offloading of training state, sampling."""
 
-    infer_tensor_parallel_size: int = key(
-        8, "devices one rollout replica is split over; not written: as many as the actor's weights, if heads allow"
-    )
-    infer_pipeline_parallel_size: int = key(1, "must be 1: the rollout engine has no pipeline here")
-    infer_expert_parallel_size: int = key(
-        1, "replicas that share the experts of a MoE model", needs=("enable_expert_parallel", (True,))
-    )
-    enable_expert_parallel: bool = key(
-        False, "keep experts whole and spread them over all devices of the replicas that share them"
-    )
-    data_parallel_size: int | None = key(None, "derived: devices / infer_tensor_parallel_size", no_effect="the plan derives it")
+    infer_tensor_parallel_size: int = key(8,
+        "devices one rollout replica is split over; when omitted: as many as the actor's weights, if heads allow",
+        "一个推理副本切分到的设备数", range=Range.PROCESSES,
+        elsewhere="vllm_tensor_parallel_size rollout.tensor_model_parallel_size rollout_num_gpus_per_engine")
+    infer_pipeline_parallel_size: int = key(1, "must be 1: the rollout engine has no pipeline here",
+        "必须为 1：这里的推理引擎没有流水并行", range=Range.PROCESSES)
+    infer_expert_parallel_size: int = key(1, "replicas that share the experts of a MoE model", "共同分担 MoE 模型专家的副本数",
+        range=Range.DEVICES, needs=("enable_expert_parallel", (True,)))
+    enable_expert_parallel: bool = key(False,
+        "keep experts unsplit and spread them over all devices of the replicas that share them",
+        "专家保持完整，分散到共享它们的各副本的全部设备上")
 
-    max_num_seqs: int = key(
-        1, "responses that are generated at the same time in one replica; not written: its share of a rollout"
-    )
-    max_model_len: int = key(2048, "longest prompt + response, in tokens; not written: max_prompt_length + max_tokens")
-    max_num_batched_tokens: int = key(2048, "tokens one engine step may process")
-    dtype: Literal["bfloat16", "float32"] = key(
-        "bfloat16", "number format of the rollout weights; float32 exactly when bf16 is false"
-    )
-    update_weights_bucket_mb: int = key(
-        512, "most MiB in flight on a device in one exchange of a weight push; a push takes two such buckets of memory"
-    )
-    update_weight_mode: Literal["full", "delta"] = key(
-        "full", "what a weight push carries: all slices, or those whose bits changed since the last push; the proof covers all"
-    )
-    lora_push: Literal["merged", "adapter"] = key(
-        "merged",
-        "how low-rank adapters reach the engine: merged into the weights, or as an adapter beside weights that are pushed once",
-    )
-    gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache", only_on=("npu", "cuda"))
-    kv_cache_memory_gib: float | None = key(
-        None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs", only_on=("cpu",)
-    )
-    num_scheduler_steps: int = key(
-        1, "engine steps between two schedules", no_effect="the engine's V1 scheduler has no such step"
-    )
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model folder; leave off for models you do not trust"
-    )
-    tokenizer_name_or_path: str | None = key(
-        None, "folder of a tokenizer", no_effect="the tokenizer of megatron_training is used"
-    )
+    max_num_seqs: int = key(1,
+        "responses that are generated at the same time in one replica; when omitted: its part of a rollout",
+        "一个副本同时生成的回答数", range=Bounds(1, 10**6), elsewhere="vllm_max_num_seqs")
+    max_model_len: int = key(2048, "longest prompt + response, in tokens; when omitted: max_prompt_length + max_tokens",
+        "最长的 prompt + 回答，单位 token", range=Range.TOKENS, elsewhere="vllm_max_model_len vllm_max_model_length")
+    max_num_batched_tokens: int = key(2048, "tokens one engine step may process", "引擎一步可处理的 token 数",
+        range=Range.TOKENS)
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16",
+        "number format of the rollout weights; float32 exactly when bf16 is false",
+        "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是")
+    update_weights_bucket_mb: int = key(512,
+        "maximum MiB in flight on a device in one exchange of a weight sync, which takes two such buckets of memory",
+        "一次权重推送的每轮交换中，一个设备上在途数据的上限，单位 MiB；推送共占两个这样的桶", range=Bounds(1, 10**6))
+    update_weight_mode: Literal["full", "delta"] = key("full",
+        "slices in a weight sync: all, or those whose bits changed since the last sync; the proof covers all",
+        "权重推送传什么：全部切片，或只传自上次推送以来比特有变化的切片；校验始终覆盖全部")
+    lora_push: Literal["merged", "adapter"] = key("merged",
+        "form of low-rank adapters in the engine: merged into the weights, or as an adapter next to weights that are sent once",
+        "低秩适配器如何到达引擎：合并进权重，或作为适配器放在只推送一次的权重旁边")
+    gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache",
+        "权重与 KV cache 占设备内存的比例", range=Bounds(0, 1, excludes_low=True), only_on="npu cuda",
+        elsewhere="vllm_gpu_memory_utilization sglang_mem_fraction_static")
+    kv_cache_memory_gib: float | None = key(None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs",
+        "一个副本的 KV cache，单位 GiB；不设：够 max_num_seqs 用的大小", range=Range.POSITIVE, only_on="cpu")
+    trust_remote_code: bool = key(False,
+        "run Python code that comes with the model folder; leave off for models you do not trust",
+        "运行模型文件夹自带的 Python 代码；不信任的模型不要打开")
 
-    offload_train_optimizer: bool = key(False, "move optimizer state to host memory while the engine generates")
-    offload_train_grad: bool = key(False, "free the gradient buffers while the engine generates")
-    offload_train_param: bool = key(False, "move the training weights to host memory while the engine generates")
+    offload_train_optimizer: bool = key(False, "move optimizer state to host memory while the engine generates",
+        "生成时把优化器状态移到主机内存", elsewhere="offload_optimizer optimizer_offload adam_offload")
+    offload_train_grad: bool = key(False, "free the gradient buffers while the engine generates", "生成时释放梯度缓冲",
+        elsewhere="grad_offload")
+    offload_train_param: bool = key(False, "move the training weights to host memory while the engine generates",
+        "生成时把训练权重移到主机内存", elsewhere="offload_model param_offload")
 
-    enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt beginnings")
-    enforce_eager: bool = key(True, "no graph capture in the engine")
-    torchair_graph: bool = key(
-        False,
-        "torchair graphs in vllm-ascend",
-        no_effect="vllm-ascend has none since 0.18; enforce_eager: false captures graphs",
-    )
-    ascend_scheduler_config_enabled: bool = key(
-        True,
-        "vllm-ascend's own scheduler instead of chunked prefill",
-        no_effect="vllm-ascend has none since 0.18; max_num_batched_tokens bounds a step of vLLM's",
-    )
-    expert_map_path: str | None = key(None, "JSON file that says which device holds which experts", only_on=("npu",))
-    eplb_token_collects: bool = key(False, "count the tokens that each expert is sent in rollouts")
-    eplb_token_save_path: str = key(
-        "./",
-        "folder of these counts, a file for each rank; counts of later runs are added",
-        needs=("eplb_token_collects", (True,)),
-    )
-    limit_mm_image_per_prompt: int = key(1, "images in a prompt", no_effect="text models only")
-    limit_mm_video_per_prompt: int = key(0, "videos in a prompt", no_effect="text models only")
+    enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
+        elsewhere="vllm_enable_prefix_caching")
+    enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager")
+    expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",
+        only_on="npu")
+    eplb_token_collects: bool = key(False, "count the tokens of each expert in rollouts",
+        "统计 rollout 中发给各专家的 token 数")
+    eplb_token_save_path: str = key("./", "folder of these counts, a file for each rank; counts of later runs are added",
+        "存放这些统计的文件夹，每个 rank 一个文件；以后的运行在其上累加", needs=("eplb_token_collects", (True,)))
 
-    vllm_server_host: str | list[str] | None = key(
-        None, "machines on which `mindspeed-rl rollout` serves; the run generates there. Unset: it has engines of its own"
-    )
-    vllm_server_port: int | list[int] = key(8000, "port of these servers: one for all, or one for each host")
-    vllm_server_timeout: float = key(
-        120.0, "seconds a rollout server may be silent, with requests or during a weight push, before it is taken out"
-    )
-    vllm_server_token_file: str | None = key(
-        None, "file with the token that these servers ask for; unset: the variable MINDSPEED_RL_SERVER_TOKEN"
-    )
+    vllm_server_host: str | list[str] | None = key(None,
+        "machines with standalone servers (`mindspeed-rl rollout`) that generate for the run; unset: the run's own engines",
+        "运行 `mindspeed-rl rollout` 的机器，在那里生成；不设时用本次运行自己的引擎")
+    vllm_server_port: int | list[int] = key(8000, "port of these servers: one for all, or one for each host",
+        "这些服务器的端口：一个通用，或每台一个", range=Bounds(1, 65535))
+    vllm_server_timeout: float = key(120.0,
+        "seconds a rollout server may be silent, with requests or during a weight sync, before it is removed",
+        "推理服务器（生成或推送权重时）最多可沉默多少秒，超过就剔除", range=Range.POSITIVE)
+    vllm_server_token_file: str | None = key(None,
+        "file with the token that these servers require; unset: the variable MINDSPEED_RL_SERVER_TOKEN",
+        "存有这些服务器令牌的文件；不设时取变量 MINDSPEED_RL_SERVER_TOKEN")
 
-    sampling_config: SamplingConfig = key(SamplingConfig, "how one response is drawn")
+    sampling_config: SamplingConfig = key(SamplingConfig, "sampling of a response", "如何采样一个回答")

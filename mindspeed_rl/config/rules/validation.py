@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_rl.config.bounds import out_of_bounds
+from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.config.rules.batch_rules import Breach, breaches
 from mindspeed_rl.config.rules.layout_rules import layout_violations
 from mindspeed_rl.config.rules.nearest import is_sound, nearest_single, nearest_together
 from mindspeed_rl.config.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.rules.run_rules import RUN_RULES
-from mindspeed_rl.config.rules.violation import Violation, broken
+from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes, size_keys
 
@@ -25,7 +25,7 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
     """
     if num_nodes < 1:
         raise ValueError(f"the number of nodes is {num_nodes}, but must be at least 1")
-    outside = list(out_of_bounds(cfg))
+    outside = list(_out_of_range(cfg))
     if outside:  # no other rule means anything beside numbers that are none, and the search for nearest values would not end
         return [*outside, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
     return [*batch_violations(cfg, num_nodes), *other_violations(cfg, num_nodes)]
@@ -33,7 +33,7 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
 
 def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
     """Return whether `validate` finds nothing, without its search for nearest values: for those who try many run files."""
-    if any(True for _ in out_of_bounds(cfg)) or cfg.sizes is None:
+    if any(True for _ in _out_of_range(cfg)) or cfg.sizes is None:
         return False
     sizes = replace(cfg.sizes, num_nodes=num_nodes)
     if not sizes.has_layouts or not is_sound(sizes):
@@ -45,6 +45,31 @@ def other_violations(cfg: RunConfig, num_nodes: int) -> list[Violation]:
     """Return the broken rules that are not about batch sizes."""
     layouts = _with_nearest(cfg, layout_violations, num_nodes)
     return [*layouts, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
+
+
+def _out_of_range(cfg: RunConfig) -> Iterator[Violation]:
+    """Yield the numbers of a run file outside the ranges of their keys; rules of their own check those of algorithms."""
+    for path, key in collect_keys().items():
+        group, _, name = path.rpartition(".")
+        if key.range is None:
+            continue
+        if group == "megatron_training":
+            roles = {role: getattr(cfg, role) for role in ROLE_GROUPS}
+            values = {f"{role}.{name}": getattr(keys, name) for role, keys in roles.items() if keys is not None}
+        else:
+            holder: Any = cfg
+            for part in path.split("."):
+                holder = None if holder is None else getattr(holder, part)
+            values = {path: holder}
+        checked: list[object] = []
+        for where, value in values.items():
+            items = value if isinstance(value, list) else [value]
+            outside = [item for item in items if isinstance(item, (int, float)) and not key.range.contain(item)]
+            if outside and value not in checked:  # a shared key is reported once
+                checked.append(value)
+                violation = out_of_range(where, outside[0], key.range)
+                # a suggestion for one item of a list is no value of the key
+                yield replace(violation, nearest=()) if isinstance(value, list) else violation
 
 
 # --- batch sizes -----------------------------------------------------------------------------------------------------------

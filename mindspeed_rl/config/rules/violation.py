@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl.catalogue.records import Bounds
-from mindspeed_rl.config.errors import reference
+from mindspeed_rl.config.errors import link_reference
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
     is_open = bounds.excludes_low if below else bounds.excludes_high
     nearest = bounds.default if is_open else bounds.low if below else bounds.high
     mended = () if nearest is None else ({key: nearest},)
-    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds} (see {reference(key)})", *mended)
+    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds} (see {link_reference(key)})", *mended)
 
 
 def written(value: Any) -> str:

@@ -11,8 +11,8 @@ from mindspeed_rl.algorithms.masks import entropy_threshold
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import CORRECTIONS, POLICY_LOSSES
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.loader import apply_second_spellings
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.compat.aliases import apply_aliases
+from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.observability.metrics import merge
 
 ROWS, LENGTH = 6, 5
@@ -443,8 +443,8 @@ def test_tensors_of_other_shapes_are_refused():
 )
 def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
     rl = RLConfig(**changes)
-    apply_second_spellings(rl, None, {"rl_config": frozenset(changes)})
-    made = objective_of(rl, stage, max_response_length=77)
+    apply_aliases(rl, None, {"rl_config": frozenset(changes)})
+    made = build_objective(rl, stage, max_response_length=77)
     values = made.numbers() | {"kl_coef": made.kl_in_loss}
     assert {name: values[name] for name in expected} == expected
     assert made.max_response_length == 77

@@ -20,7 +20,7 @@ from mindspeed_rl import catalogue
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyInputs
 from mindspeed_rl.catalogue.records import NEEDS, Algorithm, check_parameters
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 FAMILIES = (catalogue.POLICY_LOSSES, catalogue.ADVANTAGES, catalogue.KL_ESTIMATORS, catalogue.CORRECTIONS)
@@ -28,7 +28,7 @@ RECORDS = {f"{record.key}-{name}": record for table in FAMILIES for name, record
 
 
 def made_objective(stage: str = "ray_grpo", **keys: Any) -> Objective:
-    return objective_of(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
+    return build_objective(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
@@ -69,7 +69,7 @@ def test_defaults_of_stages_and_stand_ins_are_names_of_the_catalogue() -> None:
 def test_only_the_catalogue_spells_the_names() -> None:
     names = set().union(*FAMILIES) - {"abs", "kl", "grpo", "dapo"}  # words with other meanings too: a metric's prefix, ...
     # the defaults of the keys; what other projects' words are called here, which test_other_projects.py checks
-    known = {"config/keys/rl.py": {"group_norm", "low_var_kl"}, "config/compat/names_elsewhere.py": names}
+    known = {"config/keys/rl.py": {"group_norm", "low_var_kl"}, "config/compat/__init__.py": names, "config/compat/verl.py": {"gae"}}
     found = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "catalogue":

@@ -14,8 +14,11 @@ import pytest
 import yaml
 
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.config.bounds import RANGES
+from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.run_files import project_configs
+
+#: dotted names of the keys that are numbers within a range
+RANGED = [path for path, key in collect_keys().items() if key.range is not None]
 
 #: of one case; the slowest took 1.5 s
 _LIMIT_S = 20
@@ -100,7 +103,7 @@ def changed_tree(chance: random.Random) -> dict:
         elif what < 0.6 and tree[group]:
             tree[group][chance.choice(list(tree[group]))] = value(chance)
         else:
-            path = chance.choice([path for path in RANGES if path.count(".") == 1])
+            path = chance.choice([path for path in RANGED if path.count(".") == 1])
             tree.setdefault(path.split(".")[0], {})
             if isinstance(tree[path.split(".")[0]], dict):
                 tree[path.split(".")[0]][path.split(".")[1]] = value(chance)
@@ -131,7 +134,7 @@ def test_run_files_with_changed_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(8)
-    keys = [path for path in RANGES if "\x00" not in path] + [
+    keys = [path for path in RANGED if "\x00" not in path] + [
         "model",
         "defaults",
         "hydra.run.dir",

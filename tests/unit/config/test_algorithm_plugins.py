@@ -19,7 +19,7 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, validate
-from mindspeed_rl.config.explain.effects import keys_without_effect
+from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.explain.plan_page import explain
 from mindspeed_rl.trainers.schedule import Schedule
 
@@ -71,7 +71,7 @@ def test_what_a_plugin_needs_is_switched_on(folder: Path) -> None:
     assert {"ref_log_probs", "values", "update_critic"} <= set(phases) and "old_log_probs" not in phases
     schedule = Schedule(resolve(cfg, platform="cpu"))
     assert schedule.needs_reference and schedule.has_critic
-    assert "ref_log_probs" in schedule.update_order(0, None).columns
+    assert "ref_log_probs" in schedule.update_plan(0, None).columns
     assert not schedule.needs_old_log_probs
     assert {violation.rule for violation in validate(prompt_level(rl_config=ADVANTAGE))} == {"critic_group"}
 
@@ -118,7 +118,7 @@ def test_the_estimator_of_the_page_gives_the_numbers_of_its_formula(folder: Path
 
 
 def test_a_setting_that_a_plugin_does_not_read_is_named(folder: Path) -> None:
-    idle = keys_without_effect(run_of(**LOSS, **ADVANTAGE, clip_ratio=0.1, epochs=2, gamma=0.5))
+    idle = find_keys_without_effect(run_of(**LOSS, **ADVANTAGE, clip_ratio=0.1, epochs=2, gamma=0.5))
     assert idle["rl_config.clip_ratio"] == "loss_type is my_algorithms:ANCHORED"
     assert idle["rl_config.gamma"] == "adv_estimator is my_algorithms:OVER_FIRST_VALUE"
     assert "rl_config.tau_pos" not in idle

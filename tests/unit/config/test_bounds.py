@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,11 @@ import pytest
 
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import ConfigError, load_run_config
-from mindspeed_rl.config.bounds import OWN_RULES, RANGES, bounds_of
-from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
-from mindspeed_rl.config.keys.generate import GenerateConfig
-from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.schema import default_of, field_types
+from mindspeed_rl.config.keys import collect_keys, find_range
 from mindspeed_rl.config.run_files import project_configs
 
-GROUPS = {
-    "actor_config": MegatronConfig,
-    "rl_config": RLConfig,
-    "generate_config": GenerateConfig,
-    "profiler_config": ProfilerGroups,
-    "msprobe_config": MsprobeConfig,
-}
+#: numbers inside text or lists with rules of their own, which name each part: weights next to prefixes, layers of stages
+OTHER_RULES = {f"megatron_training.{name}" for name in ("data_path", "num_layer_list", "noop_layers")}
 
 
 def is_numeric(kind: Any) -> bool:
@@ -36,29 +24,19 @@ def is_numeric(kind: Any) -> bool:
     return kind in (int, float)
 
 
-def numbers(group: type, path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, default) of every key that takes a number."""
-    for field in dataclasses.fields(group):
-        kind = field_types(group)[field.name]
-        for member in (kind, *typing.get_args(kind)):
-            if dataclasses.is_dataclass(member):
-                yield from numbers(member, f"{path}.{field.name}")
-        if is_numeric(kind):
-            yield f"{path}.{field.name}", default_of(field)
-
-
-NUMBERS = {name: default for path, group in GROUPS.items() for name, default in numbers(group, path)}
+NUMBERS = {path: key.default for path, key in collect_keys().items() if is_numeric(key.kind)}
 
 
 def test_every_number_of_the_schema_has_bounds_that_hold_its_default() -> None:
-    assert {name for name in NUMBERS if bounds_of(name) is None} == OWN_RULES
+    assert {name for name in NUMBERS if find_range(name) is None} == OTHER_RULES
     for name, default in NUMBERS.items():
-        bounds = bounds_of(name)
+        bounds = find_range(name)
         if bounds is not None:
             assert bounds.low is not None, f"{name} has no lower bound"
             for value in default if isinstance(default, list) else [default]:
                 assert value is None or isinstance(value, str) or bounds.contain(value), f"{name}: {value}"
-    assert RANGES.keys() <= NUMBERS.keys()
+    assert {path for path, key in collect_keys().items() if key.range is not None} <= NUMBERS.keys()
+    assert find_range("critic_config.lr") == find_range("megatron_training.lr")
 
 
 def refusal(*overrides: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
-from mindspeed_rl.config.keys.schema import default_of, field_types
+from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.config.keys.schema import list_keys
 
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
 
@@ -236,7 +236,8 @@ FOLLOW_THE_BASE = {f"{role}_max_packing_token_size" for role in ("ref", "actor",
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_upstream_key_exists_with_its_default(group: type) -> None:
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(group)}
+    keys = list_keys(group) | IGNORED.get(group.__name__, {})
+    defaults = {name: key.default for name, key in keys.items()}
     differing = {
         name: defaults.get(name, "no such key") for name, value in UPSTREAM[group].items() if defaults.get(name, "?") != value
     }
@@ -244,7 +245,7 @@ def test_every_upstream_key_exists_with_its_default(group: type) -> None:
 
 
 def test_the_packing_keys_of_the_passes_exist() -> None:
-    assert FOLLOW_THE_BASE <= set(field_types(RLConfig))
+    assert FOLLOW_THE_BASE <= set(list_keys(RLConfig))
 
 
 def test_the_actors_devices_are_a_group_with_num_npus() -> None:
@@ -253,11 +254,11 @@ def test_the_actors_devices_are_a_group_with_num_npus() -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_key_says_what_it_does(group: type) -> None:
-    assert [field.name for field in dataclasses.fields(group) if not field.metadata.get("doc")] == []
+    assert [name for name, key in list_keys(group).items() if not key.doc or not key.zh] == []
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_condition_of_a_key_speaks_of_a_key_of_its_group(group: type) -> None:
-    names = set(field_types(group))
-    conditions = [(field.name, field.metadata["needs"][0]) for field in dataclasses.fields(group) if field.metadata["needs"]]
+    names = set(list_keys(group))
+    conditions = [(name, key.needs[0]) for name, key in list_keys(group).items() if key.needs is not None]
     assert [pair for pair in conditions if pair[1] not in names] == []

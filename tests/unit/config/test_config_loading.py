@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, RLConfig, build_run_config, load_run_config
+from mindspeed_rl.config.explain.effects import find_changed_keys, find_keys_without_effect
 
 RUN = """\
 defaults:
@@ -191,9 +192,19 @@ def test_layer_lists_may_be_text_numbers_or_lists() -> None:
         assert cfg.actor_config.num_layer_list == text
 
 
-def test_padding_follows_tensor_and_context_parallelism() -> None:
-    keys = {"tensor_model_parallel_size": 4, "context_parallel_size": 2, "pad_to_multiple_of": 3}
-    assert build_run_config({"megatron_training": {"stage": "sft", **keys}}).actor_config.pad_to_multiple_of == 8
+def test_a_key_without_effect_is_accepted_with_its_type_and_reported() -> None:
+    cfg = build_run_config({"megatron_training": {"stage": "sft", "pad_to_multiple_of": 3, "num-workers": 2}})
+    assert cfg.ignored == {"megatron_training.pad_to_multiple_of": 3, "megatron_training.num_workers": 2}
+    reasons = find_keys_without_effect(cfg)
+    assert reasons["megatron_training.pad_to_multiple_of"] == "derived: tensor x context parallel size"
+    assert "megatron_training.num_workers" not in find_changed_keys(cfg)  # 2 is its default
+    for group, values in {
+        "megatron_training": {"num_workers": "many"},
+        "rl_config": {"vit_resource": 4},
+        "generate_config": {"sampling_config": {"detokenize": 1}},
+    }.items():
+        with pytest.raises(ConfigError, match="must be"):
+            build_run_config({"megatron_training": {}, group: values})
 
 
 def test_packing_budgets_of_the_passes_follow_the_base_budget_unless_set() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import RunConfig, build_run_config, validate
+from mindspeed_rl.config.explain.effects import describe_learning_rate, find_warnings
 from mindspeed_rl.config.explain.plan_page import explain, render
-from mindspeed_rl.config.explain.warnings import learning_rate, run_warnings
 from mindspeed_rl.config.model_facts import read_model_facts
 
 
@@ -104,19 +104,19 @@ def test_explain_shows_what_was_derived_and_what_it_warns_of() -> None:
 
 
 def test_a_learning_rate_that_falls_to_0_by_default_is_warned_of() -> None:
-    assert any("falls linearly from 0.001 to 0" in line for line in run_warnings(run(lr=1e-3, save="x")))
+    assert any("falls linearly from 0.001 to 0" in line for line in find_warnings(run(lr=1e-3, save="x")))
     for keys in ({"lr_decay_style": "linear"}, {"lr_decay_style": "constant"}, {"min_lr": 0.0}):
-        assert run_warnings(run(lr=1e-3, save="x", **keys)) == []
-    assert learning_rate(run(lr=1e-3, lr_decay_style="constant")) == "constant 0.001"
+        assert find_warnings(run(lr=1e-3, save="x", **keys)) == []
+    assert describe_learning_rate(run(lr=1e-3, lr_decay_style="constant")) == "constant 0.001"
     warm = run(lr=1e-3, lr_decay_style="cosine", min_lr=1e-4, train_iters=50, lr_warmup_iters=5)
-    assert learning_rate(warm) == "cosine from 0.001 to 0.0001 at iteration 50, after a warm-up from 0 over 5 iteration(s)"
+    assert describe_learning_rate(warm) == "cosine from 0.001 to 0.0001 at iteration 50, after a warm-up from 0 over 5 iteration(s)"
 
 
 def test_a_rollout_that_takes_many_rounds_is_warned_of() -> None:
     keys = {"save": "x", "lr_decay_style": "constant"}
-    (warning,) = run_warnings(run(generate={"max_num_seqs": 1}, **keys))
+    (warning,) = find_warnings(run(generate={"max_num_seqs": 1}, **keys))
     assert "max_num_seqs is 1: a replica generates its 64 responses 1 at a time" in warning
-    assert run_warnings(run(generate={"max_num_seqs": 32}, **keys)) == run_warnings(run(**keys)) == []
+    assert find_warnings(run(generate={"max_num_seqs": 32}, **keys)) == find_warnings(run(**keys)) == []
 
 
 def test_a_file_that_would_be_refused_is_not_called_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,14 @@ import re
 import pytest
 
 from mindspeed_rl.config import ConfigError, build_run_config
-from mindspeed_rl.config.compat.names_elsewhere import OTHERWISE, RENAMED, VALUES
+from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.explain.key_reference import GROUPS, TOP, entries
-from mindspeed_rl.config.keys.schema import field_types
-from mindspeed_rl.config.loader import ROLE_GROUPS
+from mindspeed_rl.config.explain.key_reference import TOP, list_entries
+from mindspeed_rl.config.keys import GROUPS, ROLE_GROUPS, collect_names
+from mindspeed_rl.config.keys.schema import list_keys
 
-PATHS = {entry.path for entry in entries()}
+PATHS = {entry.path for entry in list_entries()}
+RENAMED = collect_names().elsewhere
 
 
 def sentence_for(path: str, value: object = 1) -> str:
@@ -35,21 +36,21 @@ def test_every_entry_names_keys_that_exist() -> None:
         shared = f"megatron_training.{key}" if group in ROLE_GROUPS else path
         assert shared in PATHS or path in TOP, name
     written = re.compile(rf"\b(?:{'|'.join(GROUPS)})\.[a-z_0-9]+\b")
-    for name, text in OTHERWISE.items():
+    for name, text in NO_EQUIVALENT.items():
         assert {path for path in written.findall(text) if path not in GROUPS} <= PATHS, name
 
 
 def test_no_entry_hides_a_key_of_ours() -> None:
-    ours = {name for schema in GROUPS.values() for name in field_types(schema)}
-    assert {name for name in (*RENAMED, *OTHERWISE) if name in ours} == set()
-    assert set(RENAMED) & set(OTHERWISE) == set()
+    ours = {name for schema in GROUPS.values() for name in list_keys(schema)}
+    assert {name for name in (*RENAMED, *NO_EQUIVALENT) if name in ours} == set()
+    assert set(RENAMED) & set(NO_EQUIVALENT) == set()
 
 
-@pytest.mark.parametrize("key", [key for key in VALUES if key not in ("platform", "lora_target_modules")])
+@pytest.mark.parametrize("key", [key for key in VALUES_ELSEWHERE if key not in ("platform", "lora_target_modules")])
 def test_every_value_here_is_an_allowed_one(key: str) -> None:
-    (kind,) = [entry.kind for entry in entries() if entry.path.endswith(f".{key}") and "profiler" not in entry.path]
+    (kind,) = [entry.kind for entry in list_entries() if entry.path.endswith(f".{key}") and "profiler" not in entry.path]
     allowed = set(re.findall(r"`([^`]+)`", kind))
-    assert set(VALUES[key].values()) <= allowed and not set(VALUES[key]) & allowed
+    assert set(VALUES_ELSEWHERE[key].values()) <= allowed and not set(VALUES_ELSEWHERE[key]) & allowed
 
 
 @pytest.mark.parametrize(

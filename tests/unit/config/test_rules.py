@@ -10,7 +10,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
-from mindspeed_rl.config.explain.warnings import run_warnings
+from mindspeed_rl.config.explain.effects import find_warnings
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
@@ -513,7 +513,7 @@ def test_generating_beside_training_needs_servers() -> None:
 
 def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     def said(**rl: object) -> list[str]:
-        return [text for text in run_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
+        return [text for text in find_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
 
     assert said() == said(trainer_mode="async", max_off_policy_threshold=0.0) == []
     assert said(trainer_mode="one_step_off", rollout_importance_sampling_mode="token_truncate") == []

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import keys_without_effect
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.explain.effects import find_keys_without_effect
+from mindspeed_rl.config.run_files import project_configs, with_values
 
 CONFIGS = project_configs()
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -111,7 +111,7 @@ def test_run_files_for_ascend_set_no_key_without_effect_but_names_that_users_exp
     kept |= {"clip_ratio", "clip_higher_enable", "clip_ratio_low", "clip_ratio_high"}  # most of them make one step a rollout
     kept |= {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "attention_mask_type"}
     for name in UPSTREAM:
-        idle = {key.rpartition(".")[2] for key in keys_without_effect(load_run_config(name))}
+        idle = {key.rpartition(".")[2] for key in find_keys_without_effect(load_run_config(name))}
         assert idle <= kept, (name, idle - kept)
 
 
@@ -145,3 +145,10 @@ def test_a_run_file_of_mindspeed_rl_loads_unchanged(tmp_path: Path) -> None:
     assert cfg.profiler_config.integrated.profile_ranks == [0]
     assert cfg.generate_config.sampling_config.temperature == 0.8
     assert validate(cfg) == []
+
+
+def test_changes_reach_nested_keys_whatever_their_spelling_and_leave_the_run_file_alone() -> None:
+    tree = {"generate-config": {"sampling-config": {"max-tokens": 4}}, "rl_config": None}
+    changed = with_values(tree, {"generate_config.sampling_config.max_tokens": 8, "rl_config.epochs": 2})
+    assert changed == {"generate_config": {"sampling_config": {"max_tokens": 8}}, "rl_config": {"epochs": 2}}
+    assert tree == {"generate-config": {"sampling-config": {"max-tokens": 4}}, "rl_config": None}

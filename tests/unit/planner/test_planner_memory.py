@@ -21,8 +21,8 @@ from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory
-from mindspeed_rl.planner.chips import CHIPS, GIB, chip_of
-from mindspeed_rl.planner.memory import Dies, MemoryPlan, Phase, plan_memory
+from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
+from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.shapes import model_parameters, rollout_elements, stage_elements
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
@@ -48,7 +48,7 @@ NPU = sorted(path.stem for path in project_configs().glob("*.yaml") if "tiny" no
 def planned(name: str, **overrides: object) -> MemoryPlan:
     tree = compose(*locate(name, None), [])
     cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    return plan_memory(cfg, chip_of(cfg))
+    return plan_memory(cfg, find_device(cfg))
 
 
 def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
@@ -60,7 +60,7 @@ def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
 
 
 def owners(plan: MemoryPlan, owner: str) -> int:
-    return max(phase.owners.get(owner, 0) for dies in plan.dies for phase in dies.phases)
+    return max(phase.owners.get(owner, 0) for group in plan.groups for phase in group.phases)
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
@@ -153,15 +153,15 @@ def test_adapters_are_all_that_trains() -> None:
 
 
 def test_bytes_of_gradients_and_optimizer_follow_from_parameters_and_ranks() -> None:
-    plan = planned("dapo_qwen3_32b_A3")  # TP8 PP2 on 16 dies: one replica, bf16
+    plan = planned("dapo_qwen3_32b_A3")  # TP8 PP2 on 16 devices: one replica, bf16
     layer = ((8192 + 2048) * 5120 + 5120 * 8192 + 3 * 25600 * 5120) // 8 + 2 * 5120 + 2 * 128
     first = 32 * layer + 151936 * 5120 // 8
-    update = plan.dies[0].phases[-2]
+    update = plan.groups[0].phases[-2]
     assert update.name == "update"
     assert update.owners["weights"] == 2 * first
     assert update.owners["gradients"] == 4 * first
     assert update.owners["optimizer"] == 12 * first
-    half = planned("dapo_qwen3_32b_A3", rl_config__actor_resource__num_npus=32).dies[0].phases[-2]
+    half = planned("dapo_qwen3_32b_A3", rl_config__actor_resource__num_npus=32).groups[0].phases[-2]
     assert half.owners["optimizer"] == 6 * first
 
 
@@ -193,7 +193,7 @@ def test_a_published_configuration_that_is_over_fits_with_the_prompts_of_its_dat
 def test_the_verdict_says_where_the_capacity_lies_in_the_range_of_the_peak() -> None:
     # 40 bytes that are counted and 20 that are modelled: 60, and 55 to 65 within a quarter of the latter
     phase = Phase("update", {"weights": 40, "activations": 20})
-    plan = MemoryPlan("A3", 0, (Dies("all dies", "0", 1, (phase,)),))
+    plan = MemoryPlan("A3", 0, (DeviceGroup("all devices", "0", 1, (phase,)),))
     found = {capacity: replace(plan, capacity=capacity).verdict for capacity in (54, 55, 59, 60, 64, 65)}
     assert found == {54: "does not fit", 55: "over", 59: "over", 60: "tight", 64: "tight", 65: "fits"}
     assert replace(plan, capacity=65, problems=("no room",)).verdict == "does not fit"
@@ -202,14 +202,14 @@ def test_the_verdict_says_where_the_capacity_lies_in_the_range_of_the_peak() -> 
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        # 32B with its optimizer on 8 dies: 16 bytes a parameter are 61 GiB before anything else
+        # 32B with its optimizer on 8 devices: 16 bytes a parameter are 61 GiB before anything else
         ("dapo_qwen3_32b_A3", {"actor_config__pipeline_model_parallel_size": 1, "rl_config__actor_resource__num_npus": 8}),
         # everything of the trainer beside an engine that takes six tenths
         (
             "dapo_qwen25_32b_A3",
             {f"generate_config__offload_train_{part}": False for part in ("optimizer", "grad", "param")},
         ),
-        # a whole 32B replica on one die
+        # a whole 32B replica on one device
         ("grpo_qwen25_32b_A3", {"generate_config__infer_tensor_parallel_size": 1}),
         # the whole of DeepSeek's optimizer state on the device
         ("grpo_deepseek_r1_671b_A3", {"megatron_training__swap_optimizer": False}),
@@ -248,7 +248,7 @@ def test_recomputation_and_context_parallelism_lower_activations_and_more_stages
     split = planned("dapo_qwen3_32b_A3", actor_config__context_parallel_size=2, rl_config__actor_resource__num_npus=32)
     assert owners(again, "activations") < owners(base, "activations") / 4
     assert owners(split, "activations") == pytest.approx(owners(base, "activations") / 2, rel=0.01)
-    first, last = (dies.phases[-2].owners["activations"] for dies in base.dies)
+    first, last = (group.phases[-2].owners["activations"] for group in base.groups)
     assert first > last  # two micro-batches are under way in front, one behind
 
 
@@ -256,11 +256,11 @@ def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
     changed = {"actor_config.pipeline_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 8}
     tree = with_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
     cfg = build_run_config(tree)
-    chip = CHIPS["A3"]
-    found = changes_to_fit(tree, cfg, plan_memory(cfg, chip), chip)
+    device = DEVICES["A3"]
+    found = changes_to_fit(tree, cfg, plan_memory(cfg, device), device)
     assert found and all(change.plan.verdict == "fits" for change in found)
-    assert plan_memory(build_run_config(with_values(tree, found[0].values)), chip).verdict == "fits"
-    roomy = replace(chip, memory=400 * GIB)
+    assert plan_memory(build_run_config(with_values(tree, found[0].values)), device).verdict == "fits"
+    roomy = replace(device, memory=400 * GIB)
     assert changes_to_fit(tree, cfg, plan_memory(cfg, roomy), roomy) == []
 
 
@@ -274,7 +274,7 @@ def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> No
     tree = with_values(tree, {"megatron_training.tokenizer_name_or_path": str(folder), "megatron_training.load": str(folder)})
     tree = with_values(tree, {"model": {"tiny_qwen25": {}}, "megatron_training.tensor_model_parallel_size": 1})
     cfg = build_run_config(tree)
-    counted = owners(plan_memory(cfg, CHIPS["cpu"]), "weights")
+    counted = owners(plan_memory(cfg, DEVICES["cpu"]), "weights")
     assert counted == sum(parameter.numel() for parameter in built.parameters()) * (2 if cfg.actor_config.bf16 else 4)
 
 
@@ -312,7 +312,7 @@ def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
         "rl_config__trainer_mode": "one_step_off",
     }
     plan = planned("dapo_qwen3_32b_A3", **apart)
-    trainers, engines = plan.dies[:-1], plan.dies[-1]
+    trainers, engines = plan.groups[:-1], plan.groups[-1]
     assert (engines.name, engines.count) == ("rollout", 16)
     assert not any("KV cache" in phase.owners or "rollout weights" in phase.owners for one in trainers for phase in one.phases)
     assert not any("optimizer" in phase.owners for phase in engines.phases)
@@ -322,7 +322,7 @@ def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
 def test_a_critic_on_dies_of_its_own_is_told_by_owner() -> None:
     apart = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
     plan = planned("ppo_qwen25_32b_A3", **apart)
-    (critic, *_) = [one for one in plan.dies if one.name.startswith("critic")]
+    (critic, *_) = [one for one in plan.groups if one.name.startswith("critic")]
     assert [phase.name for phase in critic.phases] == ["critic pass", "update critic"]
     forward, update = (phase.owners for phase in critic.phases)
     state = ("weights", "gradients", "optimizer")
@@ -332,11 +332,11 @@ def test_a_critic_on_dies_of_its_own_is_told_by_owner() -> None:
 
 def test_a_background_save_finds_the_engine_on_the_device() -> None:
     plan = planned("dapo_qwen3_32b_A3", actor_config__async_save=True)
-    assert {"KV cache", "optimizer"} <= set(plan.dies[0].phases[-1].owners) and plan.dies[0].phases[-1].name == "save"
+    assert {"KV cache", "optimizer"} <= set(plan.groups[0].phases[-1].owners) and plan.groups[0].phases[-1].name == "save"
 
 
 def test_a_critic_leaves_before_the_actor_trains() -> None:
-    phases = {phase.name: phase.owners for phase in planned("ppo_qwen25_32b_A3").dies[0].phases}
+    phases = {phase.name: phase.owners for phase in planned("ppo_qwen25_32b_A3").groups[0].phases}
     assert "critic" in phases["update critic"] and "critic" not in phases["update"]
 
 
@@ -354,21 +354,21 @@ def test_a_run_that_is_over_as_computed_returns_1_and_says_what_that_means(capsy
 
 
 @pytest.mark.parametrize("chip", ["A2", "A3", "cpu"])
-def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(chip: str) -> None:
+def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(device: str) -> None:
     cfg = build_run_config(compose(*locate("dapo_qwen3_30b_a3b_A3", None), []))
-    found = {one.name: one for one in of_memory(cfg, CHIPS[chip])}
+    found = {one.name: one for one in of_memory(cfg, DEVICES[device])}
     assert all(one.value and one.source for one in found.values())
-    assert any(one.is_unverified for one in found.values()) == (chip != "cpu")
-    if chip != "cpu":
+    assert any(one.is_unverified for one in found.values()) == (device != "cpu")
+    if device != "cpu":
         assert str(found["HCCL buffers"]).startswith("HCCL buffers 2 x 640 MiB a communicator: ")
         assert str(found["runtime"]).endswith("; not verified on NPU")
-        # the driver's part is what torch does not count of a die: 64 GiB less what users' messages have
-        assert CHIPS[chip].visible / GIB == pytest.approx({"A2": 60.97, "A3": 61.27}[chip], abs=0.005)
+        # the driver's part is what torch does not count of a device: 64 GiB less what users' messages have
+        assert DEVICES[device].visible / GIB == pytest.approx({"A2": 60.97, "A3": 61.27}[device], abs=0.005)
 
 
 def test_the_engines_share_is_of_what_a_process_sees() -> None:
     plan = planned("grpo_qwen25_7b_A3")  # gpu_memory_utilization 0.4, of 64 GiB less the driver's 2.73
-    generate = next(phase for phase in plan.dies[0].phases if phase.name == "generate").owners
+    generate = next(phase for phase in plan.groups[0].phases if phase.name == "generate").owners
     engine = generate["rollout weights"] + generate["KV cache"] + generate["engine step"]
     assert engine / GIB == pytest.approx(0.4 * (64 - 2.73), abs=0.01)
 
@@ -377,7 +377,7 @@ def test_the_cpu_engine_keeps_large_matrices_packed_until_the_next_push() -> Non
     plan = planned("grpo_tiny_cpu")
     # fp32, four layers over 128: gate and up (768 rows), what leads down (384), query, key and value (256), and what leads out
     # of attention (128); the head has 128 rows
-    by_phase = {phase.name: phase.owners.get("packed weights", 0) for phase in plan.dies[0].phases}
+    by_phase = {phase.name: phase.owners.get("packed weights", 0) for phase in plan.groups[0].phases}
     assert by_phase["generate"] == by_phase["update"] == 4 * 128 * (4 * (768 + 384 + 256 + 128) + 128)
     assert by_phase["start"] == by_phase["update_weights"] == 0
     assert owners(planned("grpo_qwen25_7b_A3"), "packed weights") == 0
@@ -422,7 +422,7 @@ def test_a_reference_of_another_model_is_counted_as_its_folder_says(tmp_path: Pa
 
 def test_a_backbone_that_is_shared_makes_the_pass_of_the_reference() -> None:
     plan = planned("grpo_lora_qwen25_32b_A2", rl_config__share_backbone=True)
-    phases = {phase.name: phase.owners for phase in plan.dies[0].phases}
+    phases = {phase.name: phase.owners for phase in plan.groups[0].phases}
     assert phases["reference pass"]["weights"] == phases["update"]["weights"]
     assert not any("reference" in held for held in phases.values())
 

@@ -17,7 +17,7 @@ from mindspeed_rl.config.run_files import compose, locate, with_values
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
-from mindspeed_rl.planner.chips import CHIPS
+from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.lengths import SIGMA, Lengths
 from mindspeed_rl.planner.prediction import predict
@@ -28,7 +28,7 @@ from mindspeed_rl.planner.seconds import TimePlan, calibrated, plan_time
 def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:
     tree = compose(*locate(name, None), [])
     cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    return plan_time(cfg, CHIPS["A3"], samples=SampleMeans(mean_response, 200.0))
+    return plan_time(cfg, DEVICES["A3"], samples=SampleMeans(mean_response, 200.0))
 
 
 def test_lengths_are_those_of_a_cut_lognormal() -> None:
@@ -47,7 +47,7 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
 
 def test_an_update_is_its_operations_over_the_chips_share() -> None:
     plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
-    # 32.8e9 parameters less the embedding, 6 operations a parameter and token, 256 responses of 1200 tokens, 16 dies
+    # 32.8e9 parameters less the embedding, 6 operations a parameter and token, 256 responses of 1200 tokens, 16 devices
     weights = 32_762_123_264 - 151936 * 5120
     least = 6 * weights * 256 * 1200 / (16 * 354e12 * NPU.train)
     assert least < plan.parts["update"]["computing"] < 1.1 * least  # attention is on top
@@ -125,7 +125,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
     prediction = predict(run)
-    plain = plan_time(cfg, CHIPS["cpu"], samples=SampleMeans(4.0, 6.0))
+    plain = plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(4.0, 6.0))
     records = [
         {
             "iteration": number,
@@ -148,7 +148,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     rollout = by_name["rollout"]
     assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
     # nobody knew the lengths before the run: 8 tokens at most, half of them
-    before = plan_time(cfg, CHIPS["cpu"]).phases["rollout"]
+    before = plan_time(cfg, DEVICES["cpu"]).phases["rollout"]
     assert rollout["predicted"] == prediction.seconds["rollout"].predicted == before
     assert by_name["update: weights"]["measured"] == 0.001
     cache = by_name["generate: KV cache"]
@@ -193,7 +193,7 @@ def test_a_push_of_adapters_takes_as_long_as_they_are_large() -> None:
     plan = planned("grpo_tiny_cpu", **lora, generate_config__lora_push="adapter")
     # A of 8 x 128, and B of the 256 rows of query, key and value together; four layers, fp32
     adapters = 4 * 4 * 8 * (128 + 256)
-    assert plan.phases["resharding_to_infer"] == pytest.approx(adapters / (CHIPS["A3"].link * NPU.push))
+    assert plan.phases["resharding_to_infer"] == pytest.approx(adapters / (DEVICES["A3"].link * NPU.push))
 
 
 def test_models_with_dies_of_their_own_pass_there(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_further_turns_are_prefilled_anew_without_a_cache_of_prefixes() -> None:
     parts = []
     for caching in (True, False):
         tree = compose(*locate("grpo_tiny_agent_cpu", None), [f"generate_config.enable_prefix_caching={caching}"])
-        plan = plan_time(build_run_config(tree), CHIPS["cpu"], samples=SampleMeans(20.0, 10.0, turns=3.0))
+        plan = plan_time(build_run_config(tree), DEVICES["cpu"], samples=SampleMeans(20.0, 10.0, turns=3.0))
         parts.append(plan.parts["rollout"]["prefill"])
     # a sample has 10 tokens of prompt, and for each further turn 10 and half of 20; with the cache 8 samples share their prompt
     assert parts[1] / parts[0] == pytest.approx((10 + 2 * 20) / (10 / 8))
