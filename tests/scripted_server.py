@@ -42,9 +42,9 @@ class ScriptedEngine:
         self.error: Exception | None = None
 
     async def pieces(
-        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> AsyncIterator[Piece]:
-        prompt, kept = tuple(prompt_ids), 0 if begun is None else len(begun.token_ids)
+        prompt, kept = tuple(prompt_ids), 0 if partial is None else len(partial.token_ids)
         self.seen.append((prompt, kept))
         if len(prompt) > 8:
             raise ValueError("the prompt is too long")

@@ -1,7 +1,7 @@
 """Core attention on `scaled_dot_product_attention`: dense and packed causal, and context parallel by Ulysses or ring.
 
-Given to Megatron's SelfAttention through its ModuleSpec where Megatron's own module cannot be used: without
-TransformerEngine it refuses packed input and context parallelism. Shapes are Megatron's: [s, b, n, d] dense and [t, n, d]
+Megatron's SelfAttention gets it through its ModuleSpec, because Megatron's own module refuses packed input and context
+parallelism without TransformerEngine. Shapes are Megatron's: [s, b, n, d] dense and [t, n, d]
 packed; with context parallelism s and t are the rank's zigzag slice (`sequence_layout.zigzag_positions`).
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mindspeed_rl import adaptors
@@ -24,7 +26,7 @@ from mindspeed_rl.engine.sequence_layout import PackedLayout
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Block-diagonal causal attention of [t, n, d] tensors in natural packed order, computed tokens alone; [t, n, d_v]."""
+    """Return block-diagonal causal attention of [t, n, d] tensors in natural packed order, computed tokens only."""
     blocks = []
     for group in layout.view.groups:
         q = query.index_select(0, group.gather).unflatten(0, (group.rows, group.width))
@@ -37,12 +39,12 @@ def packed_attention(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Piece i of dimension 0 goes to rank i of the group."""
+    """Exchange in which slice i of dimension 0 goes to rank i of the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.group = group
-        x = x.contiguous()  # empty_like of a permuted tensor keeps its strides, and the exchange would scramble it
+        x = x.contiguous()  # empty_like of a permuted tensor keeps its strides, which the exchange would scramble
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=group)
         return out
@@ -53,28 +55,28 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[s / cp, b, n, d] -> [s, b, n / cp, d], ranks' slices in rank order."""
+    """Exchange [s / cp, b, n, d] for [s, b, n / cp, d], ranks' slices in rank order."""
     cp_size = group.size()
     s, b, n, d = x.shape
-    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank that gets the piece
-    pieces = x.reshape(s, b, cp_size, n // cp_size, d).permute(2, 0, 1, 3, 4)
-    return _AllToAll.apply(pieces, group).reshape(cp_size * s, b, n // cp_size, d)
+    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank that gets the slice
+    slices = x.reshape(s, b, cp_size, n // cp_size, d).permute(2, 0, 1, 3, 4)
+    return _AllToAll.apply(slices, group).reshape(cp_size * s, b, n // cp_size, d)
 
 
 def _heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `_sequence_to_heads`."""
+    """Undo `_sequence_to_heads`."""
     cp_size = group.size()
     s, b, n, d = x.shape
-    pieces = _AllToAll.apply(x.reshape(cp_size, s // cp_size, b, n, d), group)
-    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank whose heads these are
-    return pieces.permute(1, 2, 0, 3, 4).reshape(s // cp_size, b, cp_size * n, d)
+    slices = _AllToAll.apply(x.reshape(cp_size, s // cp_size, b, n, d), group)
+    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank of the heads
+    return slices.permute(1, 2, 0, 3, 4).reshape(s // cp_size, b, cp_size * n, d)
 
 
 # ---------------------------------------------------------------- ring
 
 
 class _RingShift(torch.autograd.Function):
-    """The tensor of the previous rank; in backward its gradient goes back there."""
+    """Exchange that brings the tensor of the previous rank; in backward its gradient goes back there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
@@ -97,7 +99,7 @@ class _RingShift(torch.autograd.Function):
 
 
 def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one block pair with its log-sum-exp.
+    """Return the attention of one block pair with its log-sum-exp.
 
     Args:
         query, key, value: [b, n, s, d] (key and value may have fewer heads).
@@ -111,7 +113,7 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     # float32: the log-sums of blocks are subtracted from each other when their outputs are merged
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
-    # not -inf: a padding row that sees no key at all would become NaN
+    # not -inf: a padding row without any key would become NaN
     scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
@@ -120,9 +122,9 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, chunk_lengths: Tensor, scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Exact causal attention while keys and values travel around the context-parallel ring.
+    """Compute exact causal attention while keys and values travel around the context-parallel ring.
 
-    Every sequence lies as its two zigzag chunks, each padded on the right to the widest chunk w.
+    Every sequence is given as its two zigzag chunks, each padded on the right to the widest chunk w.
 
     Args:
         query, key, value: [b, 2 * w, n, d], the rank's two chunks of b sequences.
@@ -140,7 +142,7 @@ def ring_attention(
     column = torch.arange(width, device=query.device)
     real_key = (column[None, :] < chunk_lengths[:, None])[:, None, None, :]
     causal = (column[:, None] >= column[None, :])[None, None]
-    # each half with the number of its chunk in the sequence
+    # each half with the index of its chunk in the sequence
     halves = ((q[:, :, :width], me), (q[:, :, width:], 2 * cp_size - 1 - me))
     partial: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
     for step in range(cp_size):
@@ -148,20 +150,20 @@ def ring_attention(
             kv = _RingShift.apply(kv, group, 1)
         source = (me - step) % cp_size
         blocks = ((kv[:, :, :width], source), (kv[:, :, width:], 2 * cp_size - 1 - source))
-        for (q_half, q_chunk), found in zip(halves, partial):
+        for (q_half, q_chunk), outputs in zip(halves, partial):
             for kv_block, kv_chunk in blocks:
                 # a later chunk has only keys of the future
                 if kv_chunk <= q_chunk:
                     k, v = kv_block.split([key_dim, kv_block.size(-1) - key_dim], dim=-1)
-                    found.append(_block_attention(q_half, k, v, scale, causal if kv_chunk == q_chunk else real_key))
-    outputs = []
-    for found in partial:
-        log_sums = torch.stack([log_sum for _, log_sum in found])
-        # the share of a row's whole probability that lies in each block
+                    outputs.append(_block_attention(q_half, k, v, scale, causal if kv_chunk == q_chunk else real_key))
+    merged = []
+    for outputs in partial:
+        log_sums = torch.stack([log_sum for _, log_sum in outputs])
+        # the fraction of a row's probability in each block
         weights = (log_sums - log_sums.logsumexp(0)).exp()[..., None]
-        outputs.append(sum((weight * out for weight, (out, _) in zip(weights, found)), start=log_sums.new_zeros(())))
-    out = torch.cat(outputs, dim=2).to(query.dtype)
-    # every rank has to run the backward of every shift, also where the last block was not needed
+        merged.append(sum((weight * out for weight, (out, _) in zip(weights, outputs)), start=log_sums.new_zeros(())))
+    out = torch.cat(merged, dim=2).to(query.dtype)
+    # every rank must run the backward of every shift, even where the last block was not needed
     out = out + (kv * 0).sum().to(out.dtype)
     return out.transpose(1, 2)
 
@@ -174,17 +176,18 @@ class CoreAttention(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         super().__init__()
         self.config = config
+        assert config.kv_channels is not None  # Megatron derives it where it is not given
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.ring = cp_comm_type == "p2p"
@@ -196,11 +199,11 @@ class CoreAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """[s, b, n * d_v] (dense) or [t, n, d_v] (packed); attention is causal, so no mask is taken.
+        """Return [s, b, n * d_v] (dense) or [t, n, d_v] (packed); attention is causal, so masks are ignored.
 
         Keys and values of earlier tokens may come before those of the queries, from a cache.
         """
@@ -212,8 +215,7 @@ class CoreAttention(nn.Module):
         if dropout and group is not None:
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
         # tensor-parallel ranks hold different heads, so they drop different elements
-        fork = parallel.rng_tracker().fork() if dropout else contextlib.nullcontext()
-        with fork:
+        with parallel.get_rng_tracker().fork() if dropout else contextlib.nullcontext():
             if packed_seq_params is not None:
                 return self._packed(query, key, value, packed_seq_params, dropout, group)
             return self._dense(query, key, value, dropout, group)
@@ -233,11 +235,11 @@ class CoreAttention(nn.Module):
                 out = self.fused.ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), [s] * b, self.scale, group)
                 out = out.unflatten(0, (b, s)).transpose(0, 1)
         else:
-            # gathered slices lie one rank after the other; the causal mask needs their natural order
+            # gathered slices are in rank order; the causal mask needs their natural order
             layout = PackedLayout.build([s * group.size()], query.device, group.size())
-            q, k, v = (layout.natural(x).transpose(0, 1) for x in self._split_heads(query, key, value, group))
+            q, k, v = (layout.order_naturally(x).transpose(0, 1) for x in self._split_heads(query, key, value, group))
             out = causal(q, k, v, self.scale).transpose(0, 1)
-            out = _heads_to_sequence(layout.rank_major(out), group)
+            out = _heads_to_sequence(layout.order_by_rank(out), group)
         return out.reshape(s, b, -1)
 
     def _packed(
@@ -248,25 +250,25 @@ class CoreAttention(nn.Module):
         if self.ring:
             return self._packed_ring(query, key, value, layout, group)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
-        q, k, v = (layout.natural(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
+        q, k, v = (layout.order_naturally(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
         out = self._inside_sequences(q, k, v, layout, 0.0)
-        return _heads_to_sequence(layout.rank_major(out).unsqueeze(1), group).squeeze(1)
+        return _heads_to_sequence(layout.order_by_rank(out).unsqueeze(1), group).squeeze(1)
 
     def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
-        """Attention of whole packed sequences in natural order."""
+        """Return the attention of full packed sequences in natural order."""
         if self.fused is None:
             return packed_attention(query, key, value, layout, self.scale, dropout)
         shared = layout.shared
         if shared is None:
             return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout)
-        key, value = shared.spread(key), shared.spread(value)
+        key, value = shared.expand(key), shared.expand(value)
         return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout, query_lengths=shared.lengths)
 
     def _packed_ring(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, group: dist.ProcessGroup) -> Tensor:
-        """Packed sequences as [sequences, 2 * w]: each of the two zigzag chunks padded to the widest chunk."""
+        """Return the ring attention of packed sequences, each of their zigzag chunks padded to the widest."""
         if self.fused is not None:
-            held = [length // group.size() for length in layout.lengths]
-            return self.fused.ring_attention(query, key, value, held, self.scale, group)
+            lengths = [length // group.size() for length in layout.lengths]
+            return self.fused.ring_attention(query, key, value, lengths, self.scale, group)
         chunks = torch.tensor([length // (2 * group.size()) for length in layout.lengths])
         width = int(chunks.max())
         starts = torch.cat([chunks.new_zeros(1), (2 * chunks).cumsum(0)[:-1]])[:, None]
@@ -285,7 +287,7 @@ class CoreAttention(nn.Module):
     def _split_heads(
         self, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Full-length tensors with 1/cp of the heads; key/value heads are repeated when there are fewer than ranks."""
+        """Return full-length tensors with 1/cp of the heads; key/value heads are repeated when there are fewer than ranks."""
         cp_size, kv_heads = group.size(), key.size(2)
         if kv_heads % cp_size:
             # the fewest copies that divide over the ranks: lcm(kv_heads, cp_size) heads in all

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mindspeed_rl.config import RLConfig, agent_loop_of
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Piece, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
-from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.conversation import Limits
-from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, Task
+from mindspeed_rl.rollout.agents import load_agent_loop
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
@@ -82,7 +82,7 @@ class AgentEngine:
         rl = settings.rl()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
         box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)
-        limits = Limits(max_model_len, max_model_len, max_model_len, settings.max_turns)
+        limits = TrajectoryLimits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
             prompt_format.tokenizer,
             turns,
@@ -92,7 +92,7 @@ class AgentEngine:
             settings.environment,
             parser_name(rl, turns),
         )
-        self._agents = Agents(agent_loop_class(agent_loop_of(rl))(loop_settings), box)
+        self._agents = AgentRunner(load_agent_loop(agent_loop_of(rl))(loop_settings), box)
         self._inner: Engine | None = None
         # one loop for all streams, since tools keep what they have opened in it
         self._events = asyncio.new_event_loop()
@@ -125,11 +125,11 @@ class AgentEngine:
     def _pieces(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Piece, None, None]:
         batches, news = _Batches(self._engine, sampling), _News()
 
-        async def begun() -> list[asyncio.Task[None]]:
+        async def partial() -> list[asyncio.Task[None]]:
             spoken = [_Spoken(batches, number, news.add) for number in range(len(requests))]
             return [asyncio.ensure_future(self._one(*pair, sampling)) for pair in zip(spoken, requests)]
 
-        tasks = self._run(begun())
+        tasks = self._run(partial())
         serving = self._events.create_task(batches.serve())
         for task in (*tasks, serving):
             # an end is news too, as a task that fails leaves no piece
@@ -222,10 +222,10 @@ class _Spoken:
         self._last: Piece | None = None
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         """See `rollout.engine.RolloutEngine`."""
-        assert begun is None  # nothing is interrupted here
+        assert partial is None  # nothing is interrupted here
         if self._last is not None:
             self._hand_out(self._last)
             read = len(self._read)

@@ -18,7 +18,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, build_model
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
-from mindspeed_rl.engine.weights import LocalWeight, local_weights
+from mindspeed_rl.engine.weights import LocalWeight, list_local_weights
 from mindspeed_rl.inference.engine_interface import Finish, Piece, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopWatch
@@ -177,7 +177,7 @@ def fill(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: a parameter got no tensor.
     """
     waiting: dict[str, list[LocalWeight]] = {}
-    for weight in local_weights(model):
+    for weight in list_local_weights(model):
         for name in weight.op.hf:
             waiting.setdefault(name, []).append(weight)
     held: dict[str, Tensor] = {}

@@ -108,7 +108,7 @@ class MegatronMerge:
         op, a, b = self._adapters[name]
         if self._last[0] != op.mcore:  # query, key and value (gate and up) come one after another: one product serves them
             full_a, full_b = LoraShards(a, b, self._scale).full(op)
-            self._last = (op.mcore, op.to_hf(self._scale * (full_b.float() @ full_a.float())))
+            self._last = (op.mcore, op.shards_to_hf([self._scale * (full_b.float() @ full_a.float())]))
         return (tensor.float() + self._last[1][name]).to(tensor.dtype)
 
 

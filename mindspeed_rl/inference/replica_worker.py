@@ -87,12 +87,12 @@ class InferenceWorker(ReplicaWorker):
     def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:
         """Joins the others, builds the engine and loads its weights; collective over all workers."""
         # with vLLM, which a worker of Megatron does without
-        from mindspeed_rl.inference.vllm_text_engine import InferenceEngine
+        from mindspeed_rl.inference.vllm_text_engine import VllmTextEngine
 
         info = RankInfo.from_env()
         platform.current().set_device(info.local_rank)
         init_process_group(info, info.timeout_s)
         tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
         super().__init__(
-            InferenceEngine(settings, open_model(settings.model, verified=True), tokenizer, run_id=run_id), settings, rank
+            VllmTextEngine(settings, open_model(settings.model, verified=True), tokenizer, run_id=run_id), settings, rank
         )

@@ -21,18 +21,18 @@ from mindspeed_rl.platform.rendezvous import meeting_store
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.push import Trained, WeightPush
-from mindspeed_rl.resharding.rendezvous import Meeting
+from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.resharding.transfer_plan import Boxes
 
 
-class SpanningGroup:
+class WeightSyncGroup:
     """A process group beside those that its members have already. Building it is collective.
 
     Attributes:
         exchange: messages between its members.
     """
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int) -> None:
         """
         Raises:
             Exception: not all members came in time; torch's own words.
@@ -54,7 +54,7 @@ class SpanningGroup:
         del self._store
 
 
-def trainer_push(group: SpanningGroup, trained: Trained, *, delta: bool) -> WeightPush:
+def build_trainer_push(group: WeightSyncGroup, trained: Trained, *, delta: bool) -> WeightPush:
     """The push of a trainer; collective over the group."""
     exchange = group.exchange
     exchange.tell(_described(trained, delta) if exchange.rank == 0 else None, trained.device)
@@ -76,8 +76,8 @@ class ServedModel:
     delta: bool
 
 
-def engine_push(
-    group: SpanningGroup,
+def build_engine_push(
+    group: WeightSyncGroup,
     read: Callable[[ServedModel], tuple[Destinations, set[str]]],
     *,
     replica: int,

@@ -27,7 +27,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class Meeting(_Message):
+class Rendezvous(_Message):
     """Where the members of a group meet.
 
     Attributes:
@@ -45,7 +45,7 @@ class Meeting(_Message):
 
 
 @dataclass(frozen=True)
-class Delivery(_Message):
+class DeliveryReport(_Message):
     """What an engine's worker says after a push.
 
     Attributes:

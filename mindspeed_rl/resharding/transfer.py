@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.weights import LocalWeight, local_weights, model_ops
+from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.resharding.exchange import Sinks, carry, world_exchange
 from mindspeed_rl.resharding.layouts import Box, Place, intersection, relative, shard_boxes, training_boxes, whole
@@ -122,8 +122,8 @@ class WeightStream:
             model: the trained model on this rank.
             bucket_bytes: most bytes in flight on a rank in one exchange.
         """
-        self._weights: dict[str, LocalWeight] = {weight.op.mcore: weight for weight in local_weights(model)}
-        self._ops = model_ops(model)
+        self._weights: dict[str, LocalWeight] = {weight.op.mcore: weight for weight in list_local_weights(model)}
+        self._ops = list_model_ops(model)
         self.copies: dict[str, str] = model.plan.architecture.hf_copies(model.plan.model_config)
         self.sources = Sources(list(self._weights.values()), self.copies)
         layout = model.plan.layout
@@ -158,7 +158,7 @@ class WeightStream:
         return self._ops
 
     @property
-    def local_weights(self) -> dict[str, LocalWeight]:
+    def list_local_weights(self) -> dict[str, LocalWeight]:
         """This rank's weights by global Megatron name."""
         return self._weights
 

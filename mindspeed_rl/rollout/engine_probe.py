@@ -1,43 +1,45 @@
-"""Hooks that hand what a vLLM model computes to a sink: embeddings, every layer's parts, logits."""
+"""Hooks that record what a vLLM model computes: embeddings, every layer's parts, logits."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mindspeed_rl.dumps.record import Sink
 
+#: of a module; logits exist on the first rank alone
+_Output = Tensor | tuple[Tensor, Tensor | None] | None
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward")
-# numbers by which a sink orders what it gets as the forward pass computes it
+# by these a sink orders tensors as the forward pass computes them
 _PER_STEP, _LAYERS, _PER_LAYER, _FINAL_NORM, _LOGITS = 100_000, 10, 4, 90_000, 90_001
 
 
 class EngineProbe:
     """Records forward steps of a vLLM model inside `recording`. Outside of it the model has no hooks.
 
-    Every tensor is [tokens of the step, ...]; a step has a token of each sequence that runs, or pieces of prompts. Layers must
+    Every tensor is [tokens of the step, ...]; a step has a token of each running sequence, or chunks of prompts. Layers must
     run eagerly: a captured graph calls no hooks.
     """
 
     def __init__(self, model: nn.Module, sink: Sink, first: int = 0, last: int | None = None) -> None:
-        """
+        """Create the probe; it adds no hooks yet.
+
         Args:
             model: of this rank.
-            first, last: numbers of the first and last forward step that are recorded, from 0; None for no end.
+            first, last: indexes of the first and last forward step to record, from 0; None for no end.
         """
         self._model, self._sink, self._first, self._last = model, sink, first, last
         self._step = -1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[EngineProbe]:
-        """Forward steps in the block are recorded."""
+        """Record forward steps in the block."""
         handles = list(self._hooks())
         try:
             yield self
@@ -46,7 +48,7 @@ class EngineProbe:
                 handle.remove()
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        yield self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        yield self._model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
         for name, module in self._model.named_modules():
             if name.endswith("embed_tokens"):
                 yield module.register_forward_hook(self._hook(2, "embedding"))
@@ -57,29 +59,29 @@ class EngineProbe:
             elif match := _LAYER.search(name):
                 yield from self._layer_hooks(int(match[1]), module)
 
-    def _layer_hooks(self, number: int, layer: nn.Module) -> Iterator[RemovableHandle]:
-        place, name = _LAYERS + number * _PER_LAYER, f"layers.{number}"
+    def _layer_hooks(self, index: int, layer: nn.Module) -> Iterator[RemovableHandle]:
+        order, name = _LAYERS + index * _PER_LAYER, f"layers.{index}"
         for child, module in layer.named_children():
             if child in _ATTENTION:
-                yield module.register_forward_hook(self._hook(place, f"{name}.attention", first=True))
+                yield module.register_forward_hook(self._hook(order, f"{name}.attention", first=True))
             elif child in _MLP:
-                yield module.register_forward_hook(self._hook(place + 1, f"{name}.mlp", first=True))
-        yield layer.register_forward_hook(self._hook(place + 2, f"{name}.output"))
+                yield module.register_forward_hook(self._hook(order + 1, f"{name}.mlp", first=True))
+        yield layer.register_forward_hook(self._hook(order + 2, f"{name}.output"))
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _record_inputs(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._step += 1
         for order, name in enumerate(("input_ids", "positions")):
             value = kwargs.get(name, args[order] if len(args) > order else None)
             if isinstance(value, Tensor):
                 self._add(order, name, value)
 
-    def _hook(self, order: int, name: str, *, first: bool = False) -> Callable[[nn.Module, Any, Any], None]:
-        """Records the output; of a pair that is not reduced to its first the sum: a layer hands its residual on apart."""
+    def _hook(self, order: int, name: str, *, first: bool = False) -> Callable[[nn.Module, object, _Output], None]:
+        """Return a hook that records the output; of a pair its first or the sum, as a layer returns its residual separately."""
 
-        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        def record(module: nn.Module, inputs: object, output: _Output) -> None:
             if isinstance(output, tuple):
                 output = output[0] if first or output[1] is None else output[0] + output[1]
-            if output is not None:  # logits are on the first rank alone
+            if output is not None:
                 self._add(order, name, output)
 
         return record

@@ -1,8 +1,8 @@
-"""How many tokens each expert was sent in rollouts, for whoever shares experts out to devices (`expert_map_path`).
+"""Token counts per expert in rollouts, from which a load balancer places experts on devices (`expert_map_path`).
 
-Called by `RolloutReplica`, of which the rank that hands responses out counts; writes the file of observability/expert_load.py,
-which grows from run to run. A token counts once for each expert that computed it, in every sequence it stands in, also where
-its keys and values came from the cache of prefixes.
+`RolloutReplica` calls it on the rank that returns responses; it writes the file of observability/expert_load.py, which grows
+from run to run. A token counts once for each expert that computed it, in every sequence that contains it, also where its keys
+and values came from the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ _KEY = "generate_config.eplb_token_save_path"
 
 
 class ExpertCounts:
-    """The counts of one rank."""
+    """Counts of one rank."""
 
     def __init__(self, folder: Path, rank: int, layers: Sequence[int], num_experts: int) -> None:
-        """
+        """Load the counts of earlier runs.
+
         Args:
-            layers: numbers, from 0, of the layers with experts.
+            layers: indexes, from 0, of the layers with experts.
 
         Raises:
-            ValueError: the file of an earlier run holds another model's counts, or cannot be read.
+            ValueError: the file of an earlier run has another model's counts, or cannot be read.
         """
         self._path = counts_file(folder, rank)
         self._layers = list(layers)
         self._total = np.zeros((len(layers), num_experts), dtype=np.int64)
         if self._path.exists():
-            self._total += _held(self._path, self._total.shape)
+            self._total += _load_counts(self._path, self._total.shape)
         self._since = np.zeros_like(self._total)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Counts the tokens of these.
+        """Count the tokens of these trajectories.
 
         Raises:
-            RuntimeError: the engine did not say the experts.
+            RuntimeError: the engine did not report the experts.
         """
         width = self._total.shape[1]
         for sequence in (one for trajectory in trajectories for one in trajectory.sequences):
@@ -51,17 +52,17 @@ class ExpertCounts:
             if routing is None:
                 if sequence.is_sampled:
                     raise RuntimeError(
-                        "generate_config.eplb_token_collects: the rollout engine did not say the experts of tokens."
+                        "generate_config.eplb_token_collects: the rollout engine did not report the experts of tokens."
                     )
                 continue
-            for place, layer in enumerate(self._layers):
-                self._since[place] += np.bincount(routing[:, layer].reshape(-1), minlength=width)
+            for index, layer in enumerate(self._layers):
+                self._since[index] += np.bincount(routing[:, layer].reshape(-1), minlength=width)
 
     def finish(self, metrics: Metrics) -> None:
-        """The rollout has ended: the file holds its counts, too.
+        """Add the counts of a finished rollout to the file.
 
-        `rollout/expert_load_max` is the most that an expert was sent in it, in means over the experts of its layer; of the
-        layer where that is most.
+        `rollout/expert_load_max` is the largest count of an expert in the rollout over the mean of its layer, for the layer
+        where that is largest.
         """
         means = self._since.mean(axis=1)
         if means.any():
@@ -72,10 +73,10 @@ class ExpertCounts:
 
 
 def check_folder(folder: Path, model_config: ModelConfig) -> None:
-    """What workers would find out later.
+    """Check the folder before workers start.
 
     Raises:
-        ValueError: the folder cannot be written, or holds another model's counts.
+        ValueError: the folder cannot be written, or has another model's counts.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,14 +85,14 @@ def check_folder(folder: Path, model_config: ModelConfig) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{_KEY}: nothing can be written in {folder}.")
     for path in find_counts_files(folder):
-        _held(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
+        _load_counts(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
 
 
-def _held(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    held = np.array(read_counts(path), dtype=np.int64)
-    if held.shape != shape:
+def _load_counts(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    counts = np.array(read_counts(path), dtype=np.int64)
+    if counts.shape != shape:
         raise ValueError(
-            f"{_KEY}: {path} has counts of {held.shape[0]} layers with {held.shape[1]} experts, and this model has {shape[0]} "
-            f"with {shape[1]}; name another folder, or remove the file."
+            f"{_KEY}: {path} has counts of {counts.shape[0]} layers with {counts.shape[1]} experts, and this model has "
+            f"{shape[0]} with {shape[1]}; name another folder, or remove the file."
         )
-    return held
+    return counts

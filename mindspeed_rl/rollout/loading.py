@@ -1,4 +1,4 @@
-"""New weights for vLLM's model, in place, whoever holds the model: a worker of ours or one of vLLM's."""
+"""New weights for vLLM's model, in place, in a worker of ours or in one of vLLM's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mindspeed_rl.adaptors.engine_hooks import DERIVED, EngineHooks
 
 
 class LoadsWeights(Protocol):
-    """What all of vLLM's models can do."""
+    """All of vLLM's models; they have no base class with this method."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
-        """Takes tensors under HF names; the names of the parameters that were filled."""
+        """Take tensors under HF names; return the names of the parameters that were filled."""
         ...
 
 
 def load_named(model: torch.nn.Module, named: Iterable[tuple[str, Tensor]], hooks: EngineHooks) -> None:
-    """The model holds these weights.
+    """Fill the model with these weights.
 
     Args:
         model: vLLM's, of this rank.
-        named: every tensor of the model under its HF checkpoint name, whole; this rank takes its slices.
+        named: every full tensor of the model under its HF checkpoint name; this rank takes its slices.
         hooks: of the engine.
 
     Raises:
         RuntimeError: a parameter of the engine was given no tensor.
     """
     hooks.before_load(model)
-    loaded = cast(LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
+    loaded = cast(LoadsWeights, model).load_weights(iter(named))
     # a tied head is the embedding, and is not reported as loaded
     config: Any = model.config
     tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()

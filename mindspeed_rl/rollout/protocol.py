@@ -1,7 +1,7 @@
-"""What trainers and agent loops see of a rollout engine: tokens in, tokens out, one request at a time.
+"""The rollout engine as trainers and agent loops see it: tokens in, tokens out, one request at a time.
 
-Two hosts: `in_process` (a worker steps vLLM's engine on the device that trains) and a server with devices of its own. No torch,
-so the driver may import it.
+Two hosts implement it: `in_process` (a worker steps vLLM's engine on the device that trains) and a server with dedicated
+devices. No torch, so the driver may import it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PauseMode = Literal["wait", "keep", "abort"]
 
 @dataclass(frozen=True)
 class Generated:
-    """A response, or what there is of one.
+    """A response, or the tokens of it that exist so far.
 
     Attributes:
         token_ids: with the stop token, if one ended it.
-        log_probs: of each token under the distribution it was drawn from.
-        versions: of the weights that each token was drawn with.
-        finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, and may go on as another call's `begun`.
-        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the token
-            behind it was drawn; None where the engine does not say.
+        log_probs: of each token under the distribution it was sampled from.
+        versions: of the weights that each token was sampled with.
+        finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, another call may continue it as `partial`.
+        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the next token
+            was sampled; None where the engine does not report them.
     """
 
     token_ids: tuple[int, ...]
@@ -48,39 +48,39 @@ class Generated:
                 f"{len(self.versions)} weight versions"
             )
 
-    def followed_by(self, rest: Generated) -> Generated:
-        """The whole response, of which `rest` is what came after these tokens."""
+    def concat(self, rest: Generated) -> Generated:
+        """Return the full response, of which `rest` has the tokens after these."""
         return Generated(
             self.token_ids + rest.token_ids,
             self.log_probs + rest.log_probs,
             self.versions + rest.versions,
             rest.finish,
-            continued_routing(self.routing, rest.routing),
+            continue_routing(self.routing, rest.routing),
         )
 
 
-def continued_routing(first: np.ndarray | None, whole: np.ndarray | None) -> np.ndarray | None:
-    """The routing of a context that went on: what was said of its beginning stays, the rest is from `whole`, which has it all.
+def continue_routing(first: np.ndarray | None, full: np.ndarray | None) -> np.ndarray | None:
+    """Return the routing of a continued context: `first` for the tokens that it covers, `full` for those after them.
 
-    So every token keeps the experts with which the one behind it was drawn, also where a later request computed it anew.
+    Every token keeps the experts with which the next one was sampled, also where a later request computed it again.
     """
-    if first is None or whole is None:
-        return whole if first is None else first
-    return np.concatenate([first, whole[len(first) :]])
+    if first is None or full is None:
+        return full if first is None else first
+    return np.concatenate([first, full[len(first) :]])
 
 
 #: a response that has no token yet
-NOTHING = Generated((), (), (), "aborted")
+EMPTY_RESPONSE = Generated((), (), (), "aborted")
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What an engine is asked for when a response goes on.
+    """The request by which an engine starts or continues a response.
 
     Attributes:
-        prompt_ids: the prompt and the tokens that are kept.
-        sampling: for the tokens that are still allowed.
-        seed: see `continued_seed`.
+        prompt_ids: the prompt and the tokens that the response has.
+        sampling: for the remaining tokens.
+        seed: see `continuation_seed`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -88,98 +88,101 @@ class Continuation:
     seed: int
 
 
-def continuation(prompt_ids: Iterable[int], sampling: Sampling, seed: int, begun: Generated | None) -> Continuation | None:
-    """The request by which a response begins, or goes on behind the tokens that it has; None when it has all it may have.
+def build_continuation(
+    prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None
+) -> Continuation | None:
+    """Return the request that starts a response, or continues `partial`; None where it has all tokens that it may have.
 
     Raises:
-        ValueError: `begun` was not interrupted, or has more tokens than it may.
+        ValueError: `partial` was not interrupted, or has more tokens than it may have.
     """
     prompt = tuple(prompt_ids)
-    if begun is None:
+    if partial is None:
         return Continuation(prompt, sampling, seed)
-    kept = len(begun.token_ids)
-    if begun.finish != "aborted" or kept > sampling.max_tokens:
+    num_tokens = len(partial.token_ids)
+    if partial.finish != "aborted" or num_tokens > sampling.max_tokens:
         raise ValueError(
-            f"a response of {kept} tokens that ended by '{begun.finish}' cannot go on to max_tokens {sampling.max_tokens}"
+            f"a response of {num_tokens} tokens that ended by '{partial.finish}' cannot be continued to max_tokens "
+            f"{sampling.max_tokens}"
         )
-    if kept == sampling.max_tokens:
+    if num_tokens == sampling.max_tokens:
         return None
-    rest = replace(sampling, max_tokens=sampling.max_tokens - kept)
-    return Continuation(prompt + begun.token_ids, rest, continued_seed(seed, kept))
+    remaining = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
+    return Continuation(prompt + partial.token_ids, remaining, continuation_seed(seed, num_tokens))
 
 
-def continued_seed(seed: int, num_kept: int) -> int:
-    """The seed of a response that goes on behind `num_kept` tokens: these two decide what is drawn, and nothing else.
+def continuation_seed(seed: int, num_tokens: int) -> int:
+    """Return the seed with which a response is continued after `num_tokens` tokens; nothing else decides what is sampled.
 
-    A request's generator cannot be carried from one engine to another, so a response draws from a new one for each piece;
-    without kept tokens that is the response's own.
+    A request's generator cannot move from one engine to another, so each continuation samples from a new one. Without tokens
+    it is the response's own seed.
     """
-    if not num_kept:
+    if not num_tokens:
         return seed
-    digest = hashlib.blake2b(f"{seed}+{num_kept}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}+{num_tokens}".encode(), digest_size=8).digest()
     # 31 bits, as in `sample_seed`
     return int.from_bytes(digest, "big") >> 33
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A response that is to begin or to go on, on its way to whoever holds an engine.
+class PartialResponse:
+    """A response to start or to continue, as it is sent to a worker with an engine.
 
     Attributes:
         seed: of the response.
-        begun: what there is of it.
+        partial: the tokens that it has; None for a new one.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
-    begun: Generated | None
+    partial: Generated | None
 
 
 class RolloutEngine(Protocol):
-    """One engine, or several that answer as one.
+    """One engine, or several that act as one.
 
-    All methods are coroutines of one event loop. `pause`, `update_weights`, `release`, `restore` and `resume` are called by one
-    caller, one at a time; `generate` by many at once, also while the engine is paused: it then answers after `resume`.
+    All methods are coroutines of one event loop. One caller calls `pause`, `update_weights`, `release`, `restore` and `resume`,
+    one at a time; many call `generate` at once, also while the engine is paused: it then returns after `resume`.
     """
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """A whole response, beginning with the tokens of `begun`, which keep their log-probs and versions.
+        """Return a full response; the tokens of `partial` come first, with their log-probs and versions.
 
-        The same arguments and weights give the same response, whatever else the engine works on.
+        The same arguments and weights give the same response, whatever other requests the engine has.
 
         Args:
-            sampling: max_tokens counts all tokens of the response, those of `begun` too.
-            seed: of the response; see `continued_seed` for what is drawn behind `begun`.
-            begun: a response that was interrupted.
+            sampling: max_tokens counts all tokens of the response, those of `partial` too.
+            seed: of the response; see `continuation_seed` for the tokens after `partial`.
+            partial: a response that was interrupted.
 
         Raises:
-            ValueError: the request cannot be answered: too long for the engine, or `begun` has ended.
+            ValueError: the request cannot be served: too long for the engine, or `partial` has ended.
         """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Nothing is generated from now on until `resume`; returns once that is true.
+        """Stop generating until `resume`; return once nothing runs.
 
         Args:
-            mode: "wait": what runs has ended first; "keep": what runs is frozen, and goes on after `resume` with the keys and
-                values it has, so its later tokens have other versions; "abort": what runs has returned, "aborted" with the
-                tokens it has.
+            mode: "wait": running requests end first; "keep": they are frozen, and continue after `resume` with the keys and
+                values that they have, so later tokens have other versions; "abort": they return, "aborted", with the tokens
+                that they have.
         """
         ...
 
     async def resume(self) -> None:
-        """Requests are worked on again: those that were kept, and those that came in meanwhile."""
+        """Continue the frozen requests, and start those that came in meanwhile."""
         ...
 
     async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Tokens from now on are drawn with these weights and say so. The engine is paused; cached prefixes are dropped.
+        """Sample later tokens with these weights, and report their version. The engine is paused; cached prefixes are dropped.
 
         Args:
-            version: number of the weights, as the trainer counts.
-            named: every tensor under its HF checkpoint name, whole; None where the engine's workers take them from a group
-                that they share with the trainer's.
+            version: index of the weights, as the trainer counts.
+            named: every full tensor under its HF checkpoint name; None where the engine's workers take them from a process
+                group with the trainers.
 
         Raises:
             RuntimeError: a parameter was given no tensor.
@@ -187,9 +190,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def release(self) -> None:
-        """The device's memory is free for others; the engine is paused, and nothing runs or was kept."""
+        """Free the device's memory; the engine is paused and has no requests, neither running nor frozen."""
         ...
 
     async def restore(self) -> None:
-        """The memory is the engine's again; weights are undefined until `update_weights`."""
+        """Allocate the memory again; weights are undefined until `update_weights`."""
         ...

@@ -1,17 +1,17 @@
-"""What becomes of one sample of a prompt: the tokens that were drawn, those that were told to the model, rewards, figures."""
+"""A sample of a prompt as it trains: sampled tokens, context tokens between them, rewards, metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mindspeed_rl.rollout.protocol import Finish, Generated, continued_routing
+from mindspeed_rl.rollout.protocol import Finish, Generated, continue_routing
 
 if TYPE_CHECKING:
     import numpy as np
 
-#: version of the weights that a token which was not drawn comes from
+#: weight version of tokens that were not sampled
 NO_VERSION = -1
 
 
@@ -20,10 +20,10 @@ class Segment:
     """Tokens of one origin.
 
     Attributes:
-        log_probs: of each token under the distribution it was drawn from; 0.0 where it was not drawn.
-        versions: of the weights that each token was drawn with; NO_VERSION where it was not drawn.
-        sampled: the actor drew them. Otherwise they were told to it, and never train.
-        routing: of tokens that were drawn, that of everything before the last of them; see `Generated`.
+        log_probs: of each token under the distribution it was sampled from; 0.0 where it was not sampled.
+        versions: of the weights that each token was sampled with; NO_VERSION where it was not sampled.
+        sampled: True where the actor sampled them. Others are context, and never train.
+        routing: after sampled tokens, that of all tokens before the last of them; see `Generated`.
     """
 
     token_ids: tuple[int, ...]
@@ -40,13 +40,13 @@ class Segment:
             )
 
     @classmethod
-    def drawn(cls, found: Generated) -> Segment:
-        """What an engine drew."""
-        return cls(found.token_ids, found.log_probs, found.versions, True, found.routing)
+    def from_generated(cls, response: Generated) -> Segment:
+        """Return the segment of an engine's response."""
+        return cls(response.token_ids, response.log_probs, response.versions, True, response.routing)
 
     @classmethod
-    def told(cls, token_ids: Iterable[int]) -> Segment:
-        """What others say: tools, environments, templates."""
+    def from_context(cls, token_ids: Iterable[int]) -> Segment:
+        """Return the segment of tokens from tools, environments or templates."""
         ids = tuple(token_ids)
         return cls(ids, (0.0,) * len(ids), (NO_VERSION,) * len(ids), False)
 
@@ -56,46 +56,41 @@ class TokenSequence:
     """Tokens that the model reads as one context.
 
     Attributes:
-        prompt_ids: what stands before the first token that is drawn here.
+        prompt_ids: tokens before the first one that is sampled here.
     """
 
     prompt_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
 
     @property
-    def num_response_tokens(self) -> int:
-        """Tokens behind the prompt."""
-        return sum(len(segment.token_ids) for segment in self.segments)
-
-    @property
-    def is_drawn(self) -> bool:
-        """True where the model drew a token of it."""
+    def is_sampled(self) -> bool:
+        """True where the model sampled a token of it."""
         return any(segment.sampled and segment.token_ids for segment in self.segments)
 
     @property
     def routing(self) -> np.ndarray | None:
-        """[tokens up to the last that was drawn, layers, k], the experts of each; None where nobody has said."""
-        found = None
+        """Experts of each token up to the last sampled one, [tokens, layers, k]; None where the engine reports none."""
+        routing = None
         for segment in self.segments:
-            found = continued_routing(found, segment.routing)
-        return found
+            routing = continue_routing(routing, segment.routing)
+        return routing
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """One row of a batch: a single response, or the turns of an agent.
 
-    The row's response is what stands behind the prompts of its sequences, one after the other.
+    The row's response is the tokens after the prompts of its sequences, one sequence after the other.
 
     Attributes:
-        sequences: several where the chat template writes earlier turns otherwise once later ones follow: what was drawn in
-            one context must be trained in it. The first begins with the prompt of the data set, as a rule.
-        finish: "stop": it ended by itself; "length": there was no room for more; "aborted": it may go on.
-        turn_rewards: what tools and environments gave for each turn of the model; None for nothing.
-        final_reward: of the state in the end; None for none.
-        metrics: figures by name, such as tool_call_num. A name with a slash counts events, which a batch adds up; of the
-            others it has mean, largest and smallest.
-        failure: why it broke off, in words; "" where it did not. It then has no score.
+        sequences: several where the chat template renders earlier turns otherwise once later ones follow: tokens sampled in
+            one context must train in it. The first starts with the prompt of the data set, as a rule.
+        finish: "stop": it ended by itself; "length": there was no room for more; "aborted": it may be continued.
+        turn_rewards: from tools and environments for each turn of the model; None for no reward.
+        final_reward: of the final state; None for no reward.
+        metrics: by name, such as tool_call_num. A name with a slash counts events, which a batch adds up; of the others it
+            has mean, largest and smallest.
+        failure: the reason why it failed; "" where it did not. A failed trajectory has no score.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -106,12 +101,12 @@ class Trajectory:
     failure: str = ""
 
     @classmethod
-    def single(cls, prompt_ids: Sequence[int], response: Generated) -> Trajectory:
-        """A prompt and the one response to it."""
-        return cls((TokenSequence(tuple(prompt_ids), (Segment.drawn(response),)),), response.finish)
+    def from_response(cls, prompt_ids: Sequence[int], response: Generated) -> Trajectory:
+        """Return the trajectory of a prompt and its one response."""
+        return cls((TokenSequence(tuple(prompt_ids), (Segment.from_generated(response),)),), response.finish)
 
-    def without_routing(self) -> Trajectory:
-        """The same for those who only read it: routing is many times as long as the tokens."""
+    def drop_routing(self) -> Trajectory:
+        """Return it without routing, for readers of its tokens: routing is many times as long."""
         sequences = [
             replace(one, segments=tuple(replace(segment, routing=None) for segment in one.segments)) for one in self.sequences
         ]
@@ -119,10 +114,10 @@ class Trajectory:
 
     @property
     def response(self) -> Generated:
-        """The one response, which may go on where it was aborted.
+        """The single response; where it was aborted, it may be continued.
 
         Raises:
-            ValueError: it is no single response.
+            ValueError: there are several sequences or segments.
         """
         segments = self.segments
         if len(self.sequences) != 1 or len(segments) != 1:
@@ -134,51 +129,54 @@ class Trajectory:
 
     @property
     def segments(self) -> list[Segment]:
-        """Of all sequences."""
+        """Segments of all sequences."""
         return [segment for sequence in self.sequences for segment in sequence.segments]
 
     @property
     def token_ids(self) -> list[int]:
-        """The row's response."""
+        """Tokens of the row's response."""
         return [token for segment in self.segments for token in segment.token_ids]
 
     @property
     def log_probs(self) -> list[float]:
-        """Of each token of the response."""
+        """Log-prob of each token of the response."""
         return [value for segment in self.segments for value in segment.log_probs]
 
     @property
     def versions(self) -> list[int]:
-        """Of each token of the response."""
+        """Weight version of each token of the response."""
         return [version for segment in self.segments for version in segment.versions]
 
     @property
     def sampled(self) -> list[bool]:
-        """Which tokens of the response the actor drew: the row's response_mask."""
+        """True for each token of the response that the actor sampled: the row's response_mask."""
         return [segment.sampled for segment in self.segments for _ in segment.token_ids]
 
     @property
     def sampled_versions(self) -> list[int]:
-        """Of each token that was drawn."""
+        """Weight version of each sampled token."""
         return [version for segment in self.segments if segment.sampled for version in segment.versions]
 
     @property
     def input_ids(self) -> list[int]:
         """All tokens of all sequences."""
-        found: list[int] = []
+        ids: list[int] = []
         for sequence in self.sequences:
-            found += sequence.prompt_ids
+            ids += sequence.prompt_ids
             for segment in sequence.segments:
-                found += segment.token_ids
-        return found
+                ids += segment.token_ids
+        return ids
 
     @property
     def sequence_lengths(self) -> list[int]:
         """Tokens of prompt and response of each sequence, alternating: p1, r1, p2, r2 ..."""
-        return [length for one in self.sequences for length in (len(one.prompt_ids), one.num_response_tokens)]
+        lengths = []
+        for one in self.sequences:
+            lengths += [len(one.prompt_ids), sum(len(segment.token_ids) for segment in one.segments)]
+        return lengths
 
-    def facts(self) -> dict[str, Any]:
-        """What reward functions may read of it, as columns of the row."""
+    def reward_columns(self) -> dict[str, object]:
+        """Return the columns of the row that reward functions may read."""
         if not (self.metrics or self.turn_rewards or self.final_reward is not None or self.failure):
             return {}
         return {

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
 from mindspeed_rl.config.placement import RolloutLayout
-from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_sampling_params, engine_arguments, use_socket_folder
+from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_engine_arguments, build_sampling_params, use_socket_folder
 from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode, build_continuation
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, owner_of_engines
@@ -60,7 +60,7 @@ class AsyncEngine:
         """Starts the engine's processes; returns when they are ready.
 
         Args:
-            arguments: from `engine_arguments`, with executor and worker extension.
+            arguments: from `build_engine_arguments`, with executor and worker extension.
         """
         # until the first answer has come: the engine says that it is ready before it opens the socket of its answers
         self._sockets = TemporaryDirectory(prefix=SOCKET_PREFIX)
@@ -193,7 +193,7 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
     if settings.load_weights:
         changes["load_format"] = "auto"
     engine = AsyncEngine(
-        engine_arguments(
+        build_engine_arguments(
             settings.hf_folder,
             generate,
             adaptors.engine_hooks(),

@@ -19,9 +19,9 @@ import torch
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.disaggregated import ServedModel, SpanningGroup, engine_push
+from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup, build_engine_push
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.rendezvous import Delivery, Meeting
+from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 
 #: process that owns the engine, and when it began; the workers do not outlive it
 OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"
@@ -81,11 +81,11 @@ class EngineExtension:
         """This worker is a member of a new group; it leaves the one that it was in.
 
         Args:
-            meeting: a `Meeting` as JSON.
+            meeting: a `Rendezvous` as JSON.
             first_rank: of this engine's workers in the group.
         """
         self.weights_leave()
-        self._weights_group: SpanningGroup | None = SpanningGroup(Meeting.from_json(meeting), first_rank + self.rank)
+        self._weights_group: WeightSyncGroup | None = WeightSyncGroup(Rendezvous.from_json(meeting), first_rank + self.rank)
         self._weights_replica = first_rank
 
     def weights_leave(self) -> None:
@@ -97,7 +97,7 @@ class EngineExtension:
             group.close()
 
     def weights_receive(self) -> str:
-        """The model holds what the trainers of the group sent; a `Delivery` as JSON.
+        """The model holds what the trainers of the group sent; a `DeliveryReport` as JSON.
 
         Raises:
             Exception: that is not so. The group is left then, so that nobody waits for this worker.
@@ -111,20 +111,20 @@ class EngineExtension:
             self.weights_leave()
             raise
 
-    def _take_weights(self, group: SpanningGroup) -> str:
+    def _take_weights(self, group: WeightSyncGroup) -> str:
         if not hasattr(self, "_weights_hooks"):
             self._weights_hooks = adaptors.engine_hooks()
         model, hooks = self.model_runner.model, self._weights_hooks
         hooks.before_load(model)
         if self._weights_push is None:
-            self._weights_push = engine_push(
+            self._weights_push = build_engine_push(
                 group, self._read_destinations, replica=self._weights_replica, derived=DERIVED, device=self.device
             )
         self._weights_push.write(model)
         hooks.after_load(model)
         push, proof = self._weights_push, self._weights_push.compare(model)
         differing = list(proof.differing.get(self._weights_replica, ()))
-        return Delivery(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()
+        return DeliveryReport(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()
 
     def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
         """Where the engine puts what; it is asked again only for another model."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.rollout.protocol import NOTHING, Generated, PauseMode
+from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class _Request:
     def message(self) -> dict[str, Any]:
         """As `RolloutService.submit` takes it."""
         kept = self.whole
-        begun = {"token_ids": kept.token_ids, "log_probs": kept.log_probs, "versions": kept.versions}
+        partial = {"token_ids": kept.token_ids, "log_probs": kept.log_probs, "versions": kept.versions}
         words = asdict(self.sampling) | {"stop_token_ids": list(self.sampling.stop_token_ids)}
         return {
             "key": self.key,
             "prompt_ids": list(self.prompt_ids),
             "sampling": words,
             "seed": self.seed,
-            "begun": {name: list(values) for name, values in begun.items()} if kept.token_ids else None,
+            "begun": {name: list(values) for name, values in partial.items()} if kept.token_ids else None,
         }
 
 
@@ -209,7 +209,7 @@ class ServerPool:
     # ------------------------------------------------------------------ requests
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         """See `RolloutEngine.generate`. Waits while no server lives.
 
@@ -219,7 +219,7 @@ class ServerPool:
         """
         done = asyncio.get_running_loop().create_future()
         key = str(next(self._numbers))
-        request = _Request(key, tuple(prompt_ids), sampling, seed, done, begun or NOTHING)
+        request = _Request(key, tuple(prompt_ids), sampling, seed, done, partial or EMPTY_RESPONSE)
         self._waiting.append(request)
         self._place_waiting()
         try:
@@ -333,7 +333,7 @@ class ServerPool:
         tokens = tuple(event["token_ids"])
         # "aborted" until the last piece: so what there is can go on at another server
         piece = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), event["finish"] or "aborted")
-        request.whole = request.whole.followed_by(piece)
+        request.whole = request.whole.concat(piece)
         if event["finish"] is not None:
             del member.requests[request.key]
             self._note_idle(member)

@@ -24,7 +24,7 @@ class ServedEngine(Protocol):
     version: int
 
     def pieces(
-        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> AsyncIterator[Any]: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
@@ -110,9 +110,9 @@ class RolloutService:
         words = dict(request["sampling"])
         sampling = Sampling(**(words | {"stop_token_ids": tuple(words["stop_token_ids"])}))
         kept = request.get("begun")
-        begun = None if kept is None else Generated(*(tuple(kept[name]) for name in _KEPT), finish="aborted")
+        partial = None if kept is None else Generated(*(tuple(kept[name]) for name in _KEPT), finish="aborted")
         try:
-            async for piece in self._engine.pieces(request["prompt_ids"], sampling, request["seed"], begun):
+            async for piece in self._engine.pieces(request["prompt_ids"], sampling, request["seed"], partial):
                 if piece.finish is not None:
                     self._tasks.pop(key, None)
                 self._tell({"key": key} | asdict(piece))

@@ -25,7 +25,7 @@ class ServerSettings:
     Attributes:
         hf_folder: has config.json, and the tokenizer where other interfaces are served.
         generate: keys of the engines.
-        whole_distribution: no token is cut off when training responses are drawn.
+        full_distribution: no token is cut off when training responses are drawn.
         platform: name of the device kind.
         folder: of the run; takes run.log and logs/. None: nothing is written.
         with_tokenizer: the engine reads and writes text, for other interfaces than ours.
@@ -35,7 +35,7 @@ class ServerSettings:
 
     hf_folder: str
     generate: GenerateConfig
-    whole_distribution: bool
+    full_distribution: bool
     platform: str
     folder: Path | None
     with_tokenizer: bool = False
@@ -56,7 +56,7 @@ class ServerProcess:
         if settings.folder is not None:
             redirect_output(settings.folder / "logs" / f"{name}.log")
             set_up_logging(settings.folder / "run.log", worker=f"server {self._number}", console=False)
-            heartbeat.begin(settings.folder, f"rollout server {self._number}", interval_s=settings.heartbeat_interval_s)
+            heartbeat.start(settings.folder, f"rollout server {self._number}", interval_s=settings.heartbeat_interval_s)
         device = platform.select(settings.platform)
         if device.visible_devices_env is not None and device.ray_resource is not None:
             # vLLM counts the devices that its processes see from 0

@@ -36,7 +36,7 @@ def serve(
     listening: socket.socket,
     token: str,
     *,
-    whole_distribution: bool,
+    full_distribution: bool,
     platform_name: str,
 ) -> None:
     """Serves until the process is interrupted; the engine is ended then.
@@ -46,7 +46,7 @@ def serve(
         names: under which clients of the OpenAI-compatible paths know it.
         listening: a bound socket.
         token: that every call brings.
-        whole_distribution: no token is cut off when training responses are drawn.
+        full_distribution: no token is cut off when training responses are drawn.
     """
     device = platform.select(platform_name)
     # what the user's shell says wins: there is no run file that could
@@ -57,7 +57,7 @@ def serve(
     settings = ServerSettings(
         hf_folder=str(folder),
         generate=generate,
-        whole_distribution=whole_distribution,
+        full_distribution=full_distribution,
         platform=device.name,
         folder=None,
         with_tokenizer=True,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.resharding.rendezvous import Delivery, Meeting
+from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import LOST_PEER, WorkerError
 from mindspeed_rl.serving.engine_pool import Server, ServerLostError, ServerPool
 
@@ -93,7 +93,7 @@ class WeightPush:
     def push(
         self,
         version: int,
-        meet: Callable[[Sequence[str], Callable[[Meeting], None]], None],
+        meet: Callable[[Sequence[str], Callable[[Rendezvous], None]], None],
         send: Callable[[], tuple[Any, Exception | None]],
         leave: Callable[[], None],
     ) -> tuple[Any, int]:
@@ -145,11 +145,11 @@ class WeightPush:
             raise WorkerError(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
         return failures + 1
 
-    def _meet(self, names: Sequence[str], meet: Callable[[Sequence[str], Callable[[Meeting], None]], None]) -> bool:
+    def _meet(self, names: Sequence[str], meet: Callable[[Sequence[str], Callable[[Rendezvous], None]], None]) -> bool:
         """True when the trainers and all these servers are in a group."""
         joins: list[Future[list[Any]]] = []
 
-        def invite(meeting: Meeting) -> None:
+        def invite(meeting: Rendezvous) -> None:
             joins.append(self._loop.start(self._join_all(names, meeting)))
 
         try:
@@ -160,17 +160,17 @@ class WeightPush:
         alive = set(self._pool.names)
         return bool(joins) and all(name in alive for name in names) and not any(isinstance(r, Exception) for r in results)
 
-    async def _join_all(self, names: Sequence[str], meeting: Meeting) -> list[Any]:
+    async def _join_all(self, names: Sequence[str], meeting: Rendezvous) -> list[Any]:
         first, calls = self._num_trainers, []
         for name in names:
             calls.append(self._pool.ask(name, "join", meeting=meeting.to_json(), first_rank=first))
             first += self.workers_of[name]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    def new_meeting(self, host: str, port: int, names: Sequence[str]) -> Meeting:
+    def new_meeting(self, host: str, port: int, names: Sequence[str]) -> Rendezvous:
         """Where the trainers and all workers of these servers meet."""
         size = self._num_trainers + sum(self.workers_of[name] for name in names)
-        return Meeting(host, port, uuid.uuid4().hex[:12], size, self._timeout_s)
+        return Rendezvous(host, port, uuid.uuid4().hex[:12], size, self._timeout_s)
 
     def _results(self, receiving: Future[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
         try:
@@ -191,7 +191,7 @@ class WeightPush:
                 reason = "its process died during the weight push" if dead else f"weight push failed: {_last_line(result)}"
                 self._lose(name, reason)
             else:
-                parts = [Delivery.from_json(text) for text in result]
+                parts = [DeliveryReport.from_json(text) for text in result]
                 differing = [parameter for part in parts for parameter in part.differing]
                 if differing:
                     names = list(dict.fromkeys(differing))

@@ -1,22 +1,20 @@
-"""Router replay in a run: where the experts of tokens come from, how they travel, who is told them.
+"""Router replay in a run: the experts of tokens, on the way from one pass or from the rollout engine to another pass.
 
-Called by `ActorWorker` for the pass of the old log-probs and for the update, and by `RolloutReplica` for what it puts; calls
-the engine's `RoutedLayers` and the data plane.
+`ActorPhases` uses it for the pass of the old log-probs and for the update, `RolloutReplica` for its columns; it uses the
+engine's `RoutedLayers` and the data plane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, ROUTED_LENGTHS, UPDATE_ACTOR, routed_column
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -29,128 +27,105 @@ from mindspeed_rl.workers.replica import Replica
 Output = tuple[list[Tensor], list[Tensor]] | None
 
 
-class Routing(Protocol):
-    """Which experts the actor's passes send tokens to."""
+class Routing:
+    """The experts of the tokens in the actor's passes; in this class the model's own routers choose them."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
-        """The pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
-
-    def for_update(self, rows: Rows) -> Rows:
-        """What the update takes; each row has its number as the column `row`."""
-
-    def add_to(self, metrics: Metrics) -> None:
-        """Adds what was seen since the last call."""
-
-
-class OwnRouting:
-    """The model's own routers decide."""
-
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
+        """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
         return engine.forward(rows, batching)
 
     def for_update(self, rows: Rows) -> Rows:
+        """Return the rows of an update, with their experts; column `row` has the index of each row."""
         return rows
 
     def add_to(self, metrics: Metrics) -> None:
-        pass
+        """Add the metrics since the last call."""
 
 
-class _Replay:
-    """What both modes do: the update is told what lies in the data plane."""
+class _Replay(Routing):
+    """Both modes: the update takes the experts that are in the data plane."""
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
-        self._layers = RoutedLayers(engine.model)
-        engine.routed = self._layers
-        self._replica = replica
-        replica.divide_by_stage()
-        self._topk = engine.model.plan.model_config.moe_router_topk
-        # a column for each stage: experts of the layers of other stages would be most of what travels
+        self._layers = engine.routed = RoutedLayers(engine.model)
+        self._replica, model_config = replica, engine.model.plan.model_config
+        self._topk, self._dtype = model_config.moe_router_topk, _choose_dtype(model_config)
+        # a column for each stage: experts in the layers of other stages would be most of the transfer
         self._column = routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
     def for_update(self, rows: Rows) -> Rows:
-        return self._told("actor_train", rows, [int(number) for number in rows.columns["row"]])
+        return self._add_experts(UPDATE_ACTOR.consumer, rows, [int(index) for index in rows.columns["row"]])
 
     def add_to(self, metrics: Metrics) -> None:
         agreed, compared = self._layers.take_agreement()
         if compared:
             metrics.add_mean("router/agreement", agreed, compared)
 
-    def _told(self, consumer: str, rows: Rows, numbers: Sequence[int]) -> Rows:
-        batch = self._replica.fetch_stage(consumer, [self._column, ROUTED_LENGTHS], numbers)
+    def _add_experts(self, consumer: str, rows: Rows, indexes: Sequence[int]) -> Rows:
+        """Return the rows with [tokens of the sequences, layers, k] each; -1 for tokens after the routed ones of a sequence."""
+        batch = self._replica.fetch(consumer, [self._column, ROUTED_LENGTHS], indexes, by_stage=True)
         routing = []
-        for values, known, lengths in zip(batch[self._column], batch[ROUTED_LENGTHS], rows.sequence_lengths):
-            # wider than the unsigned bytes that may have travelled, which have no -1
-            experts = values.to(torch.int16).view(int(known.sum()), self._layers.num_layers, self._topk)
-            routing.append(_spread(experts, known.tolist(), lengths))
+        for values, routed, lengths in zip(batch[self._column], batch[ROUTED_LENGTHS], rows.sequence_lengths):
+            # wider than the unsigned bytes of the transfer, which have no -1
+            experts = values.to(torch.int16).view(int(routed.sum()), self._layers.num_layers, self._topk)
+            slices = []
+            for part, length in zip(experts.split(routed.tolist()), lengths, strict=True):
+                slices += [part, part.new_full((length - len(part), *part.shape[1:]), -1)]
+            routing.append(torch.cat(slices))
         return replace(rows, routing=routing)
 
 
 class RecordedRouting(_Replay):
-    """R2: the update sends tokens where the pass of the old log-probs did."""
+    """R2: the update sends tokens to the experts of the pass of the old log-probs."""
 
-    def __init__(self, engine: TrainEngine, replica: Replica) -> None:
-        super().__init__(engine, replica)
-        self._dtype = wire_type(engine.model.plan.model_config)
-
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
         with self._layers.recording() as recording:
             output = engine.forward(rows, batching)
-        experts = [one.flatten().to(self._dtype) for one in self._layers.recorded_rows(recording, rows)]
-        self._replica.put_stage({self._column: experts}, numbers)
-        known = [torch.tensor(lengths) for lengths in rows.sequence_lengths]
-        self._replica.put(dict.fromkeys([ROUTED_LENGTHS], known), numbers)
+        experts = [row.flatten().to(self._dtype) for row in self._layers.gather_recording(recording, rows)]
+        self._replica.put({self._column: experts}, indexes, by_stage=True)
+        self._replica.put({ROUTED_LENGTHS: [torch.tensor(lengths) for lengths in rows.sequence_lengths]}, indexes)
         return output
 
 
 class RolloutRouting(_Replay):
-    """R3: both passes send tokens where the rollout engine did."""
+    """R3: both passes send tokens to the experts of the rollout engine."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
-        return engine.forward(self._told("actor_log_prob", rows, numbers), batching)
-
-
-def make_routing(run: Run, engine: TrainEngine, replica: Replica) -> Routing:
-    """As `rl_config.router_replay` says."""
-    mode = run.rl.router_replay.mode
-    return OwnRouting() if mode == "disabled" else {"R2": RecordedRouting, "R3": RolloutRouting}[mode](engine, replica)
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
+        return engine.forward(self._add_experts(ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
 
 
-def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """The columns of R3: the experts of all tokens up to the last that was drawn, for each pipeline stage those of its layers.
+#: rl_config.router_replay.mode -> class
+REPLAYS = {"R2": RecordedRouting, "R3": RolloutRouting}
+
+
+def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict[str, list[Tensor]]:
+    """Return the columns of R3: the experts of all tokens up to the last sampled one, by pipeline stage.
 
     Args:
         plan: of the actor.
+        trajectories: of the rows.
 
     Raises:
-        RuntimeError: the engine did not say.
+        RuntimeError: the engine reported no experts.
     """
-    dtype = wire_type(plan.model_config)
-    rows: list[Tensor] = []
-    known: list[Tensor] = []
+    model_config = plan.model_config
+    dtype, rows, lengths = _choose_dtype(model_config), [], []
     for trajectory in trajectories:
-        found = [sequence.routing for sequence in trajectory.sequences]
-        if missing := [number for number, one in enumerate(found) if one is None and trajectory.sequences[number].is_sampled]:
-            raise RuntimeError(f"rl_config.router_replay: the rollout engine did not say the experts of sequence {missing[0]}.")
-        said = [one for one in found if one is not None]
-        known.append(torch.tensor([0 if one is None else len(one) for one in found]))
-        whole = np.concatenate(said) if said else np.zeros((0, plan.model_config.num_layers, plan.model_config.moe_router_topk))
-        rows.append(torch.from_numpy(whole.astype(np.int16)))
-    columns: dict[str, list[Any]] = {ROUTED_LENGTHS: known}
+        experts = [sequence.routing for sequence in trajectory.sequences]
+        for index, (routing, sequence) in enumerate(zip(experts, trajectory.sequences)):
+            if routing is None and sequence.is_sampled:
+                raise RuntimeError(f"rl_config.router_replay: the rollout engine did not report the experts of sequence {index}.")
+        lengths.append(torch.tensor([0 if routing is None else len(routing) for routing in experts]))
+        nothing = np.zeros((0, model_config.num_layers, model_config.moe_router_topk))
+        row = np.concatenate([nothing, *(routing for routing in experts if routing is not None)])
+        rows.append(torch.from_numpy(row.astype(np.int16)))
+    columns = {ROUTED_LENGTHS: lengths}
     for stage in range(plan.layout.pp):
         layers = [layer for chunk in plan.routed_layers(stage) for layer in chunk]
         columns[routed_column(stage)] = [row[:, layers].flatten().to(dtype) for row in rows]
     return columns
 
 
-def wire_type(model_config: ModelConfig) -> torch.dtype:
-    """The smallest integers that hold an expert's number."""
+def _choose_dtype(model_config: ModelConfig) -> torch.dtype:
+    """Return the smallest integer type that has the index of every expert."""
     assert model_config.num_moe_experts is not None
     return torch.uint8 if model_config.num_moe_experts <= 256 else torch.int16
-
-
-def _spread(values: Tensor, known: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """[tokens of the sequences, layers, k]: the known tokens of each sequence in front, -1 for its others."""
-    pieces = []
-    for part, length in zip(values.split(list(known)), lengths, strict=True):
-        pieces += [part, part.new_full((length - len(part), *part.shape[1:]), -1)]
-    return torch.cat(pieces)

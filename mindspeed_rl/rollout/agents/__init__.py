@@ -1,8 +1,8 @@
-"""Agent loops: how a prompt becomes a trajectory, of one turn or many. One class a loop, or "module:Class" of a user's own."""
+"""Agent loops make a trajectory of a prompt, in one turn or many. One class a loop, or "module:Class" of your own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 AGENT_LOOPS = {
     "single_turn": "mindspeed_rl.rollout.agents.loop:SingleTurn",
     "tool_agent": "mindspeed_rl.rollout.agents.tool_agent:ToolAgent",
-    "scheduler": "mindspeed_rl.rollout.agents.scheduler:Scheduled",
-    "environment": "mindspeed_rl.rollout.agents.environment_loop:InEnvironment",
+    "scheduler": "mindspeed_rl.rollout.agents.scheduler:SchedulerLoop",
+    "environment": "mindspeed_rl.rollout.agents.environment_loop:EnvironmentLoop",
 }
 
 
-def agent_loop_class(name: str) -> type[AgentLoop]:
-    """The class that a name or "module:Class" stands for.
+def load_agent_loop(name: str) -> type[AgentLoop]:
+    """Load the class of a name or "module:Class".
 
     Raises:
-        ValueError: there is none; the message names the nearest.
+        ValueError: there is none; the message has the nearest names.
     """
     subject = f"rl_config.agent_loop {name}"
-    found: Any = registry.load(registry.target_of(AGENT_LOOPS, name, subject), subject)
-    if not callable(getattr(found, "run", None)):
+    loop = registry.load(registry.target_of(AGENT_LOOPS, name, subject), subject)
+    if not callable(getattr(loop, "run", None)):
         raise ValueError(f"{subject}: it has no method run(task, engine, tools)")
-    return found
+    return loop

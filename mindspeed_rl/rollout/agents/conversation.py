@@ -1,4 +1,4 @@
-"""A conversation with the model that is held in tokens: what it drew stays as it drew it."""
+"""A conversation with the model in tokens: sampled tokens are never tokenized again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of one trajectory.
+class TrajectoryLimits:
+    """Limits of one trajectory.
 
     Attributes:
-        max_tokens: behind the prompt, over all turns: drawn, told, and what the template writes again.
+        max_tokens: after the prompt, over all turns: sampled tokens, messages, and what the template renders again.
         max_prompt_tokens: of the prompt.
         max_context_tokens: that the engine can read, the answer included.
         max_turns: of the model; None: as many as fit.
@@ -42,7 +42,7 @@ class Turn:
         text: decoded with special tokens, without the one that ended it.
         token_ids: with that one.
         ended: by an end token; otherwise for lack of room, and no other turn follows.
-        prompt_ids: what the model read.
+        prompt_ids: the context that the model read.
         log_probs: of each token.
     """
 
@@ -53,12 +53,13 @@ class Turn:
     log_probs: tuple[float, ...]
 
 
-class Dialogue:
-    """One trajectory on its way.
+class AgentConversation:
+    """One trajectory in progress.
 
     Attributes:
-        messages: what was said since the prompt, in OpenAI's form.
-        metrics: figures that the trajectory is to have.
+        messages: the conversation after the prompt, in OpenAI's form.
+        metrics: of the trajectory.
+        num_turns: turns of the model so far.
     """
 
     def __init__(
@@ -69,32 +70,28 @@ class Dialogue:
         engine: RolloutEngine,
         turns: ChatTurns,
         tokenizer: PreTrainedTokenizerBase,
-        limits: Limits,
+        limits: TrajectoryLimits,
     ) -> None:
         self._prompt_ids, self._sampling, self._seed, self._engine = tuple(prompt_ids), sampling, seed, engine
         self._turns, self._tokenizer, self._limits = turns, tokenizer, limits
-        self._done: list[TokenSequence] = []  # sequences that are over
-        self._begins = self._prompt_ids
-        self._segments: list[Segment] = []  # of the sequence that goes on
-        self._used = 0
+        self._finished: list[TokenSequence] = []  # sequences that the current one has replaced
+        self._start = self._prompt_ids  # of the current sequence
+        self._segments: list[Segment] = []  # of the current sequence
+        self._num_used = 0
         self._rewards: list[float | None] = []  # of each turn
         self._has_thought = False
         self._truncated = False
         self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
+        self.num_turns = 0
 
-    @property
-    def num_turns(self) -> int:
-        """Turns of the model so far."""
-        return len(self._rewards)
+    def can_continue(self, turn: Turn) -> bool:
+        """Return True where another turn of the model may follow this one."""
+        max_turns = self._limits.max_turns
+        return turn.ended and (max_turns is None or self.num_turns < max_turns)
 
-    def may_go_on(self, turn: Turn) -> bool:
-        """Another turn of the model may follow this one."""
-        most = self._limits.max_turns
-        return turn.ended and (most is None or self.num_turns < most)
-
-    def begin(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
-        """The conversation begins with another prompt than the task's, or anew; False where it has no room.
+    def restart(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
+        """Start with another prompt than the task's, or start again after turns; return False where there is no room.
 
         Args:
             turns: of the chat template from now on, where prompts with tools and without differ.
@@ -102,17 +99,19 @@ class Dialogue:
         Raises:
             ValueError: the first prompt is too long.
         """
-        most = self._limits.max_prompt_tokens
-        if not self._rewards and len(prompt_ids) > most:
-            raise ValueError(f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {most}")
+        max_tokens = self._limits.max_prompt_tokens
+        if not self._rewards and len(prompt_ids) > max_tokens:
+            raise ValueError(
+                f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {max_tokens}"
+            )
         self._turns = self._turns if turns is None else turns
-        if self._rewards and not self._begin_sequence(tuple(prompt_ids), [], has_thought=False):
+        if self._rewards and not self._start_sequence(tuple(prompt_ids), [], has_thought=False):
             return False
-        self._prompt_ids = self._begins = tuple(prompt_ids)
+        self._prompt_ids = self._start = tuple(prompt_ids)
         return True
 
     async def reply(self, max_tokens: int | None = None) -> Turn:
-        """The model's next turn.
+        """Return the model's next turn.
 
         Args:
             max_tokens: of this turn, where the run allows as many.
@@ -122,144 +121,148 @@ class Dialogue:
         """
         context = self._context(self._segments)
         limits = self._limits
-        room = min(self._sampling.max_tokens, limits.max_tokens - self._used, limits.max_context_tokens - len(context))
+        room = min(self._sampling.max_tokens, limits.max_tokens - self._num_used, limits.max_context_tokens - len(context))
         room = room if max_tokens is None else min(room, max_tokens)
-        # without any room the engine is asked all the same, and says that the prompt is too long
+        # without any room the engine raises that the prompt is too long
         sampling = replace(self._sampling, max_tokens=max(1, room))
-        found = await _whole(self._engine, context, sampling, turn_seed(self._seed, self.num_turns))
-        self._segments.append(Segment.drawn(found))
-        self._used += len(found.token_ids)
+        seed = turn_seed(self._seed, self.num_turns)
+        response: Generated | None = None
+        while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
+            response = await self._engine.generate(context, sampling, seed, response)
+        self._segments.append(Segment.from_generated(response))
+        self._num_used += len(response.token_ids)
         self._rewards.append(None)
-        ended = found.finish == "stop"
+        self.num_turns += 1
+        ended = response.finish == "stop"
         self._truncated = not ended
-        spoken = found.token_ids[:-1] if ended else found.token_ids
-        # cleaning up would take away spaces that the model drew
-        text = self._tokenizer.decode(list(spoken), clean_up_tokenization_spaces=False)
+        visible = response.token_ids[:-1] if ended else response.token_ids
+        # cleaning up would remove spaces that the model sampled
+        text = self._tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         self._has_thought |= "</think>" in text
         if self.messages and self.messages[-1]["role"] == "assistant":  # it was reopened
             text = self.messages.pop()["content"] + text
         self.messages.append({"role": "assistant", "content": text})
-        return Turn(text, found.token_ids, ended, context, found.log_probs)
+        return Turn(text, response.token_ids, ended, context, response.log_probs)
 
-    def tell(self, messages: Sequence[ChatMessage]) -> bool:
-        """The model has been told these messages, and is to answer; False where there is no room for an answer.
+    def add_messages(self, messages: Sequence[ChatMessage]) -> bool:
+        """Add messages that the model answers next; return False where there is no room for an answer.
 
-        Where the chat template writes earlier turns otherwise now, a new sequence begins with what it writes.
+        Where the chat template now renders earlier turns otherwise, a new sequence starts with what it renders.
 
         Raises:
-            BadRow: the template cannot write them.
+            BadRow: the template cannot render them.
         """
         last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
         between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
-        told = [dict(message) for message in messages]
+        added = [dict(message) for message in messages]
         if between is None:
-            return self._write_anew([*self.messages, *told])
+            return self._render_again([*self.messages, *added])
         if not self._has_room(len(between), len(self._context(self._segments)) + len(between)):
             return False
-        self.messages += told
-        self._used += len(between)
-        self._segments.append(Segment.told(between))
+        self.messages += added
+        self._num_used += len(between)
+        self._segments.append(Segment.from_context(between))
         return True
 
     def replace(self, messages: Sequence[ChatMessage]) -> bool:
-        """The conversation since the prompt has become this one, and the model is to answer; False where it has no room.
+        """Replace the conversation after the prompt; return False where there is no room for an answer.
 
-        What only adds to what was said is told; anything else begins a new sequence.
+        Messages that only follow the earlier ones are added; anything else starts a new sequence.
         """
-        said = len(self.messages)
-        new = messages[said:]
-        is_told = bool(new) and all(message["role"] != "assistant" for message in new)
-        if is_told and [dict(message) for message in messages[:said]] == self.messages:
-            return self.tell(new)
-        return self._write_anew([dict(message) for message in messages])
+        num_before = len(self.messages)
+        new = messages[num_before:]
+        follow = bool(new) and all(message["role"] != "assistant" for message in new)
+        if follow and [dict(message) for message in messages[:num_before]] == self.messages:
+            return self.add_messages(new)
+        return self._render_again([dict(message) for message in messages])
 
     def reopen(self, content: str) -> bool:
-        """The model's last turn is this text, and goes on behind it; False where there is no room.
+        """Replace the text of the model's last turn, which continues after it; return False where there is no room.
 
-        It was drawn otherwise, or at least not without its end token: a new sequence begins.
+        The turn was sampled otherwise, or at least with an end token: a new sequence starts.
         """
-        begins = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
-        said = [*self.messages[:-1], {"role": "assistant", "content": content}]
-        return self._begin_sequence(begins, said, has_thought=self._has_thought)
+        start = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
+        messages = [*self.messages[:-1], {"role": "assistant", "content": content}]
+        return self._start_sequence(start, messages, has_thought=self._has_thought)
 
     def amend(self, token_ids: Sequence[int], trains: Sequence[bool], content: str) -> bool:
-        """The model's last turn reads so from now on, in these tokens; False where there is no room.
+        """Replace the tokens of the model's last turn; return False where there is no room.
 
-        Tokens behind those that were drawn are told. Where one of those is changed or left out, a new sequence begins, and what
-        was drawn stays as it was drawn in the one before.
+        Tokens after the sampled ones are context. Where a sampled one is changed or left out, a new sequence starts, and the
+        one before keeps what was sampled.
 
         Args:
-            trains: False for drawn tokens that shall not train: they count as told.
+            trains: False for sampled tokens that must not train: they count as context.
             content: the turn as text.
 
         Raises:
-            ValueError: a token shall train that was not drawn there.
+            ValueError: a token should train that was not sampled there.
         """
-        *before, drawn = self._segments
-        same = len(os.path.commonprefix([drawn.token_ids, tuple(token_ids)]))  # takes any sequences
-        for place, token in enumerate(token_ids):
-            if place >= same and trains[place]:
-                raise ValueError(f"token {place} of the turn ({token}) shall train, but the model did not draw it there")
-        said = [*self.messages[:-1], {"role": "assistant", "content": content}]
-        is_whole = same == len(drawn.token_ids)
+        *before, sampled = self._segments
+        same = len(os.path.commonprefix([sampled.token_ids, tuple(token_ids)]))  # takes any sequences
+        for index, token in enumerate(token_ids):
+            if index >= same and trains[index]:
+                raise ValueError(f"token {index} of the turn ({token}) shall train, but the model did not sample it there")
+        messages = [*self.messages[:-1], {"role": "assistant", "content": content}]
+        is_full = same == len(sampled.token_ids)
         added = tuple(token_ids[same:])
         context = (*self._context(before), *token_ids)
-        if is_whole and added and not self._has_room(len(added), len(context)):
+        if is_full and added and not self._has_room(len(added), len(context)):
             return False
-        drawn_parts = _parts(drawn, [*trains[:same], *(True for _ in drawn.token_ids[same:])])
-        if not is_whole:
-            kept, self._segments = self._segments, [*before, *drawn_parts]
-            if not self._begin_sequence(context, said, has_thought=self._has_thought):
-                self._segments = kept
+        split = _split_by_training(sampled, [*trains[:same], *(True for _ in sampled.token_ids[same:])])
+        if not is_full:
+            unchanged, self._segments = self._segments, [*before, *split]
+            if not self._start_sequence(context, messages, has_thought=self._has_thought):
+                self._segments = unchanged
                 return False
             return True
-        self._segments = [*before, *drawn_parts, *([Segment.told(added)] if added else [])]
-        self._used += len(added)
-        self.messages = said
+        self._segments = [*before, *split, *([Segment.from_context(added)] if added else [])]
+        self._num_used += len(added)
+        self.messages = messages
         return True
 
-    def _write_anew(self, messages: list[dict[str, Any]]) -> bool:
-        # what the template dropped is gone, and what it kept it keeps
-        return self._begin_sequence(self._turns.rewritten(self._prompt_ids, messages), messages, has_thought=False)
+    def _render_again(self, messages: list[dict[str, Any]]) -> bool:
+        # the template has dropped the thoughts that it drops
+        return self._start_sequence(self._turns.rewritten(self._prompt_ids, messages), messages, has_thought=False)
 
-    def _begin_sequence(self, begins: tuple[int, ...], messages: list[dict[str, Any]], *, has_thought: bool) -> bool:
-        if not self._has_room(len(begins), len(begins)):
+    def _start_sequence(self, start: tuple[int, ...], messages: list[dict[str, Any]], *, has_thought: bool) -> bool:
+        if not self._has_room(len(start), len(start)):
             return False
-        self._done.append(TokenSequence(self._begins, tuple(self._segments)))
-        self._begins, self._segments, self.messages = begins, [], messages
-        self._used += len(begins)
+        self._finished.append(TokenSequence(self._start, tuple(self._segments)))
+        self._start, self._segments, self.messages = start, [], messages
+        self._num_used += len(start)
         self._has_thought = has_thought
         return True
 
     def _context(self, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """What the model reads up to the end of these segments of the sequence that goes on."""
-        return (*self._begins, *(token for segment in segments for token in segment.token_ids))
+        """Return the tokens of the current sequence up to the end of these segments."""
+        return (*self._start, *(token for segment in segments for token in segment.token_ids))
 
     def _has_room(self, num_tokens: int, context: int) -> bool:
-        """At least one token may be drawn behind so many new ones, which make the context so long."""
-        fits = self._used + num_tokens < self._limits.max_tokens and context < self._limits.max_context_tokens
+        """Return True where a token can be sampled after so many new ones, which make the context so long."""
+        fits = self._num_used + num_tokens < self._limits.max_tokens and context < self._limits.max_context_tokens
         self._truncated |= not fits
         return fits
 
     def reward(self, value: float | None) -> None:
-        """The model's last turn got this, besides what it has got."""
+        """Add to the reward of the model's last turn."""
         if value is not None:
             self._rewards[-1] = (self._rewards[-1] or 0.0) + float(value)
 
     def count(self, name: str, value: float = 1.0) -> None:
-        """Adds to a figure of the trajectory."""
+        """Add to a metric of the trajectory."""
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def end(self, *, final_reward: float | None = None, failure: str = "") -> Trajectory:
-        """The trajectory."""
+        """Return the trajectory."""
         segments = list(self._segments)
         while segments and not segments[-1].sampled:
-            segments.pop()  # what nobody answered
-        last = [TokenSequence(self._begins, tuple(segments))] if segments or not self._done else []
+            segments.pop()  # messages without an answer
+        last = [TokenSequence(self._start, tuple(segments))] if segments or not self._finished else []
         return Trajectory(
-            sequences=(*self._done, *last),
+            sequences=(*self._finished, *last),
             finish="length" if self._truncated else "stop",
             turn_rewards=tuple(self._rewards),
             final_reward=final_reward,
@@ -268,25 +271,18 @@ class Dialogue:
         )
 
 
-def _parts(drawn: Segment, trains: Sequence[bool]) -> list[Segment]:
-    """A drawn segment as those of its tokens that train and those that count as told, in their order."""
-    found, start = [], 0
+def _split_by_training(segment: Segment, trains: Sequence[bool]) -> list[Segment]:
+    """Split a sampled segment into runs of tokens that train and runs that count as context, in their order."""
+    segments, start = [], 0
     for does, run in itertools.groupby(trains):
         part = slice(start, start + len(list(run)))
-        ids = drawn.token_ids[part]
-        found.append(Segment(ids, drawn.log_probs[part], drawn.versions[part], sampled=True) if does else Segment.told(ids))
+        ids = segment.token_ids[part]
+        sampled = Segment(ids, segment.log_probs[part], segment.versions[part], sampled=True)
+        segments.append(sampled if does else Segment.from_context(ids))
         start = part.stop
-    return found
+    return segments
 
 
-async def _whole(engine: RolloutEngine, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
-    """A response that has ended: new weights may interrupt it, and it goes on with them."""
-    found: Generated | None = None
-    while found is None or found.finish == "aborted":
-        found = await engine.generate(prompt_ids, sampling, seed, found)
-    return found
-
-
-def row_of(columns: Mapping[str, Any], label: str | None) -> dict[str, Any]:
-    """The data set's row as plug-ins see it; its answer is both `label` and, where there is no such column, `solution`."""
+def build_row(columns: Mapping[str, Any], label: str | None) -> dict[str, Any]:
+    """Return the data set's row for plug-ins; its answer is both `label` and, where there is no such column, `solution`."""
     return {"label": label, "solution": label, **columns}

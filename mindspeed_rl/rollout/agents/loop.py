@@ -1,4 +1,4 @@
-"""What an agent loop is, and what it is given."""
+"""The base of agent loops with its inputs, the loop of one turn, and the runner that gives each trajectory its tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A sample that is wanted.
+    """A sample to generate.
 
     Attributes:
-        prompt_ids: of the data set's row, as the chat template wrote them.
+        prompt_ids: of the data set's row, as the chat template rendered it.
         sampling: of each turn; max_tokens counts the tokens of one turn.
-        seed: of the sample; each turn has its own, made of it.
+        seed: of the sample; each turn derives its own from it.
         label, columns: the reference answer and the other columns of the row.
-        begun: what there is of a response that was interrupted. Only a loop of one turn takes it up: tools and environments
-            cannot be put back to where they were, so that a longer trajectory begins anew, with the same seeds.
+        partial: a response that was interrupted. Only a loop of one turn continues it: tools and environments cannot be set
+            back, so a longer trajectory starts again, with the same seeds.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     label: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    begun: Generated | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)  # values of any type, as the data set has them
+    partial: Generated | None = None
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What all trajectories of a run have in common.
+    """Settings of all trajectories of a run.
 
     Attributes:
-        turns: the chat template's part.
+        turns: renders messages by the chat template.
         limits: of a trajectory.
-        tool_box: None without tools; its parser is there once it was started.
+        tool_box: None without tools; its parser exists once it was started.
         multi_turn_scheduler: "module:Class", of the loop `scheduler`.
-        environment: what the key of this name says, of the loop `environment`.
-        tool_parser: how the model writes calls; for tools that others than the tool box bring.
+        environment: the key of this name, of the loop `environment`.
+        tool_parser: the format in which the model writes calls; for tools that do not come from the tool box.
     """
 
     tokenizer: PreTrainedTokenizerBase
     turns: ChatTurns
-    limits: Limits
+    limits: TrajectoryLimits
     tool_box: ToolBox | None = None
     multi_turn_scheduler: str | None = None
     environment: str | None = None
@@ -63,17 +63,18 @@ class LoopSettings:
 
 
 class AgentLoop(ABC):
-    """Makes trajectories; one object a run and process, `run` once a trajectory, many at a time in one event loop."""
+    """Base class; one object per run and process; `run` makes one trajectory, many at a time in one event loop."""
 
     def __init__(self, settings: LoopSettings) -> None:
-        """
+        """Store the settings.
+
         Raises:
             ValueError: a setting that this loop needs is missing or wrong.
         """
         self.settings = settings
 
     async def start(self) -> None:
-        """Starts what trajectories share; in the event loop in which they run.
+        """Start what trajectories share; in the event loop in which they run.
 
         Raises:
             ValueError: it cannot be started.
@@ -81,36 +82,38 @@ class AgentLoop(ABC):
         return None
 
     async def close(self) -> None:
-        """Ends what trajectories share; may be called twice."""
+        """End what trajectories share; may be called twice."""
         return None
 
     @abstractmethod
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
-        """One trajectory.
+        """Return one trajectory.
 
         Args:
-            tools: those of this trajectory, which the caller closes in any case; None in a run without.
+            tools: of this trajectory; the caller closes them in any case. None in a run without tools.
         """
 
-    def dialogue(self, task: Task, engine: RolloutEngine) -> Dialogue:
-        """A conversation in tokens that begins with the task's prompt."""
+    def start_conversation(self, task: Task, engine: RolloutEngine) -> AgentConversation:
+        """Return a conversation in tokens that starts with the task's prompt."""
         settings = self.settings
-        return Dialogue(task.prompt_ids, task.sampling, task.seed, engine, settings.turns, settings.tokenizer, settings.limits)
+        return AgentConversation(
+            task.prompt_ids, task.sampling, task.seed, engine, settings.turns, settings.tokenizer, settings.limits
+        )
 
 
 class SingleTurn(AgentLoop):
-    """The model answers once. A response that new weights interrupt is handed out as far as it is, and goes on as `begun`."""
+    """One response a trajectory. A response that new weights interrupt is returned as it is, and continued as `partial`."""
 
     def __init__(self, settings: LoopSettings | None = None) -> None:
-        """Needs nothing of the settings."""
+        """Create the loop; it needs no settings."""
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
-        found = await engine.generate(task.prompt_ids, task.sampling, task.seed, task.begun)
-        return Trajectory.single(task.prompt_ids, found)
+        response = await engine.generate(task.prompt_ids, task.sampling, task.seed, task.partial)
+        return Trajectory.from_response(task.prompt_ids, response)
 
 
-class Agents:
-    """One a process; all coroutines belong to one event loop.
+class AgentRunner:
+    """Makes the samples of a run by its agent loop, with tools for each trajectory. One per process, in one event loop.
 
     Attributes:
         reads_rows: tasks need the other columns of their rows.
@@ -121,7 +124,7 @@ class Agents:
         self.reads_rows = not isinstance(loop, SingleTurn)
 
     async def start(self) -> None:
-        """Starts what trajectories share.
+        """Start what trajectories share.
 
         Raises:
             ValueError: a tool cannot be started.
@@ -131,7 +134,7 @@ class Agents:
         await self._loop.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
-        """One trajectory; its tools hold nothing afterwards. Where its columns are no options of the tools, it has failed."""
+        """Return one trajectory and close its tools. Where its columns are no valid tool options, the trajectory has failed."""
         try:
             tools = None if self._tool_box is None else self._tool_box.open(task.columns)
         except ValueError as error:
@@ -143,7 +146,7 @@ class Agents:
                 await tools.close()
 
     async def close(self) -> None:
-        """Ends what trajectories share."""
+        """End what trajectories share."""
         try:
             await self._loop.close()
         finally:

@@ -1,7 +1,7 @@
-"""A plug-in decides after each turn of the model whether and how the conversation goes on.
+"""A conversation that a plug-in continues: after each turn of the model it adds messages, changes them or ends.
 
-Two kinds, by the names that ms-swift gave them: a class with `step` and `check_finished` (its multi_turn_scheduler), or a
-function of a list of rows (its multi_turn_func) that adds to `messages` or sets `finished`.
+There are two kinds, under ms-swift's names: a class with `step` and `check_finished` (its multi_turn_scheduler), or a function
+of a list of rows (its multi_turn_func) that adds to `messages` or sets `finished`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.rollout.agents.conversation import Dialogue, Turn, row_of
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn, build_row
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -23,10 +23,10 @@ from mindspeed_rl.tools.interface import Tools
 
 @dataclass
 class InferRequest:
-    """What a scheduler sees of a conversation.
+    """The conversation as a scheduler gets it.
 
     Attributes:
-        messages: from the prompt on, the model's turn last. The prompt is one message of its decoded text, or the row's
+        messages: from the prompt on, the model's turn last. The prompt is one message with its decoded text, or the row's
             column `messages`.
         data_dict: the row's columns.
     """
@@ -57,79 +57,49 @@ class ResponseChoice:
 
 
 class MultiTurnScheduler:
-    """The base of schedulers, where they want one; any class with these two methods will do."""
+    """Optional base of schedulers: any class with these two methods works."""
 
     def __init__(self, max_turns: int | None = None) -> None:
         self.max_turns = max_turns
 
     def step(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> Mapping[str, Any]:
-        """What follows the turn.
+        """Return what follows the turn.
 
         Args:
+            infer_request: the conversation.
+            response_choice: the model's turn.
             current_turn: 1 for the first.
 
         Returns:
-            {"infer_request": the request with further messages}, and "rollout_infos", a dict: its numbers become figures of
-            the trajectory. A request whose last message is the model's, changed, lets it go on writing there. The turn's tokens
-            may come along as "response_token_ids", and "response_loss_mask" says which of them train, by default all that were
-            drawn: tokens behind those are told as they are, and a message that is changed there is not tokenized.
+            {"infer_request": the request with further messages}, and "rollout_infos", a dict: its numbers become metrics of
+            the trajectory. If the last message is the model's, changed, the model continues it. The turn's tokens may be given
+            as "response_token_ids", and "response_loss_mask" marks those that train, by default all that were sampled: tokens
+            after the sampled ones are context, and a message that is changed there is not tokenized.
         """
         raise NotImplementedError
 
     def check_finished(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> bool:
-        """True where no turn follows."""
+        """Return True where no turn follows."""
         return False
-
-
-class _Plugin(Protocol):
-    """Either kind."""
-
-    async def next_messages(self, request: InferRequest, choice: ResponseChoice, turn: int) -> _Next | None:
-        """None where no turn follows."""
-        ...
 
 
 @dataclass(frozen=True)
 class _Next:
-    """What follows a turn.
+    """The messages after a turn.
 
     Attributes:
-        token_ids: of the turn, where the plug-in says them.
-        trains: which of them train; None: those that were drawn.
+        token_ids: of the turn, where the plug-in returns them.
+        trains: True for those that train; None: those that were sampled.
     """
 
     messages: list[dict[str, Any]]
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     token_ids: tuple[int, ...] | None = None
     trains: tuple[bool, ...] | None = None
 
 
-@dataclass(frozen=True)
-class _Class:
-    scheduler: Any
-
-    async def next_messages(self, request: InferRequest, choice: ResponseChoice, turn: int) -> _Next | None:
-        if await _awaited(self.scheduler.check_finished(request, choice, turn)):
-            return None
-        found = await _awaited(self.scheduler.step(request, choice, turn))
-        messages, figures = list(found["infer_request"].messages), found.get("rollout_infos") or {}
-        return _Next(messages, figures, *_tokens(found.get("response_token_ids"), found.get("response_loss_mask")))
-
-
-@dataclass(frozen=True)
-class _Function:
-    function: Any
-
-    async def next_messages(self, request: InferRequest, choice: ResponseChoice, turn: int) -> _Next | None:
-        row = {**request.data_dict, "messages": request.messages, "finished": False}
-        found = await _awaited(self.function([row]))
-        (row,) = found[0] if isinstance(found, tuple) else found
-        finished = row.get("finished", False) or (isinstance(found, tuple) and bool(found[1]))
-        return None if finished else _Next(list(row["messages"]))
-
-
-def _tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tuple[bool, ...] | None]:
-    """What `step` says of the turn's tokens.
+def _read_tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tuple[bool, ...] | None]:
+    """Read the turn's tokens that `step` returned.
 
     Raises:
         ValueError: it is no list of tokens with a mask of the same length.
@@ -150,12 +120,12 @@ def _tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tuple[bo
     return tuple(token_ids), tuple(bool(value) for value in mask)
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_if_needed(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-class Scheduled(AgentLoop):
-    """The conversation that a plug-in leads."""
+class SchedulerLoop(AgentLoop):
+    """A conversation that a plug-in continues."""
 
     def __init__(self, settings: LoopSettings) -> None:
         super().__init__(settings)
@@ -172,65 +142,72 @@ class Scheduled(AgentLoop):
             raise ValueError(f"rl_config.multi_turn_scheduler: {target} is neither a class nor a function")
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
-        dialogue = self.dialogue(task, engine)
+        conversation = self.start_conversation(task, engine)
         prompt = self._prompt_messages(task)
-        plugin = self._plugin()
-        goes_on = True
-        while goes_on:
-            turn = await dialogue.reply()
-            if not dialogue.may_go_on(turn):
+        plugin = self._target
+        if inspect.isclass(plugin):
+            # ms-swift's base class takes max_turns, your own class need not
+            takes = inspect.signature(plugin).parameters
+            plugin = plugin(**({"max_turns": self.settings.limits.max_turns} if "max_turns" in takes else {}))
+        has_room = True
+        while has_room:
+            turn = await conversation.reply()
+            if not conversation.can_continue(turn):
                 break
-            # a copy: what the user's code changes is told from what was said by comparing the two
-            request = InferRequest(copy.deepcopy([*prompt, *dialogue.messages]), row_of(task.columns, task.label))
+            # a copy: changes by your code are found by comparing the two
+            request = InferRequest(copy.deepcopy([*prompt, *conversation.messages]), build_row(task.columns, task.label))
             choice = ResponseChoice(ChoiceMessage(turn.text), "stop" if turn.ended else "length", list(turn.token_ids))
             try:
-                following = await plugin.next_messages(request, choice, dialogue.num_turns)
+                following = await self._call(plugin, request, choice, conversation.num_turns)
                 if following is None:
                     break
-                goes_on = self._follow(dialogue, turn, prompt, following)
-            except Exception as error:  # whatever the user's code raises
-                return dialogue.end(failure=f"multi_turn_scheduler: {type(error).__name__}: {error}")
-        return dialogue.end()
+                has_room = self._apply(conversation, turn, prompt, following)
+            except Exception as error:  # noqa: BLE001  # your code may raise anything: the sample has failed, not the run
+                return conversation.end(failure=f"multi_turn_scheduler: {type(error).__name__}: {error}")
+        return conversation.end()
 
-    def _plugin(self) -> _Plugin:
-        if not inspect.isclass(self._target):
-            return _Function(self._target)
-        # ms-swift's base class takes max_turns, a class of the user's own need not
-        takes = inspect.signature(self._target).parameters
-        return _Class(self._target(**({"max_turns": self.settings.limits.max_turns} if "max_turns" in takes else {})))
+    async def _call(self, plugin: Any, request: InferRequest, choice: ResponseChoice, turn: int) -> _Next | None:
+        """Return the messages after a turn, from a plug-in of either kind; None where no turn follows."""
+        if inspect.isclass(self._target):
+            if await _await_if_needed(plugin.check_finished(request, choice, turn)):
+                return None
+            result = await _await_if_needed(plugin.step(request, choice, turn))
+            messages, metrics = list(result["infer_request"].messages), result.get("rollout_infos") or {}
+            return _Next(messages, metrics, *_read_tokens(result.get("response_token_ids"), result.get("response_loss_mask")))
+        row = {**request.data_dict, "messages": request.messages, "finished": False}
+        result = await _await_if_needed(plugin([row]))
+        (row,) = result[0] if isinstance(result, tuple) else result
+        finished = row.get("finished", False) or (isinstance(result, tuple) and bool(result[1]))
+        return None if finished else _Next(list(row["messages"]))
 
     def _prompt_messages(self, task: Task) -> list[dict[str, Any]]:
         messages = task.columns.get("messages")
         if isinstance(messages, list) and messages:
             return [dict(message) for message in messages]
-        # the chat template's own marks are no part of what was said
+        # without the special tokens of the chat template
         text = self.settings.tokenizer.decode(list(task.prompt_ids), skip_special_tokens=True)
         return [{"role": "user", "content": text}]
 
-    def _follow(self, dialogue: Dialogue, turn: Turn, prompt: list[dict[str, Any]], following: _Next) -> bool:
-        """See `Dialogue.tell`."""
-        for name, value in following.figures.items():
+    def _apply(self, conversation: AgentConversation, turn: Turn, prompt: list[dict[str, Any]], following: _Next) -> bool:
+        """Apply the plug-in's messages to the conversation; return False where there is no room for an answer."""
+        for name, value in following.metrics.items():
             if isinstance(value, (int, float)):
-                dialogue.metrics[f"scheduler_{name}"] = float(value)
+                conversation.metrics[f"scheduler_{name}"] = float(value)
         messages = following.messages
         if messages[: len(prompt)] != prompt:
             raise ValueError("the messages of the prompt were changed")
-        said = messages[len(prompt) :]
-        num_said = len(dialogue.messages)
-        goes_on = bool(said) and said[-1]["role"] == "assistant"
-        if (goes_on or following.token_ids is not None) and said[: num_said - 1] != dialogue.messages[:-1]:
+        after = messages[len(prompt) :]
+        num_before = len(conversation.messages)
+        reopens = bool(after) and after[-1]["role"] == "assistant"
+        if (reopens or following.token_ids is not None) and after[: num_before - 1] != conversation.messages[:-1]:
             raise ValueError("earlier turns were changed while the last one is to go on, or has tokens of its own")
         if following.token_ids is not None:
-            if len(said) < num_said or said[num_said - 1]["role"] != "assistant":
+            if len(after) < num_before or after[num_before - 1]["role"] != "assistant":
                 raise ValueError("step returned response_token_ids, but the model's turn is not among the messages")
-            trains = following.trains or _drawn(following.token_ids, turn.token_ids)
-            if not dialogue.amend(following.token_ids, trains, str(said[num_said - 1]["content"])):
+            # by default those train that the model sampled: up to the first that differs
+            same = len(os.path.commonprefix([following.token_ids, turn.token_ids]))
+            trains = following.trains or (True,) * same + (False,) * (len(following.token_ids) - same)
+            if not conversation.amend(following.token_ids, trains, str(after[num_before - 1]["content"])):
                 return False
-            return dialogue.tell(said[num_said:]) if said[num_said:] else True
-        return dialogue.reopen(str(said[-1]["content"])) if goes_on else dialogue.replace(said)
-
-
-def _drawn(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which tokens of a turn stand where the model drew them: those up to the first that differs."""
-    same = len(os.path.commonprefix([token_ids, drawn]))
-    return (True,) * same + (False,) * (len(token_ids) - same)
+            return conversation.add_messages(after[num_before:]) if after[num_before:] else True
+        return conversation.reopen(str(after[-1]["content"])) if reopens else conversation.replace(after)

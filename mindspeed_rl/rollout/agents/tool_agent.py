@@ -1,10 +1,10 @@
-"""The model calls tools and reads their replies, until it answers without a call."""
+"""An agent that calls tools and reads their replies, until it answers without a call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_rl.rollout.agents.conversation import Dialogue
+from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -14,7 +14,7 @@ from mindspeed_rl.tools.interface import ToolReply, Tools
 class ToolAgent(AgentLoop):
     """Function calling in the format of the model.
 
-    A turn with calls is answered by a message a call, in their order; calls that are broken or refused are answered too.
+    After a turn with calls comes one message for each call, in their order; broken and refused calls get one too.
     """
 
     def __init__(self, settings: LoopSettings) -> None:
@@ -26,30 +26,30 @@ class ToolAgent(AgentLoop):
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         assert tools is not None  # there is a tool box
         parser = self._tool_box.parser
-        dialogue = self.dialogue(task, engine)
-        # also where nothing is called: means are over the trajectories that have the figure
-        dialogue.metrics |= {"tool_seconds": 0.0, "tool_calls_failed": 0.0}
-        goes_on = True
-        while goes_on:
-            turn = await dialogue.reply()
+        conversation = self.start_conversation(task, engine)
+        # also where nothing is called: means are over the trajectories that have the metric
+        conversation.metrics |= {"tool_seconds": 0.0, "tool_calls_failed": 0.0}
+        has_room = True
+        while has_room:
+            turn = await conversation.reply()
             calls = parser.parse(turn.text, turn.token_ids).calls if turn.ended else ()
-            if not calls or not dialogue.may_go_on(turn):
+            if not calls or not conversation.can_continue(turn):
                 break
             replies = await tools.call(calls)
-            _note(dialogue, replies)
+            _record_replies(conversation, replies)
             if any(reply.ends_trajectory for reply in replies):
                 break
-            goes_on = dialogue.tell([{"role": "tool", "content": reply.text} for reply in replies])
-        dialogue.metrics["tool_call_num"] = float(tools.num_calls)
-        return dialogue.end(final_reward=await tools.close())
+            has_room = conversation.add_messages([{"role": "tool", "content": reply.text} for reply in replies])
+        conversation.metrics["tool_call_num"] = float(tools.num_calls)
+        return conversation.end(final_reward=await tools.close())
 
 
-def _note(dialogue: Dialogue, replies: Sequence[ToolReply]) -> None:
+def _record_replies(conversation: AgentConversation, replies: Sequence[ToolReply]) -> None:
     for reply in replies:
-        dialogue.reward(reply.reward)
-        dialogue.count("tool_seconds", reply.seconds)
-        dialogue.count("tool_calls_failed", float(reply.failed))
+        conversation.reward(reply.reward)
+        conversation.count("tool_seconds", reply.seconds)
+        conversation.count("tool_calls_failed", float(reply.failed))
         if reply.problem is not None:
-            dialogue.count(f"tool_calls_failed/{reply.problem}")
+            conversation.count(f"tool_calls_failed/{reply.problem}")
         for name, value in reply.metrics.items():
-            dialogue.count(f"tool/{name}", value)
+            conversation.count(f"tool/{name}", value)

@@ -70,13 +70,13 @@ def run(ahead: bool) -> tuple[dict, int, list]:
     while waiting or engine._ids:
         # a few at a time: requests come while others are at work
         for name, (prompt, sampling) in waiting[:6] if turns % 3 == 0 else ():
-            engine.begin(name, prompt, sampling, seed=int(name) + 100)
+            engine.add_request(name, prompt, sampling, seed=int(name) + 100)
         waiting = waiting[6:] if turns % 3 == 0 else waiting
         found.update(engine.step())
         turns += 1
         if turns == 5:
-            dropped = engine.progress("4").token_ids
-            engine.drop(["4"])
+            dropped = engine.partial_completion("4").token_ids
+            engine.abort(["4"])
     return found, turns, dropped
 
 

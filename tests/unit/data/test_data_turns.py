@@ -18,7 +18,7 @@ from mindspeed_rl.data.conversation import BadRow
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import TEMPLATE_FILE, HfTemplate, Template, load_template, template_file, template_names
 from mindspeed_rl.data.turns import ChatTurns, as_conversation
-from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import NO_VERSION
@@ -68,16 +68,16 @@ class Scripted:
         return self.given[-1]
 
 
-def dialogue_of(turns: ChatTurns, tokenizer: Any, prompt: Iterable[int], engine: Any, most: int = ROOM) -> Dialogue:
-    limits = Limits(max_tokens=most, max_prompt_tokens=ROOM, max_context_tokens=ROOM)
-    return Dialogue(tuple(prompt), Sampling(1.0, ROOM, ()), 7, engine, turns, tokenizer, limits)
+def dialogue_of(turns: ChatTurns, tokenizer: Any, prompt: Iterable[int], engine: Any, most: int = ROOM) -> AgentConversation:
+    limits = TrajectoryLimits(max_tokens=most, max_prompt_tokens=ROOM, max_context_tokens=ROOM)
+    return AgentConversation(tuple(prompt), Sampling(1.0, ROOM, ()), 7, engine, turns, tokenizer, limits)
 
 
-async def talked(dialogue: Dialogue, told: Sequence[Sequence[dict[str, Any]]]) -> None:
+async def talked(conversation: AgentConversation, told: Sequence[Sequence[dict[str, Any]]]) -> None:
     for messages in told:
-        await dialogue.reply()
-        assert dialogue.tell(messages)
-    await dialogue.reply()
+        await conversation.reply()
+        assert conversation.add_messages(messages)
+    await conversation.reply()
 
 
 def words(source: random.Random, nasty: bool) -> str:
@@ -122,9 +122,9 @@ def test_no_drawn_token_is_ever_changed_and_masks_and_log_probs_line_up(kind: st
             answers.append((*thought, *drawn, tokenizer.eos_token_id))
         engine = Scripted(answers)
         prompt = turns.opening([{"role": "user", "content": words(source, nasty=True)}])
-        dialogue = dialogue_of(turns, tokenizer, prompt, engine)
-        asyncio.run(talked(dialogue, [news(source, roles, nasty=True) for _ in range(count)]))
-        trajectory = dialogue.end()
+        conversation = dialogue_of(turns, tokenizer, prompt, engine)
+        asyncio.run(talked(conversation, [news(source, roles, nasty=True) for _ in range(count)]))
+        trajectory = conversation.end()
         # every turn was asked for with exactly the tokens that stand before it in its sequence, and stands there as drawn
         place = 0
         for sequence in trajectory.sequences:
@@ -179,8 +179,8 @@ def test_the_model_is_told_what_the_template_writes_of_the_whole_conversation(ki
     answers = [(*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id) for text in spoken]
     engine = Scripted([*answers, (tokenizer.eos_token_id,)])
     told = [news(source, roles, nasty=False) for _ in texts]
-    dialogue = dialogue_of(turns, tokenizer, turns.opening([asked]), engine)
-    asyncio.run(talked(dialogue, told))
+    conversation = dialogue_of(turns, tokenizer, turns.opening([asked]), engine)
+    asyncio.run(talked(conversation, told))
     messages = [asked]
     for number, (text, new) in enumerate(zip(texts, told)):
         messages += [{"role": "assistant", "content": spoken[number]}, *new]
@@ -202,9 +202,9 @@ def test_dropped_thoughts_begin_a_new_sequence(kind: str, name: str) -> None:
     turns = ChatTurns(template, tokenizer)
     answers = ["<think>\nhm\n</think>\n\nfirst", "second"]
     engine = Scripted([(*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id) for text in answers])
-    dialogue = dialogue_of(turns, tokenizer, turns.opening([{"role": "user", "content": "q"}]), engine)
-    asyncio.run(talked(dialogue, [[{"role": "user", "content": "more"}]]))
-    trajectory = dialogue.end()
+    conversation = dialogue_of(turns, tokenizer, turns.opening([{"role": "user", "content": "q"}]), engine)
+    asyncio.run(talked(conversation, [[{"role": "user", "content": "more"}]]))
+    trajectory = conversation.end()
     one, two = trajectory.sequences
     assert "hm" in tokenizer.decode(list(one.segments[0].token_ids))
     again = tokenizer.decode(list(two.prompt_ids))

@@ -107,4 +107,4 @@ def test_sampling_defaults_are_upstreams() -> None:
     args = generate.make_parser().parse_args(["--load", "x"])
     sampling = generate.make_settings("do_sample", args, (), 99).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.7, 50, 0.95, 128)
-    assert generate.make_settings("greedy", args, (), 99).sampling.whole_distribution
+    assert generate.make_settings("greedy", args, (), 99).sampling.full_distribution

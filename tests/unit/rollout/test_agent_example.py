@@ -17,8 +17,8 @@ from mindspeed_rl.data.handlers.prompt import R1AlpacaStyleInstructionHandler
 from mindspeed_rl.data.prompts import PLAIN_COLUMNS
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents.conversation import Limits
-from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, Task
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.agents.tool_agent import ToolAgent
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
@@ -45,7 +45,7 @@ class Taught:
     def __init__(self, turns: list[list[int]]) -> None:
         self._turns = iter(turns)
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling, seed: int, begun: Any = None) -> Generated:
+    async def generate(self, prompt_ids: Any, sampling: Sampling, seed: int, partial: Any = None) -> Generated:
         tokens = tuple(next(self._turns))
         return Generated(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
 
@@ -77,11 +77,11 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
 
     box = LoadedToolBox(tools, lambda schemas: make_parser("hermes", schemas, tokenizer), CallLimits(2, 1, 16), len)
     turns = ChatTurns(template, tokenizer, has_tools=True)
-    settings = LoopSettings(tokenizer, turns, Limits(64, 32, 96, 3), box)
+    settings = LoopSettings(tokenizer, turns, TrajectoryLimits(64, 32, 96, 3), box)
     engine: Any = Taught(answers(ids, labels))
 
     async def play() -> Any:
-        agents = Agents(ToolAgent(settings), box)
+        agents = AgentRunner(ToolAgent(settings), box)
         await agents.start()
         try:
             return await agents.sample(engine, Task(tuple(prompt), Sampling(1.0, 24, (tokenizer.eos_token_id,)), 1, "299114"))
@@ -92,7 +92,7 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
     assert prompt + found.token_ids == ids
     assert [False] * len(prompt) + found.sampled == [label >= 0 for label in labels]
     assert found.metrics["tool_call_num"] == 1 and found.finish == "stop"
-    assert tokenizer.decode(found.token_ids[found.facts()["last_turn_start"] :], skip_special_tokens=True) == "299114"
+    assert tokenizer.decode(found.token_ids[found.reward_columns()["last_turn_start"] :], skip_special_tokens=True) == "299114"
 
 
 def test_without_tools_the_example_asks_and_answers_in_plain_text(example: dict[str, Any]) -> None:

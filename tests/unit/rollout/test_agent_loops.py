@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl.config.keys.rl import ToolKeys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents import AGENT_LOOPS, agent_loop_class
-from mindspeed_rl.rollout.agents.conversation import Limits
-from mindspeed_rl.rollout.agents.loop import AgentLoop, Agents, LoopSettings, Task
+from mindspeed_rl.rollout.agents import AGENT_LOOPS, load_agent_loop
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentLoop, AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.agents.scheduler import MultiTurnScheduler
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated
@@ -56,7 +56,7 @@ class Speaker:
     seeds: list[int] = field(default_factory=list)
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         text = self.texts[min(len(self.seeds), len(self.texts) - 1)]
         self.asked.append(TOKENIZER.decode(list(prompt_ids)))
@@ -67,7 +67,7 @@ class Speaker:
 
 
 def settings(**changes: Any) -> LoopSettings:
-    return LoopSettings(TOKENIZER, **{"turns": TURNS, "limits": Limits(2000, 1000, 4000), **changes})
+    return LoopSettings(TOKENIZER, **{"turns": TURNS, "limits": TrajectoryLimits(2000, 1000, 4000), **changes})
 
 
 def task(**columns: Any) -> Task:
@@ -84,8 +84,8 @@ def with_tools(engine: Speaker, calls: CallLimits | None = None, **changes: Any)
         box = calculator(calls)
         await box.start()
         try:
-            loop = agent_loop_class("tool_agent")(settings(tool_box=box, **changes))
-            return await Agents(loop, box).sample(engine, task())
+            loop = load_agent_loop("tool_agent")(settings(tool_box=box, **changes))
+            return await AgentRunner(loop, box).sample(engine, task())
         finally:
             await box.close()
 
@@ -93,7 +93,7 @@ def with_tools(engine: Speaker, calls: CallLimits | None = None, **changes: Any)
 
 
 def sampled(loop: str, engine: Speaker, **changes: Any) -> Trajectory:
-    return asyncio.run(Agents(agent_loop_class(loop)(settings(**changes))).sample(engine, task(tip="again")))
+    return asyncio.run(AgentRunner(load_agent_loop(loop)(settings(**changes))).sample(engine, task(tip="again")))
 
 
 def told(trajectory: Trajectory) -> str:
@@ -112,7 +112,7 @@ def test_a_call_is_answered_and_the_model_goes_on() -> None:
     assert found.finish == "stop" and found.metrics["turns"] == 2 and found.metrics["tool_call_num"] == 1
     assert found.metrics["tool_calls_failed"] == 0
     assert engine.seeds == [5, turn_seed(5, 1)]
-    assert found.facts()["tool_call_num"] == 1
+    assert found.reward_columns()["tool_call_num"] == 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_failed_call_is_a_message_to_the_model_and_a_figure(said: str, problem
 
 def test_a_model_that_never_stops_calling_is_ended_by_the_budget() -> None:
     limit = 600
-    found = with_tools(Speaker([CALL]), CallLimits(max_calls=2), limits=Limits(limit, 1000, 4000))
+    found = with_tools(Speaker([CALL]), CallLimits(max_calls=2), limits=TrajectoryLimits(limit, 1000, 4000))
     assert found.finish == "length" and len(found.token_ids) <= limit
     assert found.metrics["tool_call_num"] == 2 and found.metrics["tool_calls_failed/too_many_calls"] >= 1
     assert found.sampled[-1]  # what nobody answers is left out
@@ -145,7 +145,10 @@ def test_turns_can_be_counted_out() -> None:
 
 def sampled_turns(most: int) -> Trajectory:
     return sampled(
-        "scheduler", Speaker(["so"]), multi_turn_scheduler=f"{__name__}:Endless", limits=Limits(2000, 1000, 4000, most)
+        "scheduler",
+        Speaker(["so"]),
+        multi_turn_scheduler=f"{__name__}:Endless",
+        limits=TrajectoryLimits(2000, 1000, 4000, most),
     )
 
 
@@ -209,7 +212,7 @@ def test_a_function_may_let_the_model_go_on_in_its_own_answer() -> None:
 def test_a_plug_in_that_raises_is_a_failed_trajectory() -> None:
     found = sampled("scheduler", Speaker(["41"]), multi_turn_scheduler=f"{__name__}:Crashing")
     assert found.failure == "multi_turn_scheduler: KeyError: 'nothing here'"
-    assert found.facts()["trajectory_failure"] == found.failure
+    assert found.reward_columns()["trajectory_failure"] == found.failure
 
 
 def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory() -> None:
@@ -219,14 +222,14 @@ def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory(
         box = calculator()
         await box.start()
         try:
-            loop = agent_loop_class("tool_agent")(settings(tool_box=box))
-            return await Agents(loop, box).sample(engine, task(tool_selection=["calculater"]))
+            loop = load_agent_loop("tool_agent")(settings(tool_box=box))
+            return await AgentRunner(loop, box).sample(engine, task(tool_selection=["calculater"]))
         finally:
             await box.close()
 
     found = asyncio.run(run())
     assert "calculater" in found.failure and "did you mean" in found.failure and not engine.seeds
-    assert found.token_ids == [] and found.facts()["trajectory_failure"] == found.failure
+    assert found.token_ids == [] and found.reward_columns()["trajectory_failure"] == found.failure
 
 
 def test_a_tool_that_says_an_end_of_turn_has_not_ended_it() -> None:
@@ -276,24 +279,24 @@ def test_an_environment_begins_answers_and_rewards() -> None:
 def test_loops_have_names_or_are_the_users_own() -> None:
     (key,) = (one for one in ToolKeys.__dataclass_fields__.values() if one.name == "agent_loop")
     assert set(key.metadata["names"]) == set(AGENT_LOOPS)
-    assert agent_loop_class(f"{__name__}:Echo") is Echo
+    assert load_agent_loop(f"{__name__}:Echo") is Echo
     with pytest.raises(ValueError, match="did you mean tool_agent"):
-        agent_loop_class("tool_agents")
+        load_agent_loop("tool_agents")
     with pytest.raises(ValueError, match="needs tools"):
-        agent_loop_class("tool_agent")(settings())
+        load_agent_loop("tool_agent")(settings())
     with pytest.raises(ValueError, match="no method step"):
-        agent_loop_class("scheduler")(settings(multi_turn_scheduler="pathlib:Path"))
+        load_agent_loop("scheduler")(settings(multi_turn_scheduler="pathlib:Path"))
 
 
 class Echo(AgentLoop):
     """A loop of the user's own: two turns, whatever comes."""
 
     async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
-        dialogue = self.dialogue(task, engine)
-        turn = await dialogue.reply()
-        if dialogue.tell([{"role": "user", "content": turn.text}]):
-            await dialogue.reply()
-        return dialogue.end(final_reward=0.5)
+        conversation = self.start_conversation(task, engine)
+        turn = await conversation.reply()
+        if conversation.add_messages([{"role": "user", "content": turn.text}]):
+            await conversation.reply()
+        return conversation.end(final_reward=0.5)
 
 
 def test_a_loop_of_the_users_own_needs_few_lines() -> None:
@@ -308,20 +311,20 @@ class Waiting(AgentLoop):
     """Two turns, with a wait between them as long as the row says."""
 
     async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
-        dialogue = self.dialogue(replace(task, sampling=Sampling(1.0, 4, ())), engine)
-        await dialogue.reply()
+        conversation = self.start_conversation(replace(task, sampling=Sampling(1.0, 4, ())), engine)
+        await conversation.reply()
         await task.columns["wait"]()
-        dialogue.tell([{"role": "user", "content": "go"}])
-        await dialogue.reply()
+        conversation.add_messages([{"role": "user", "content": "go"}])
+        await conversation.reply()
         task.columns["ended"].append(task.seed)
-        return dialogue.end()
+        return conversation.end()
 
 
 def samples_of(waits: Sequence[Callable[[], Any]], ended: list[int]) -> tuple[list[Trajectory], Stepped]:
     """The trajectories of one rollout in process, each with its wait."""
     stepped: Any = Stepped()
     host = InProcessEngine(stepped)
-    agents = Agents(Waiting(settings()))
+    agents = AgentRunner(Waiting(settings()))
 
     async def all_of() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, None, {"wait": wait, "ended": ended}) for seed, wait in enumerate(waits)]
@@ -368,19 +371,19 @@ def test_a_trajectory_is_the_same_whatever_else_runs() -> None:
 
 def test_single_turn_hands_out_what_was_interrupted() -> None:
     class Interrupted(Speaker):
-        async def generate(self, prompt_ids: Any, sampling: Any, seed: int, begun: Generated | None = None) -> Generated:
-            if begun is None:
+        async def generate(self, prompt_ids: Any, sampling: Any, seed: int, partial: Generated | None = None) -> Generated:
+            if partial is None:
                 return Generated((7,), (-1.0,), (0,), "aborted")
-            return begun.followed_by(Generated((8, END), (-1.0, -1.0), (1, 1), "stop"))
+            return partial.concat(Generated((8, END), (-1.0, -1.0), (1, 1), "stop"))
 
     engine = Interrupted(["x"])
-    agents = Agents(agent_loop_class("single_turn")(settings()))
+    agents = AgentRunner(load_agent_loop("single_turn")(settings()))
     first = asyncio.run(agents.sample(engine, task()))
     assert first.finish == "aborted"
-    whole = asyncio.run(agents.sample(engine, replace(task(), begun=first.response)))
+    whole = asyncio.run(agents.sample(engine, replace(task(), partial=first.response)))
     assert whole.token_ids == [7, 8, END] and whole.versions == [0, 1, 1] and not whole.metrics
     # a loop of several turns asks until the turn has ended, and hands nothing out before
-    several = asyncio.run(Agents(Echo(settings())).sample(engine, task()))
+    several = asyncio.run(AgentRunner(Echo(settings())).sample(engine, task()))
     assert several.finish == "stop" and several.versions[:3] == [0, 1, 1]
 
 
@@ -446,7 +449,7 @@ def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> No
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("MaskOfTold", "token 4 of the turn .* shall train, but the model did not draw it there"),
+        ("MaskOfTold", "token 4 of the turn .* shall train, but the model did not sample it there"),
         ("ShortMask", "step returned 9 response_token_ids, so that response_loss_mask must be as many"),
     ],
 )

@@ -24,7 +24,7 @@ def sample(*chosen: tuple[tuple[int, int], tuple[int, int]], known: bool = True)
     # the first layer has no router: whatever stands there counts nowhere
     routing = np.array([[(3, 3), *experts] for experts in chosen], dtype=np.int16) if known else None
     count = len(chosen)
-    return Trajectory.single([7], Generated((5,) * count, (0.0,) * count, (1,) * count, "stop", routing))
+    return Trajectory.from_response([7], Generated((5,) * count, (0.0,) * count, (1,) * count, "stop", routing))
 
 
 def test_counts_are_those_of_the_engine_and_go_on_in_a_later_run(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_counts_are_those_of_the_engine_and_go_on_in_a_later_run(tmp_path: Path)
 
 def test_a_rollout_that_says_no_experts_is_an_error(tmp_path: Path) -> None:
     counts = ExpertCounts(tmp_path, 0, LAYERS, EXPERTS)
-    with pytest.raises(RuntimeError, match="eplb_token_collects: the rollout engine did not say"):
+    with pytest.raises(RuntimeError, match="eplb_token_collects: the rollout engine did not report"):
         counts.add([sample(((0, 1), (2, 3)), known=False)])
 
 

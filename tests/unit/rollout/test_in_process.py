@@ -15,7 +15,7 @@ from ports import free_port
 
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.protocol import Generated, continued_seed
+from mindspeed_rl.rollout.protocol import Generated, continuation_seed
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 SAMPLING = Sampling(1.0, 6, ())
@@ -39,7 +39,7 @@ class Stepped:
         self.calls: list[str] = []
         self._running: dict[str, tuple[tuple[int, ...], Sampling, int, list[int]]] = {}
 
-    def begin(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
+    def add_request(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
         self._running[name] = (tuple(prompt_ids), sampling, seed, [])
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -52,15 +52,15 @@ class Stepped:
                 del self._running[name]
         return ended
 
-    def progress(self, name: str) -> Completion:
+    def partial_completion(self, name: str) -> Completion:
         tokens = list(self._running[name][3])
         return Completion(tokens, [-1.0] * len(tokens), truncated=False)
 
-    def drop(self, names: Sequence[str]) -> None:
+    def abort(self, names: Sequence[str]) -> None:
         for name in names:
             self._running.pop(name, None)
 
-    def check(self, num_prompt_tokens: int) -> None:
+    def check_prompt_length(self, num_prompt_tokens: int) -> None:
         if num_prompt_tokens > 100:
             raise ValueError("too long")
 
@@ -126,7 +126,7 @@ def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_plac
     kept = len(cut.token_ids)
     assert cut.finish == "aborted" and 0 < kept < 6
     assert cut.token_ids == expected((3,), 9, [0] * kept)
-    later = tuple(token((3, *cut.token_ids), continued_seed(9, kept), place, 1) for place in range(6 - kept))
+    later = tuple(token((3, *cut.token_ids), continuation_seed(9, kept), place, 1) for place in range(6 - kept))
     assert whole == Generated(cut.token_ids + later, (-1.0,) * 6, (0,) * kept + (1,) * (6 - kept), "length")
 
 

@@ -74,7 +74,7 @@ def write(model):
         found = read_destinations(model, model.load_weights, shapes, torch.float32, skip=DERIVED)
         places = {name: {whole(shape): [0]} for name, shape in shapes.items()}
         trained = Trained(places, shapes, held, torch.device("cpu"), 1 << 20)
-        repacked = engine.repacked_parameters(model)
+        repacked = engine.find_repacked_parameters(model)
         pushes.append(WeightPush(trained, found, world_exchange(), derived=DERIVED, repacked=repacked))
     pushes[0].write(model)
 
@@ -84,7 +84,7 @@ for push, factor in enumerate((1.0, -2.0)):
     changed = {name: value * factor if "kv_b_proj" in name else value for name, value in weights.items()}
     held.tensors = changed
     engine.write_weights(write, push)
-    assert pushes[0].prove(engine.read_model()).num_tensors == len(weights)
+    assert pushes[0].prove(engine.get_model()).num_tensors == len(weights)
     for name, parameter in reference.named_parameters():
         if "kv_b_proj" in name:
             parameter.data.copy_(changed[name])

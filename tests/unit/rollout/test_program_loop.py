@@ -14,9 +14,9 @@ from test_in_process import Stepped
 
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
-from mindspeed_rl.rollout.agents.loop import Agents, Task
+from mindspeed_rl.rollout.agents import load_agent_loop
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
+from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
 from mindspeed_rl.rollout.agents.program import TokenSession
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.requests import Completion
@@ -45,7 +45,7 @@ def played(folder: Path, rows: Sequence[dict[str, Any]], *texts: str, **more: An
     file.write_text(yaml.safe_dump({"environment": "verifiers:guess", "args": {"number": 2}, **more}))
 
     async def run() -> list[Trajectory]:
-        agents = Agents(agent_loop_class("environment")(settings(turns=ALONE, environment=str(file))))
+        agents = AgentRunner(load_agent_loop("environment")(settings(turns=ALONE, environment=str(file))))
         await agents.start()
         try:
             tasks = [Task(PROMPT, SAMPLING, 5, "2", row) for row in rows]
@@ -79,7 +79,7 @@ def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_
 class Stubborn(Stepped):
     """Stands where vLLM's engine does, and says 1 whatever it is told."""
 
-    def check(self, num_prompt_tokens: int) -> None:
+    def check_prompt_length(self, num_tokens: int) -> None:
         pass
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -98,8 +98,8 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
     file.write_text(yaml.safe_dump({"environment": "verifiers:guess", "args": {"number": 2}}))
     stepped: Any = Stubborn()
     host = InProcessEngine(stepped)
-    agents = Agents(agent_loop_class("environment")(settings(turns=ALONE, environment=str(file))))
-    host.aside(agents.start)
+    agents = AgentRunner(load_agent_loop("environment")(settings(turns=ALONE, environment=str(file))))
+    host.run_without_steps(agents.start)
 
     async def rollout() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, "2", {"prompt": QUESTION}) for seed in range(4)]
@@ -111,20 +111,20 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
         # three turns, none of them right, and two tokens a turn
         assert [one.final_reward for one in found] == [pytest.approx(1 / 3)] * 4
         assert all(sum(one.sampled) == 6 and one.metrics["turns"] == 3 and not one.failure for one in found)
-    host.aside(agents.close)
+    host.run_without_steps(agents.close)
     host.close()
     assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 
-def session_with(*texts: str, limits: Limits | None = None) -> tuple[TokenSession, Dialogue, Speaker]:
+def session_with(*texts: str, limits: TrajectoryLimits | None = None) -> tuple[TokenSession, AgentConversation, Speaker]:
     engine = Speaker(texts)
     common = settings(turns=ALONE, **({} if limits is None else {"limits": limits}))
-    dialogue = Dialogue(PROMPT, SAMPLING, 5, engine, common.turns, TOKENIZER, common.limits)
-    return TokenSession(dialogue, common), dialogue, engine
+    conversation = AgentConversation(PROMPT, SAMPLING, 5, engine, common.turns, TOKENIZER, common.limits)
+    return TokenSession(conversation, common), conversation, engine
 
 
 def test_what_a_client_writes_otherwise_changes_no_token() -> None:
-    session, dialogue, engine = session_with(f"Let me see.  {CALL}", " It is 42. ")
+    session, conversation, engine = session_with(f"Let me see.  {CALL}", " It is 42. ")
 
     async def talk() -> list[Any]:
         first = await session.answer(QUESTION, CALCULATOR, None)
@@ -141,7 +141,7 @@ def test_what_a_client_writes_otherwise_changes_no_token() -> None:
         return [first, await session.answer([*QUESTION, said, reply], CALCULATOR, None)]
 
     first, second = asyncio.run(talk())
-    found = dialogue.end()
+    found = conversation.end()
     (sequence,) = found.sequences
     assert first.turn.content.strip() == "Let me see." and first.turn.calls[0].arguments == {"expression": "6*7"}
     assert engine.asked[1].startswith(engine.asked[0] + f"Let me see.  {CALL}<|im_end|>") and "42" in told(found)
@@ -151,7 +151,7 @@ def test_what_a_client_writes_otherwise_changes_no_token() -> None:
 
 
 def test_a_client_that_changes_what_was_said_begins_another_sequence() -> None:
-    session, dialogue, _ = session_with("41", "42")
+    session, conversation, _ = session_with("41", "42")
 
     async def talk() -> None:
         await session.answer(QUESTION, [], None)
@@ -159,14 +159,14 @@ def test_a_client_that_changes_what_was_said_begins_another_sequence() -> None:
         await session.answer(changed, [], None)
 
     asyncio.run(talk())
-    found = dialogue.end()
+    found = conversation.end()
     first, second = found.sequences
     assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END)
     assert "7 times 6?" in TOKENIZER.decode(list(second.prompt_ids)) and all(found.sampled)
 
 
 def test_a_trajectory_without_room_and_a_turn_of_the_models_own_are_refused() -> None:
-    session, dialogue, _ = session_with("41", limits=Limits(100, 1000, 4000, max_turns=1))
+    session, conversation, _ = session_with("41", limits=TrajectoryLimits(100, 1000, 4000, max_turns=1))
 
     async def talk() -> None:
         with pytest.raises(ValueError, match="the last message is the model's"):
@@ -177,7 +177,7 @@ def test_a_trajectory_without_room_and_a_turn_of_the_models_own_are_refused() ->
             await session.answer([*QUESTION, {"role": "assistant", "content": "4"}, *QUESTION], [], None)
 
     asyncio.run(talk())
-    assert dialogue.end().finish == "length"
+    assert conversation.end().finish == "length"
 
 
 def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
@@ -186,7 +186,7 @@ def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
             await asyncio.sleep(600)
 
     common = settings(turns=ALONE)
-    session = TokenSession(Dialogue(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
+    session = TokenSession(AgentConversation(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
 
     async def talk() -> None:
         asked = asyncio.create_task(session.answer(QUESTION, [], None))

@@ -32,4 +32,4 @@ def test_seeds_are_the_same_in_every_run_of_every_version() -> None:
     [({}, True), ({"top_p": 0.9}, False), ({"top_k": 5}, False), ({"min_p": 0.1}, False), ({"top_k": 0}, True)],
 )
 def test_only_cut_offs_make_a_distribution_partial(changes: dict, whole: bool) -> None:
-    assert Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(1,), **changes).whole_distribution is whole
+    assert Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(1,), **changes).full_distribution is whole

@@ -161,11 +161,11 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         engine.release(1)
         await until(lambda: any(len(r.whole.token_ids) == 1 for r in pool._members["server 0"].requests.values()))
         await pool.pause("abort")
-        begun = await asked
+        partial = await asked
         first = token((2,), 1, 0)
-        assert begun == Generated((first,), (-0.5,), (0,), "aborted")
+        assert partial == Generated((first,), (-0.5,), (0,), "aborted")
         engine.version = 1
-        later = asyncio.create_task(pool.generate((2,), FOUR, 1, begun))
+        later = asyncio.create_task(pool.generate((2,), FOUR, 1, partial))
         await asyncio.sleep(0)
         assert pool.num_waiting == 1  # nobody is asked while the pool is paused
         await pool.resume()

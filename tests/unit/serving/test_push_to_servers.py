@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer
 
-from mindspeed_rl.resharding.rendezvous import Delivery
+from mindspeed_rl.resharding.rendezvous import DeliveryReport
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerPool
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightPush
 
-RIGHT = [Delivery(1, [], 100, 120).to_json()]
-WRONG = [Delivery(1, [], 100, 120).to_json(), Delivery(1, ["w"], 100, 120).to_json()]
+RIGHT = [DeliveryReport(1, [], 100, 120).to_json()]
+WRONG = [DeliveryReport(1, [], 100, 120).to_json(), DeliveryReport(1, ["w"], 100, 120).to_json()]
 
 
 class Trainers:
