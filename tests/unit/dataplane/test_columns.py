@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.dataplane.columns import Ragged, concatenate, kind, pack, take
+from mindspeed_rl.dataplane.columns import Ragged, concatenate, describe_kind, pack, take
 
 
 def test_ragged_rows_read_like_a_list_of_tensors():
@@ -51,7 +51,7 @@ def test_scalars_objects_and_blocks_are_told_apart():
     assert [row.tolist() for row in pack(torch.tensor([[1, 2], [3, 4]]))] == [[1, 2], [3, 4]]
     assert pack(["a", 1, None]) == ["a", 1, None]
     assert pack([np.array([1, 2]), np.array([3])])[0].tolist() == [1, 2]
-    kinds = [kind(pack(rows)) for rows in ([0.5], [torch.tensor([1])], ["a"])]
+    kinds = [describe_kind(pack(rows)) for rows in ([0.5], [torch.tensor([1])], ["a"])]
     assert kinds == ["scalars of torch.float32", "rows of torch.int64", "objects"]
 
 
@@ -80,12 +80,12 @@ def test_take_picks_in_the_given_order():
 
 def test_padding_fills_behind_each_row():
     column = pack([torch.tensor([1, 2]), torch.tensor([3])])
-    assert column.padded(0).tolist() == [[1, 2], [3, 0]]
-    assert column.padded(-1, length=3).tolist() == [[1, 2, -1], [3, -1, -1]]
+    assert column.pad(0).tolist() == [[1, 2], [3, 0]]
+    assert column.pad(-1, length=3).tolist() == [[1, 2, -1], [3, -1, -1]]
     with pytest.raises(ValueError, match="Row 0 has 2 values"):
-        column.padded(0, length=1)
+        column.pad(0, length=1)
     with pytest.raises(ValueError, match="scalar"):
-        pack([1.0]).padded(0)
+        pack([1.0]).pad(0)
 
 
 def test_parts_of_a_column_join_unless_they_differ_in_kind():
