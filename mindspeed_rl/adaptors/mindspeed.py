@@ -41,7 +41,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import hccl_buffers, packed_rope
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.process_groups import group_buffers
+from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -142,7 +142,7 @@ def apply() -> None:
 
 
 def _load_every_form(owner: Any) -> None:
-    """Lets the distributed optimizer load the form of state that `engine.optimizer_state` saves.
+    """Lets the distributed optimizer load the form of state that `engine.optimizer` saves.
 
     MindSpeed replaces `load_state_dict` by a copy of an earlier Megatron's. The state of parameters in the form that it does
     not know is taken out and handed to Megatron's own loader.
@@ -242,7 +242,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
         ValueError: keys of the run file contradict each other, or one is unknown to the installed MindSpeed.
     """
     # first, so that a wrong key is found before anything is patched
-    buffers = group_buffers(config.hccl_group_buffer)
+    buffers = parse_group_buffers(config.hccl_group_buffer)
     apply()
     check(config)
     keys = settings(config, megatron_training=importlib.util.find_spec("megatron.training") is not None)

@@ -19,7 +19,7 @@ from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
 from mindspeed_rl.checkpoint.source import Source
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import fuse_mindspeed_mla

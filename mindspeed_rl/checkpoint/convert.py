@@ -30,7 +30,7 @@ from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, MegatronGroup, Report, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 
 TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"

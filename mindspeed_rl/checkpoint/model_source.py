@@ -11,7 +11,7 @@ from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.plan import ModelSource

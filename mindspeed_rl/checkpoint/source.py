@@ -14,7 +14,7 @@ from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quanti
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models import all_architectures, architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout

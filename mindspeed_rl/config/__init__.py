@@ -9,7 +9,6 @@ from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, 
 from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.keys.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
-from mindspeed_rl.config.keys.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.loader import build_run_config, load_run_config
 from mindspeed_rl.config.objective import Objective, formula
 from mindspeed_rl.config.resolve import Run, build_batch_plan, resolve
@@ -40,14 +39,12 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "Violation",
-    "agent_loop_of",
     "build_batch_plan",
     "build_run_config",
     "formula",
     "load_run_config",
     "missing_for_training",
     "resolve",
-    "response_limit",
     "unavailable",
     "validate",
 ]

@@ -15,7 +15,7 @@ from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
-from mindspeed_rl.config.model_facts import read_model_facts
+from mindspeed_rl.config.model_metadata import read_model_metadata
 from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
@@ -116,7 +116,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         earlier=deprecated,
         spelled=aliased,
         ignored=_find_ignored(groups),
-        model_facts=read_model_facts(actor),
+        model_metadata=read_model_metadata(actor),
     )
     cfg = derive(cfg)
     if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):

@@ -14,7 +14,6 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.placement import Placement
 from mindspeed_rl.config.rules.engine_limits import can_split, engine_limits, read_engine_shape
@@ -156,9 +155,9 @@ def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:
 
 def _derive_length(cfg: RunConfig) -> Derivation:
     assert cfg.rl_config is not None
-    prompt, response = cfg.rl_config.max_prompt_length, response_limit(cfg)
+    prompt, response = cfg.rl_config.max_prompt_length, cfg.response_limit
     needed, seq_length = prompt + response, cfg.actor_config.seq_length or 0
-    source = f"max_prompt_length {prompt} + {response_limit_key(cfg).rpartition('.')[2]} {response}"
+    source = f"max_prompt_length {prompt} + {cfg.response_limit_key.rpartition('.')[2]} {response}"
     return Derivation(needed, source) if needed >= seq_length else Derivation(seq_length, f"seq_length {seq_length}")
 
 

@@ -10,8 +10,7 @@ from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.turns import response_limit
-from mindspeed_rl.config.model_facts import ModelFacts
+from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.objective import Objective, build_objective
 from mindspeed_rl.config.placement import Placement, place
 from mindspeed_rl.config.sizes import Sizes, read_sizes
@@ -40,7 +39,7 @@ class RunConfig:
         reward_config, critic_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
         spelled: the values, as the run file has them, of keys that another key may also say, by dotted name.
-        model_facts: what the model's own files say; None where they are not on this machine.
+        model_metadata: what the model's own files say; None where they are not on this machine.
         earlier: a sentence for each key that is written by a name of an earlier release, by that dotted name.
         derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
         ignored: the values of keys that are accepted without effect, by dotted name.
@@ -61,7 +60,7 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
-    model_facts: ModelFacts | None = None
+    model_metadata: ModelMetadata | None = None
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
     spelled: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class RunConfig:
         """The loss of a run with rollouts; None in supervised stages."""
         if self.rl_config is None or self.is_supervised:
             return None
-        limit = response_limit(self) if self.generate_config is not None else None
+        limit = self.response_limit if self.generate_config is not None else None
         return build_objective(self.rl_config, self.stage or "ray_grpo", max_response_length=limit)
 
     @cached_property
@@ -117,6 +116,21 @@ class RunConfig:
             tokenizer_name_or_path=tokenizer,
             load_iteration=None,
         )
+
+    @property
+    def response_limit(self) -> int:
+        """Maximum tokens after a prompt, over all turns."""
+        assert self.rl_config is not None and self.generate_config is not None
+        one = self.generate_config.sampling_config.max_tokens
+        several = self.rl_config.agent_loop_name != "single_turn"
+        return max(one, self.rl_config.max_total_response_length) if several else one
+
+    @property
+    def response_limit_key(self) -> str:
+        """Dotted name of the key that sets the maximum."""
+        assert self.rl_config is not None
+        several = self.rl_config.agent_loop_name != "single_turn"
+        return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
 
     def as_written(self) -> dict[str, dict[str, Any]]:
         """The keys that the run file or an override set, with their values, by group."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, listed_chunks, read_metadata
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 
 #: a network's file system may show what was just written a little later elsewhere
 _PATIENCE_S = 2.0

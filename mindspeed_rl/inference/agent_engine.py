@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from mindspeed_rl.config import RLConfig, agent_loop_of
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Piece, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.agents import load_agent_loop
@@ -92,7 +92,7 @@ class AgentEngine:
             settings.environment,
             parser_name(rl, turns),
         )
-        self._agents = AgentRunner(load_agent_loop(agent_loop_of(rl))(loop_settings), box)
+        self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), box)
         self._inner: Engine | None = None
         # one loop for all streams, since tools keep what they have opened in it
         self._events = asyncio.new_event_loop()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_facts import EngineShape
+from mindspeed_rl.config.model_metadata import EngineShape
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer

@@ -1,7 +1,7 @@
-"""Bytes of a die by owner and phase.
+"""Bytes of a device by owner and phase.
 
-The phases are those of `workers/actor_worker.py`, with what each finds on the device: training state that the run file offloads
-leaves before a push of weights and comes back model by model; reference and critic leave after their pass or update.
+The phases are those of `config/phases.py`, with the owners that are on the device in each: training state that the run file
+offloads leaves before a weight sync and returns model by model; reference and critic are offloaded after their pass or update.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
-from mindspeed_rl.planner.chips import Chip
-from mindspeed_rl.planner.communicators import communicator_bytes
-from mindspeed_rl.planner.engine import Engine, KvCache, engine_of
+from mindspeed_rl.planner.activations import compute_forward_bytes, compute_head_bytes, compute_stage_activations
+from mindspeed_rl.planner.devices import Device
+from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
 
 MIB = 1 << 20
 
-#: what is modelled may be off by this share either way; the rest is counted
+#: modelled bytes may be off by this fraction either way; the others are counted
 MODEL_ERROR = 0.25
-#: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
+#: the allocator's blocks are larger than the requested bytes, by this fraction of the transient ones
 FRAGMENTATION = 0.05
+#: buffers of a communicator: one to send, one to receive
+HCCL_BUFFERS = 2
 #: owners whose bytes are counted, not modelled
 EXACT = (
     *("weights", "gradients", "optimizer", "reference", "reward model", "critic"),
@@ -32,15 +33,13 @@ EXACT = (
 #: owners that no allocator of torch's counts
 FIXED = ("driver", "runtime", "HCCL buffers")
 
-
-#: what is said of a plan: it fits over the whole range of the peak; it fits as it is computed, and perhaps not; it does not as
-#: it is computed, and perhaps does; it does not over the whole range
+#: verdicts of a plan: the capacity is above the range of the peak; in its upper half; in its lower half; below it
 VERDICTS = ("fits", "tight", "over", "does not fit")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is on a die in one phase.
+    """The bytes on a device in one phase.
 
     Attributes:
         owners: bytes by owner, those that have any.
@@ -57,17 +56,17 @@ class Phase:
     @property
     def range(self) -> tuple[int, int]:
         """Fewest and most bytes, as far as the model may be off."""
-        modelled = sum(count for owner, count in self.owners.items() if owner not in EXACT)
-        return int(self.total - MODEL_ERROR * modelled), int(self.total + MODEL_ERROR * modelled)
+        error = MODEL_ERROR * sum(count for owner, count in self.owners.items() if owner not in EXACT)
+        return int(self.total - error), int(self.total + error)
 
 
 @dataclass(frozen=True)
-class Dies:
-    """Dies that hold equally much: those of a pipeline stage.
+class DeviceGroup:
+    """Devices with equal bytes: those of a pipeline stage, or of a role.
 
     Attributes:
-        ranks: ranges of their numbers, as text.
-        count: how many they are.
+        ranks: ranges of their ranks, as text.
+        count: number of devices.
     """
 
     name: str
@@ -83,28 +82,28 @@ class Dies:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of every kind of die of a run.
+    """Bytes of every group of devices of a run.
 
     Attributes:
-        capacity: bytes of a die.
-        problems: what does not work out whatever fits.
+        capacity: bytes of a device.
+        problems: sentences about what cannot work, whatever the bytes.
     """
 
-    chip: str
+    device: str
     capacity: int
-    dies: tuple[Dies, ...]
+    groups: tuple[DeviceGroup, ...]
     cache: KvCache | None = None
     problems: tuple[str, ...] = ()
 
     @property
-    def fullest(self) -> Dies:
-        """The dies of the peak."""
-        return max(self.dies, key=lambda dies: dies.peak.total)
+    def fullest(self) -> DeviceGroup:
+        """The devices of the peak."""
+        return max(self.groups, key=lambda group: group.peak.total)
 
     @property
     def verdict(self) -> str:
-        """One of VERDICTS, by where the capacity lies in the range of the peak."""
-        phases = [phase for dies in self.dies for phase in dies.phases]
+        """One of VERDICTS."""
+        phases = [phase for group in self.groups for phase in group.phases]
         low, high = max(phase.range[0] for phase in phases), max(phase.range[1] for phase in phases)
         if self.problems or low > self.capacity:
             return "does not fit"
@@ -113,93 +112,94 @@ class MemoryPlan:
         return "tight" if self.fullest.peak.total <= self.capacity else "over"
 
     def only(self, *names: str) -> MemoryPlan:
-        """The same for these phases alone."""
-        dies = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.dies)
-        return replace(self, dies=tuple(one for one in dies if one.phases))
+        """Return the plan of these phases alone."""
+        groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
+        return replace(self, groups=tuple(one for one in groups if one.phases))
 
     def without(self, names: Iterable[str]) -> MemoryPlan:
-        """The same without these phases and what only the engine lacks."""
-        left = {phase.name for one in self.dies for phase in one.phases} - set(names)
+        """Return the plan without these phases and without the problems of the engine."""
+        left = {phase.name for one in self.groups for phase in one.phases} - set(names)
         return replace(self.only(*left), problems=())
 
 
-def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
-    """Return the bytes of every die of a run.
+def plan_memory(cfg: RunConfig, device: Device, num_nodes: int = 1) -> MemoryPlan:
+    """Compute the bytes of every device of a run.
 
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    run = read_shape(cfg, chip, num_nodes)
-    engine = engine_of(run)
-    dies = []
+    run = read_shape(cfg, device, num_nodes)
+    engine = plan_engine(run)
+    fixed = dict(zip(FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
     stages = run.actor.plan.layout.pp
-    for stage in range(stages):
-        phases = _phases(run, engine, stage)
-        dies.append(Dies(_stage_name(stage, stages), *_ranks(run, stage, stages), tuple(phases)))
-    dies += _own_dies(run, engine)
+    groups = [
+        DeviceGroup(
+            "all devices" if stages == 1 else f"stage {stage}",
+            _format_ranks(run, stage, stages),
+            run.sizes.actor.num_npus // stages,
+            tuple(_plan_phases(run, engine, stage, fixed)),
+        )
+        for stage in range(stages)
+    ]
+    groups += _plan_dedicated(run, engine, fixed)
     if engine is None:
-        return MemoryPlan(chip.name, chip.memory, tuple(dies))
-    return MemoryPlan(chip.name, chip.memory, tuple(dies), engine.cache, (engine.problem,) if engine.problem else ())
+        return MemoryPlan(device.name, device.memory, tuple(groups))
+    return MemoryPlan(device.name, device.memory, tuple(groups), engine.cache, (engine.problem,) if engine.problem else ())
 
 
 # ---------------------------------------------------------------------- phases
 
 
-def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
-    """In the order of an iteration; each with what is on a die of this pipeline stage."""
+def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[str, int]) -> list[Phase]:
+    """Return the phases of an iteration in order, each with the bytes on a device of this pipeline stage."""
     stages = run.actor.plan.layout.pp
-    actor, held = run.actor, run.actor.elements[stage]
-    fixed = _fixed(run)
-    weights = {"weights": actor.weights(held)}
-    state = {"gradients": actor.gradients(held), "optimizer": actor.optimizer(held)}
-    extra = {name: _share(model, model.stage(stage, stages)) for name, model in run.others.items()}
+    actor, elements = run.actor, run.actor.elements[stage]
+    weights = {"weights": actor.weights(elements)}
+    state = {"gradients": actor.gradients(elements), "optimizer": actor.optimizer(elements)}
+    others = {name: _ModelBytes.count(model, model.stage(stage, stages)) for name, model in run.others.items()}
+    totals = {name: count.total for name, count in others.items()}
+    # all are built before one is offloaded
+    fresh = {
+        name: _ModelBytes.count(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()
+    }
+    start = _make_phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(elements, stepped=False)}, fresh)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
-    everything = {name: share.total for name, share in extra.items()}
-    # built beside one another
-    fresh = {name: _share(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()}
-    start = _phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(held, stepped=False)}, fresh)
     if engine is None:
-        return [start, _phase("update", fixed, weights, state, everything, activations)]
-    generate = run.generate
-    assert generate is not None and run.cfg.rl_config is not None
-    stays = _stays(generate, weights, state, extra)
-    apart = run.cfg.placement.disaggregated
-    serving = {} if apart else _serving(engine)
-    generating = {} if apart else _generating(engine)
-    beside = {} if run.chip.sleeps or generate.offload_train_param else generating
-    phases = [start, _phase("generate", fixed, stays, generating)]
-    objective = run.cfg.objective
-    assert objective is not None
+        return [start, _make_phase("update", fixed, weights, state, totals, activations)]
+    generate, objective = run.generate, run.cfg.objective
+    assert generate is not None and run.cfg.rl_config is not None and objective is not None
+    resident = _resident_bytes(run, weights, state, others)
+    disaggregated = run.cfg.placement.disaggregated
+    serving = {} if disaggregated else _serving_bytes(engine)
+    # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
+    generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
+    also = {} if run.device.sleeps or generate.offload_train_param else generating
+    phases = [start, _make_phase("generate", fixed, resident, generating)]
     for name in ("reward model", "reference", "critic"):
-        if name in extra:
-            use = "actor" if name == "critic" else "ref"
-            passing = _pass(run, run.others[name], stage, use)
-            phases.append(_phase(f"{name} pass", fixed, stays, {name: everything[name]}, beside, passing))
+        if name in others:
+            transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
+            phases.append(_make_phase(f"{name} pass", fixed, resident, {name: totals[name]}, also, transient))
     if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
-        phases.append(_phase("reference pass", fixed, stays, weights, beside, _pass(run, actor, stage, "ref")))
+        phases.append(_make_phase("reference pass", fixed, resident, weights, also, _pass_bytes(run, actor, stage, "ref")))
     if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
-        passing = _pass(run, actor, stage, "actor")
-        phases.append(_phase("log-probs", fixed, stays, weights, beside, passing))
-    if "critic" in extra:
+        phases.append(_make_phase("log-probs", fixed, resident, weights, also, _pass_bytes(run, actor, stage, "actor")))
+    if "critic" in others:
         critic = run.others["critic"]
-        first = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
-        phases.append(_phase("update critic", fixed, stays, weights, {"critic": everything["critic"]}, beside, first))
-    phases.append(_phase("update", fixed, stays, weights, state, beside, activations))
-    push = {"push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
-    if not apart:
+        update = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
+        phases.append(
+            _make_phase("update critic", fixed, resident, weights, {"critic": totals["critic"]}, also, update)
+        )
+    phases.append(_make_phase("update", fixed, resident, weights, state, also, activations))
+    push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
+    if not disaggregated:
         push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters}
-    phases.append(_phase("update_weights", fixed, stays, weights, push))
-    if actor.config.async_save:  # the engine stays where it is, and all models come at once
-        phases.append(_phase("save", fixed, weights, state, everything, serving))
+    phases.append(_make_phase("update_weights", fixed, resident, weights, push))
+    if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
+        phases.append(_make_phase("save", fixed, weights, state, totals, serving))
     return phases
 
 
-def _fixed(run: RunShape) -> dict[str, int]:
-    """What no phase changes."""
-    return dict(zip(FIXED, (run.chip.driver, run.chip.runtime, communicator_bytes(run)), strict=True))
-
-
-def _serving(engine: Engine) -> dict[str, int]:
+def _serving_bytes(engine: Engine) -> dict[str, int]:
     return {
         "rollout weights": engine.weights,
         "engine adapters": engine.adapters,
@@ -208,121 +208,144 @@ def _serving(engine: Engine) -> dict[str, int]:
     }
 
 
-def _generating(engine: Engine) -> dict[str, int]:
-    """From the first responses to the next push of weights, or to a release of the engine's memory."""
-    return {**_serving(engine), "packed weights": engine.packed}
-
-
-def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
-    """Dies of rollout servers that the run starts itself, and of roles with devices of their own."""
-    found: list[Dies] = []
-    fixed = _fixed(run)
+def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int]) -> list[DeviceGroup]:
+    """Return the devices of rollout servers that the run starts itself, and of other roles with dedicated devices."""
+    groups: list[DeviceGroup] = []
     count = run.cfg.placement.dedicated.get("rollout")
     if engine is not None and count is not None:
-        generate = _phase("generate", fixed, _generating(engine))
-        push = _phase("update_weights", fixed, _serving(engine), {"push buckets": _push_bytes(run)})
-        found.append(Dies("rollout", f"{count} of their own", count, (generate, push)))
-    for name, model in run.apart.items():
-        lie = model.plan.layout
-        for stage, held in enumerate(model.elements):
-            share, logits = asdict(_share(model, held)), {"logits": _head(run, model, stage, "ref", False)}
-            forward = {"activations": int(forward_bytes(model.config, model.plan, run.tokens("ref")))}
-            phases = [_phase(f"{name} pass", fixed, share, forward, logits)]
+        serving = _serving_bytes(engine)
+        generate = _make_phase("generate", fixed, serving, {"packed weights": engine.packed})
+        push = _make_phase("update_weights", fixed, serving, {"push buckets": _bucket_bytes(run)})
+        groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
+    for name, model in run.dedicated.items():
+        layout = model.plan.layout
+        for stage, elements in enumerate(model.elements):
+            owners, logits = asdict(_ModelBytes.count(model, elements)), {"logits": _head(run, model, stage, "ref", False)}
+            forward = {"activations": int(compute_forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            phases = [_make_phase(f"{name} pass", fixed, owners, forward, logits)]
             if model.trains:
                 update = {"activations": _update_activations(run, model, stage)}
-                phases.append(_phase(f"update {name}", fixed, share, update, logits))
-            group = name if lie.pp == 1 else f"{name} stage {stage}"
-            dies = model.dp * lie.tp
-            found.append(Dies(group, f"{dies} of its own", dies, tuple(phases)))
-    return found
+                phases.append(_make_phase(f"update {name}", fixed, owners, update, logits))
+            devices = model.dp * layout.tp
+            label = name if layout.pp == 1 else f"{name} stage {stage}"
+            groups.append(DeviceGroup(label, f"{devices} of its own", devices, tuple(phases)))
+    return groups
 
 
-def _phase(name: str, *parts: dict[str, int]) -> Phase:
-    """A phase in which all of these are on the die; what two of them name is there once."""
+def _make_phase(name: str, *parts: dict[str, int]) -> Phase:
+    """Return a phase with all of these owners on the device; an owner of two parts counts once."""
     owners: dict[str, int] = {}
     for part in parts:
         for owner, count in part.items():
             owners[owner] = max(owners.get(owner, 0), count)
-    passing = sum(owners.get(owner, 0) for owner in ("activations", "logits", "engine step", "push buckets"))
-    owners["fragmentation"] = int(FRAGMENTATION * passing)
+    transient = sum(owners.get(owner, 0) for owner in ("activations", "logits", "engine step", "push buckets"))
+    owners["fragmentation"] = int(FRAGMENTATION * transient)
     return Phase(name, {owner: count for owner, count in owners.items() if count})
 
 
 @dataclass(frozen=True)
-class _Share:
-    """Bytes of a rank of a model beside the actor."""
+class _ModelBytes:
+    """Bytes of a rank of a model other than the actor."""
 
     weights: int
     gradients: int
     optimizer: int
+
+    @classmethod
+    def count(cls, model: Model, elements: Elements, *, stepped: bool = True) -> _ModelBytes:
+        return cls(model.weights(elements), model.gradients(elements), model.optimizer(elements, stepped=stepped))
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
 
-def _share(model: Model, held: Elements, *, stepped: bool = True) -> _Share:
-    return _Share(model.weights(held), model.gradients(held), model.optimizer(held, stepped=stepped))
-
-
-def _stays(
-    generate: GenerateConfig, weights: dict[str, int], state: dict[str, int], extra: dict[str, _Share]
+def _resident_bytes(
+    run: RunShape, weights: dict[str, int], state: dict[str, int], others: dict[str, _ModelBytes]
 ) -> dict[str, int]:
-    """What of the training side is on the die while the engine generates."""
-    on = {
-        "weights": not generate.offload_train_param,
-        "gradients": not generate.offload_train_grad,
-        "optimizer": not generate.offload_train_optimizer,
+    """Return the bytes of the training side that are on the device while the engine generates."""
+    assert run.generate is not None
+    resident = {
+        "weights": not run.generate.offload_train_param,
+        "gradients": not run.generate.offload_train_grad,
+        "optimizer": not run.generate.offload_train_optimizer,
     }
-    stays = {owner: count for owner, count in {**weights, **state}.items() if on[owner]}
-    for name, share in extra.items():
-        stays[name] = sum(getattr(share, owner) for owner in on if on[owner])
-    return stays
+    owners = {owner: count for owner, count in {**weights, **state}.items() if resident[owner]}
+    for name, count in others.items():
+        owners[name] = sum(getattr(count, owner) for owner, is_resident in resident.items() if is_resident)
+    return owners
 
 
 def _update_activations(run: RunShape, model: Model, stage: int) -> int:
-    return int(stage_activations(model.config, model.plan, run.tokens("update"), run.micro_batches, stage))
+    return int(compute_stage_activations(model.config, model.plan, run.tokens("update"), run.micro_batches, stage))
 
 
 def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> int:
     if stage != model.plan.layout.last_chunk[0]:
         return 0
-    return int(head_bytes(model.config, model.plan.model_config, run.tokens(use), trains=trains))
+    return int(compute_head_bytes(model.config, model.plan.model_config, run.tokens(use), trains=trains))
 
 
-def _pass(run: RunShape, model: Model, stage: int, use: str) -> dict[str, int]:
-    own_stage = stage * len(model.elements) // run.actor.plan.layout.pp
+def _pass_bytes(run: RunShape, model: Model, stage: int, use: str) -> dict[str, int]:
+    model_stage = stage * len(model.elements) // run.actor.plan.layout.pp
     return {
-        "activations": int(forward_bytes(model.config, model.plan, run.tokens(use))),
-        "logits": _head(run, model, own_stage, use, False),
+        "activations": int(compute_forward_bytes(model.config, model.plan, run.tokens(use))),
+        "logits": _head(run, model, model_stage, use, False),
     }
 
 
-def _push_bytes(run: RunShape) -> int:
-    """One bucket on the way out and one on the way in, none larger than what a rank holds."""
+def _bucket_bytes(run: RunShape) -> int:
+    """Return the bytes of a bucket to send and one to receive, none larger than a rank's weights."""
     assert run.generate is not None
-    share = max(run.actor.weights(held) for held in run.actor.elements)
-    return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
+    weights = max(run.actor.weights(elements) for elements in run.actor.elements)
+    return 2 * min(run.generate.update_weights_bucket_mb * MIB, weights)
 
 
-# ---------------------------------------------------------------------- dies
+# ---------------------------------------------------------------------- communicators and ranks
 
 
-def _stage_name(stage: int, stages: int) -> str:
-    return "all dies" if stages == 1 else f"stage {stage}"
+def hccl_buffer_mib(cfg: RunConfig) -> int:
+    """Return the size of a communicator's buffer; HCCL's default in stages without the key."""
+    return 200 if cfg.rl_config is None else cfg.rl_config.hccl_buffersize
 
 
-def _ranks(run: RunShape, stage: int, stages: int) -> tuple[str, int]:
-    """Numbers of the dies of a stage: a block of them, or with use_tp_pp_dp_mapping one block a replica."""
-    world = run.sizes.actor.num_npus
-    count = world // stages
-    if not run.actor.config.use_tp_pp_dp_mapping:
-        return _block(stage * count, count), count
-    inner = run.sizes.actor.tensor * run.sizes.actor.context
-    starts = range(stage * inner, world, inner * stages)
-    shown = ", ".join(_block(start, inner) for start in list(starts)[:3])
-    return shown + (", ..." if len(starts) > 3 else ""), count
+def _communicator_bytes(run: RunShape) -> int:
+    """Return the bytes of the communicators of a device of the actor; none where there is no HCCL.
+
+    Raises:
+        ValueError: hccl_group_buffer is none of Megatron's groups with its MiB.
+    """
+    config, layout = run.actor.config, run.sizes.actor
+    if not run.device.sleeps or layout.num_npus == 1:
+        return 0
+    expert, inner = config.expert_sizes
+    groups = {
+        "world": layout.num_npus,
+        "tp": layout.tensor,
+        "cp": layout.context,
+        "pp": layout.pipeline,
+        "dp_cp": run.actor.dp,
+        "mp": layout.tensor * layout.pipeline,
+    }
+    if config.num_experts:
+        groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": run.actor.expert_dp}
+    placement = run.cfg.placement
+    if run.generate is not None and placement.disaggregated:
+        groups["push"] = layout.num_npus + run.sizes.rollout.num_npus
+    elif run.generate is not None and placement.engines is not None:
+        groups |= {"rollout tp": placement.engines.tensor, "rollout ep": placement.engines.expert_ranks}
+    size, sizes = hccl_buffer_mib(run.cfg), parse_group_buffers(config.hccl_group_buffer)
+    return sum(HCCL_BUFFERS * sizes.get(name, size) * MIB for name, ranks in groups.items() if ranks > 1)
 
 
-def _block(start: int, count: int) -> str:
-    return str(start) if count == 1 else f"{start}-{start + count - 1}"
+def _format_ranks(run: RunShape, stage: int, stages: int) -> str:
+    """Return the ranks of a stage as text: one range, or with use_tp_pp_dp_mapping one range a replica."""
+    layout = run.sizes.actor
+    if run.actor.config.use_tp_pp_dp_mapping:
+        count = layout.tensor * layout.context
+        starts = range(stage * count, layout.num_npus, count * stages)
+    else:
+        count = layout.num_npus // stages
+        starts = range(stage * count, stage * count + 1)
+    ranges = [str(start) if count == 1 else f"{start}-{start + count - 1}" for start in starts[:3]]
+    return ", ".join(ranges) + (", ..." if len(starts) > 3 else "")

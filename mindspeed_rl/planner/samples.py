@@ -1,23 +1,85 @@
-"""What is known or assumed of the samples of a run: lengths, turns, waiting for tools."""
+"""Samples of a run, measured or assumed: lengths, turns, seconds in tools.
+
+Lengths of responses are lognormal, truncated at the limit, as they are in published runs; no random numbers are drawn.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
 
-from mindspeed_rl.config.keys.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.planner.lengths import Lengths
 
-#: mean lengths where nobody says them: of the limit of responses, of that of prompts
+#: default mean lengths: of the limit of responses, of that of prompts
 MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25
+#: standard deviation of the logarithm of lengths
+SIGMA = 0.8
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths in tokens.
+
+    Attributes:
+        mean: of the truncated lengths.
+        limit: no response is longer.
+    """
+
+    mean: float
+    limit: float
+
+    def above(self, length: float) -> float:
+        """Return the fraction of responses that are longer than this."""
+        if length >= self.limit:
+            return 0.0
+        if length <= 0 or self.mean >= self.limit:
+            return 1.0
+        return 1.0 - _NORMAL.cdf(math.log(length / _solve_median(self.mean, self.limit)) / SIGMA)
+
+    def max_of(self, count: float) -> float:
+        """Return the typical length of the longest of so many responses."""
+        if self.mean >= self.limit:
+            return self.limit
+        fraction = 1.0 - 1.0 / (count + 1.0)
+        return min(self.limit, _solve_median(self.mean, self.limit) * math.exp(SIGMA * _NORMAL.inv_cdf(fraction)))
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of the squared length."""
+        if self.mean >= self.limit:
+            return self.limit**2
+        return _moment(_solve_median(self.mean, self.limit), self.limit, 2)
+
+
+def _moment(median: float, limit: float, power: int) -> float:
+    """Return the mean of min(length, limit) ** power."""
+    z = math.log(limit / median) / SIGMA
+    untruncated = median**power * math.exp(power**2 * SIGMA**2 / 2)
+    return untruncated * _NORMAL.cdf(z - power * SIGMA) + limit**power * (1.0 - _NORMAL.cdf(z))
+
+
+@lru_cache(maxsize=1024)
+def _solve_median(mean: float, limit: float) -> float:
+    """Return the median at which lengths, truncated at the limit, have this mean."""
+    low, high = mean * 1e-3, limit * 1e3
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        if _moment(middle, limit, 1) < mean:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @dataclass(frozen=True)
 class SampleMeans:
-    """What somebody knows of the samples; None where nobody does.
+    """Known means of the samples; None where a mean is not known.
 
     Attributes:
-        response, prompt: tokens; those behind the prompt over all turns.
+        response, prompt: tokens; those of the response over all turns.
         turns: of the model.
         tool_seconds: that a sample waits for its tools or its environment, over all turns.
     """
@@ -33,12 +95,12 @@ UNKNOWN = SampleMeans()
 
 @dataclass(frozen=True)
 class Samples:
-    """What a plan counts with.
+    """The samples that a plan assumes.
 
     Attributes:
         lengths: of responses.
-        prompt: tokens in the mean.
-        notes: what of it is assumed.
+        prompt: mean tokens.
+        notes: sentences about the assumed values.
     """
 
     lengths: Lengths
@@ -49,7 +111,7 @@ class Samples:
 
     @property
     def tokens(self) -> float:
-        """Of a sequence in the mean."""
+        """Mean tokens of a sequence."""
         return self.lengths.mean + self.prompt
 
     @property
@@ -58,41 +120,41 @@ class Samples:
         return self.lengths.mean_square + 2 * self.lengths.mean * self.prompt + self.prompt**2
 
 
-def longest_response(cfg: RunConfig) -> float:
-    """Return the most tokens behind the longest prompt."""
+def max_response_len(cfg: RunConfig) -> float:
+    """Return the maximum number of response tokens after a prompt of the maximum length."""
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None
-    return float(max(1, min(response_limit(cfg), generate.max_model_len - rl.max_prompt_length)))
+    return float(max(1, min(cfg.response_limit, generate.max_model_len - rl.max_prompt_length)))
 
 
-def expected_samples(cfg: RunConfig, known: SampleMeans) -> Samples:
-    """Return the samples of a run, assumed where nothing is known.
+def assume_samples(cfg: RunConfig, known: SampleMeans) -> Samples:
+    """Return the samples of a run, with assumptions for the means that are not known.
 
     Raises:
         ValueError: a number is out of its bounds, or turns and tools are given for a run that has none.
     """
     rl = cfg.rl_config
     assert rl is not None
-    notes, limit = [], longest_response(cfg)
+    notes, limit = [], max_response_len(cfg)
     mean = MEAN_RESPONSE * limit if known.response is None else known.response
     if not 0 < mean <= limit:
         raise ValueError(f"--mean-response: {mean:g} must be above 0 and at most the longest response, {limit:g}.")
     if known.response is None:
-        notes.append(f"responses of {mean:.0f} tokens in the mean, half of the limit; --mean-response says it")
+        notes.append(f"responses of {mean:.0f} tokens in the mean, half of the limit; --mean-response sets it")
     prompt = max(1.0, MEAN_PROMPT * rl.max_prompt_length) if known.prompt is None else known.prompt
     if not prompt > 0:
         raise ValueError(f"--mean-prompt: {prompt:g} must be above 0.")
     if known.prompt is None:
-        notes.append(f"prompts of {prompt:.0f} tokens in the mean, a quarter of the limit; --mean-prompt says it")
+        notes.append(f"prompts of {prompt:.0f} tokens in the mean, a quarter of the limit; --mean-prompt sets it")
     turns, tool_seconds = known.turns or 1.0, known.tool_seconds or 0.0
-    if agent_loop_of(rl) == "single_turn":
+    if rl.agent_loop_name == "single_turn":
         if known.turns not in (None, 1.0) or known.tool_seconds:
             raise ValueError("--mean-turns, --tool-seconds: the run file has no tools, environment or scheduler to wait for.")
     elif turns < 1 or tool_seconds < 0:
         raise ValueError(f"--mean-turns {turns:g} must be at least 1, --tool-seconds {tool_seconds:g} at least 0.")
     else:
         if known.turns is None:
-            notes.append("one turn of the model in a sample; --mean-turns says it")
+            notes.append("one turn of the model in a sample; --mean-turns sets it")
         if known.tool_seconds is None:
-            notes.append("tools and environments answer at once; --tool-seconds says how long a sample waits for them")
+            notes.append("tools and environments answer at once; --tool-seconds sets how long a sample waits for them")
     return Samples(Lengths(mean, limit), prompt, turns, tool_seconds, tuple(notes))

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_facts import HF_FILES
-from mindspeed_rl.config.placement import PACKED_ELEMENTS, RolloutLayout
+from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.config.placement import PACKED_ELEMENTS
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
@@ -22,11 +22,11 @@ _ENGINE_VOCAB = 64
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of one rank.
+    """Elements of one rank.
 
     Attributes:
-        dense: parameters that data-parallel ranks hold alike.
-        expert: parameters of experts, which the expert-data-parallel ranks hold alike.
+        dense: parameters that are the same on all data-parallel ranks.
+        expert: parameters of experts, the same on all expert-data-parallel ranks.
         buffers: elements that do not train and stay float32.
         dense_adapters, expert_adapters: parameters of low-rank adapters.
     """
@@ -42,21 +42,21 @@ class Elements:
 
     @property
     def parameters(self) -> int:
-        """All of them, adapters not included."""
+        """Parameters, adapters not included."""
         return self.dense + self.expert
 
 
-def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
-    """Return the plan of a role's model: from config.json where its folder is here, else from the role's model keys.
+def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
+    """Plan a role's model: from config.json where its folder is on this machine, else from the role's model keys.
 
     Args:
         is_scored: the model ends in one score a token (critic, reward model).
 
     Raises:
-        ValueError: neither says the shape, they contradict each other, or the layout does not fit.
+        ValueError: neither gives the shape, they contradict each other, or the layout does not fit.
     """
     hf_config = {}
-    folder = model_folder(config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
+    folder = find_model_folder(config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
     if folder is not None:
         architecture, model_config, hf_config = read_model(folder)
         check_model_keys(config, model_config, folder / "config.json")
@@ -64,14 +64,14 @@ def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
         architecture, model_config = infer_model_config(config)
     model_config = model_config.with_head("reward" if is_scored else model_config.head)
     plan = lay_out_model(config, architecture, model_config, hf_config)
-    if mistake := _indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):
-        raise ValueError(mistake)
+    if message := _find_indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):
+        raise ValueError(message)
     return plan
 
 
 @lru_cache(maxsize=256)
-def _indivisible(architecture: Architecture, model_config: ModelConfig, tp: int, etp: int) -> str | None:
-    """The first weight that cannot be cut over so many ranks."""
+def _find_indivisible(architecture: Architecture, model_config: ModelConfig, tp: int, etp: int) -> str | None:
+    """Return the error of the first weight that cannot be sharded over so many ranks."""
     try:
         for op in _ops(architecture, model_config):
             op.check_divisible(etp if op.axis == "etp" else tp)
@@ -80,8 +80,8 @@ def _indivisible(architecture: Architecture, model_config: ModelConfig, tp: int,
     return None
 
 
-def model_folder(*names: str | None) -> Path | None:
-    """The first folder here that has a config.json, of those that are named."""
+def find_model_folder(*names: str | None) -> Path | None:
+    """Return the first of these folders that has a config.json on this machine."""
     for name in names:
         for folder in (Path(name).expanduser(), Path(name).expanduser() / HF_FILES) if name else ():
             if (folder / "config.json").is_file():
@@ -91,48 +91,48 @@ def model_folder(*names: str | None) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _ops(architecture: Architecture, model_config: ModelConfig) -> tuple[WeightOp, ...]:
-    """The table with all experts of a layer in one row; of the expert ranks each holds an equal part of it."""
+    """Return the table with all experts of a layer in one row, which the expert ranks share equally."""
     return tuple(architecture.weight_ops(model_config, ExpertPacking("grouped", 1)))
 
 
 @lru_cache(maxsize=4096)
-def _by_place(
+def _count_by_section(
     architecture: Architecture, model_config: ModelConfig, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]
 ) -> dict[str | int, Elements]:
-    """One rank's elements by place: "pre", "post", "tied" (a head that repeats the embedding), or the number of a layer."""
-    found: dict[str | int, Elements] = {}
+    """Count the elements of a rank by section: "pre", "post", "tied" (a head that repeats the embedding), or layer index."""
+    sections: dict[str | int, Elements] = {}
     for op in _ops(architecture, model_config):
-        # prediction layers lie on the last stage, with the head
-        place: str | int = "tied" if op.copy_of_tied else "post" if op.section == "mtp" else op.section
+        # prediction layers are on the last stage, with the head
+        section: str | int = "tied" if op.copy_of_tied else "post" if op.section == "mtp" else op.section
         if op.section == "layer":
             assert op.layer is not None
-            place = op.layer
-        found[place] = found.get(place, Elements()) + _of_op(op, tp, etp, groups, rank, targets)
-    return found
+            section = op.layer
+        sections[section] = sections.get(section, Elements()) + _count_op(op, tp, etp, groups, rank, targets)
+    return sections
 
 
-def _of_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]) -> Elements:
+def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]) -> Elements:
     adapted = rank if any(f".{target}." in op.mcore for target in targets) else 0
     if op.axis == "tp":
         shape = op.shard_shape(tp)
         if op.buffer:
             return Elements(buffers=math.prod(shape))
         return Elements(dense=math.prod(shape), dense_adapters=adapted * sum(shape) if len(shape) == 2 else 0)
-    held = len(op.experts) // groups
+    experts = len(op.experts) // groups
     adapters = 0
     if ("linear_fc1" if "weight1" in op.mcore else "linear_fc2") in targets:
         rows, columns = op.shapes[0]
         fused = len(op.hf) // len(op.experts)
         outer, inner = (fused * rows // etp, columns) if fused > 1 else (rows, columns // etp)
-        adapters = held * rank * (outer + inner)
+        adapters = experts * rank * (outer + inner)
     return Elements(expert=math.prod(op.shard_shape(etp)) // groups, expert_adapters=adapters)
 
 
-def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
-    """Return what a rank of each pipeline stage holds; ranks of one stage hold equally many."""
+def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
+    """Count the elements of a rank of each pipeline stage; all ranks of a stage have as many."""
     layout = plan.layout
     targets = tuple(config.lora_target_modules or ())
-    places = _by_place(
+    sections = _count_by_section(
         plan.architecture,
         plan.model_config,
         layout.tp,
@@ -147,30 +147,30 @@ def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
         total = Elements()
         for chunk in range(layout.vpp):
             for layer in layout.chunk_layers(stage, chunk):
-                total += none if layer is None else places[layer]
+                total += none if layer is None else sections[layer]
         if stage == layout.first_chunk[0]:
-            total += places["pre"]
+            total += sections["pre"]
         if stage == layout.last_chunk[0]:
-            total += places["post"]
+            total += sections["post"]
             # the head of a tied model is the embedding itself where one stage has both
-            total += places.get("tied", none) if stage != layout.first_chunk[0] else none
+            total += sections.get("tied", none) if stage != layout.first_chunk[0] else none
         stages.append(total)
     return stages
 
 
-def model_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
-    """Return the parameters of the whole model, tied ones once, without padding."""
+def count_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
+    """Count the parameters of a model, tied ones once, without padding."""
     model_config = model_config.pad_vocab(1, 1)
     ops = _ops(architecture, model_config)
     return sum(math.prod(op.shard_shape()) for op in ops if not op.copy_of_tied and not op.buffer)
 
 
 @lru_cache(maxsize=256)
-def rollout_elements(architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int) -> int:
-    """Return the weights of one rank of the rollout engine, under the engine's own rules of cutting.
+def count_rollout_elements(architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int) -> int:
+    """Count the weights of one rank of the rollout engine, under the engine's rules of sharding.
 
-    Query, key and value are cut by heads (a rank has one key/value head at least), the low-rank down projections of latent
-    attention are whole on every rank, and experts lie over `expert_ranks` where those are above 1.
+    Query, key and value are sharded by heads (a rank has one key/value head at least), the low-rank down projections of latent
+    attention are replicated, and experts are spread over `expert_ranks` where those are above 1.
     """
     total = 0
     for op in _ops(architecture, model_config.pad_vocab(1, 1)):
@@ -185,7 +185,7 @@ def rollout_elements(architecture: Architecture, model_config: ModelConfig, tens
 
 
 def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
-    """Elements of one row of the table on a rank of the engine, experts cut over the tensor ranks."""
+    """Count the elements of one row of the table on a rank of the engine, experts sharded over the tensor ranks."""
     vocab = -(-model_config.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
     total = 0
     for shape, split in zip(op.shapes, op.splits):
@@ -195,7 +195,7 @@ def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int
         elif shape[0] == model_config.vocab_size:
             total += size // shape[0] * (vocab // tensor)
         else:
-            # query heads may part from their key/value head
+            # query heads may be on another rank than their key/value head
             unit = split.unit if split.unit % model_config.kv_channels else model_config.kv_channels
             units = shape[split.dim] // unit
             total += size // units * -(-units // tensor)
@@ -203,8 +203,8 @@ def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int
 
 
 @lru_cache(maxsize=256)
-def packed_elements(architecture: Architecture, model_config: ModelConfig, tensor: int) -> int:
-    """Return the elements that a rank of the CPU's engine keeps packed beside its weights: of large linear layers and the head.
+def count_packed_elements(architecture: Architecture, model_config: ModelConfig, tensor: int) -> int:
+    """Count the elements that a rank of the CPU's engine also holds packed: of large linear layers and the head.
 
     Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
     """
@@ -212,24 +212,19 @@ def packed_elements(architecture: Architecture, model_config: ModelConfig, tenso
     ops = _ops(architecture, model_config.pad_vocab(1, 1))
     tied = any(op.copy_of_tied for op in ops)
     for op in ops:
-        looked_up = op.section == "pre" and not tied
-        if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or looked_up or any(len(shape) != 2 for shape in op.shapes):
+        is_lookup = op.section == "pre" and not tied
+        if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or is_lookup or any(len(s) != 2 for s in op.shapes):
             continue
         size = _on_engine_rank(op, model_config, tensor)
         total += size if size >= PACKED_ELEMENTS else 0
     return total
 
 
-def rollout_weights(plan: ModelPlan, lie: RolloutLayout) -> int:
-    """Return the elements of a rank of these engines."""
-    return rollout_elements(plan.architecture, plan.model_config, lie.tensor, lie.expert_ranks)
-
-
 @lru_cache(maxsize=64)
-def rollout_adapters(architecture: Architecture, model_config: ModelConfig, tensor: int, rank: int) -> int:
-    """Return the elements that a rank of the rollout engine keeps room for beside its weights.
+def count_rollout_adapters(architecture: Architecture, model_config: ModelConfig, tensor: int, rank: int) -> int:
+    """Count the elements of adapters that a rank of the rollout engine has room for.
 
-    They are A and B of every linear layer, whatever trains. The input of A is cut where the layer's own input is, the output
+    They are A and B of every linear layer, whatever trains. The input of A is sharded where the layer's input is, the output
     of B where its output is.
     """
     total = 0
@@ -243,8 +238,8 @@ def rollout_adapters(architecture: Architecture, model_config: ModelConfig, tens
     return total
 
 
-def trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
-    """Return the elements of all adapters that train, whole."""
+def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
+    """Count the elements of all adapters that train, not sharded."""
     targets = tuple(config.lora_target_modules or ())
-    places = _by_place(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
-    return sum(held.dense_adapters + held.expert_adapters for held in places.values())
+    sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
+    return sum(elements.dense_adapters + elements.expert_adapters for elements in sections.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
+from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
@@ -37,7 +37,7 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         ValueError: a key of the loop, of its tools or of its plug-in is wrong.
     """
     rl = run.rl
-    name = agent_loop_of(rl)
+    name = rl.agent_loop_name
     if name == "single_turn":
         return AgentRunner(SingleTurn())
     turns = chat_turns(run, tokenizer)
@@ -45,7 +45,7 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     settings = LoopSettings(
         tokenizer=tokenizer,
         turns=turns,
-        limits=TrajectoryLimits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
+        limits=TrajectoryLimits(run.config.response_limit, rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
@@ -98,7 +98,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
         ValueError: names what is wrong.
     """
     agents = make_agents(run, tokenizer)
-    loop = agent_loop_of(run.rl)
+    loop = run.rl.agent_loop_name
     if loop == "single_turn":
         return
     if loop == "environment":

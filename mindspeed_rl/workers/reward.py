@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config import Run, response_limit
+from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -29,7 +29,7 @@ class RewardWorker:
         set_up_logging(run.folder / "run.log", worker=f"reward {number}", console=False)
         heartbeat.start(run.folder, f"reward worker {number}", interval_s=run.fault_tolerance.heartbeat_interval_s)
         self.run, self.plan, self.plane = run, run.plan, plane
-        self.max_tokens = response_limit(run.config)
+        self.max_tokens = run.config.response_limit
         self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
         self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {number}")

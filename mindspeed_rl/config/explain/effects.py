@@ -11,7 +11,6 @@ from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, evaluates
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
-from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
 from mindspeed_rl.config.objective import named_estimator
 from mindspeed_rl.config.rules.violation import written
 from mindspeed_rl.config.run import RunConfig
@@ -244,11 +243,11 @@ def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:
             f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "
             f"iteration trains on: each pass over them makes one optimizer step of {sizes.mini_batch_prompts} prompts"
         )
-    prompt, response, limit = rl.max_prompt_length, response_limit(cfg), generate.max_model_len
+    prompt, response, limit = rl.max_prompt_length, cfg.response_limit, generate.max_model_len
     if prompt + response > limit >= prompt:
         after = f"after a prompt of more than {limit - response} tokens" if limit > response else "after every prompt"
         yield (
-            f"rl_config.max_prompt_length + {response_limit_key(cfg)} ({prompt} + {response} = "
+            f"rl_config.max_prompt_length + {cfg.response_limit_key} ({prompt} + {response} = "
             f"{prompt + response}) is more than generate_config.max_model_len ({limit}): a response {after} ends where both "
             f"together have {limit}, and counts as truncated"
         )

@@ -12,7 +12,6 @@ from mindspeed_rl.config.explain.effects import (
     find_warnings,
 )
 from mindspeed_rl.config.explain.resources import resources, short
-from mindspeed_rl.config.keys.turns import describe_samples
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.run import RunConfig
@@ -62,7 +61,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
         "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
         "length": "",
-        "samples": describe_samples(cfg),
+        "samples": _describe_samples(cfg),
         "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
@@ -186,3 +185,21 @@ def _resources(found: dict[str, Any]) -> str:
         lines.append("Parallel groups")
         lines += [f"  {axis:<11}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
     return "\n".join(lines)
+
+
+def _describe_samples(cfg: RunConfig) -> str:
+    """Return a sentence about samples of several turns; empty where each sample is one response."""
+    rl = cfg.rl_config
+    if rl is None or cfg.generate_config is None or rl.agent_loop_name == "single_turn":
+        return ""
+    loop = rl.agent_loop_name
+    by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment}.get(loop)
+    tools = "" if rl.tool_config_path is None else f", tools of {rl.tool_config_path}"
+    calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
+    limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
+    turns = "as many turns as fit" if rl.max_turns is None else f"at most {rl.max_turns} turns"
+    one = cfg.generate_config.sampling_config.max_tokens
+    return (
+        f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {one} tokens, "
+        f"{cfg.response_limit} tokens after the prompt together"
+    )

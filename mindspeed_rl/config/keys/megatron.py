@@ -381,3 +381,29 @@ def joined(layers: str | int | list[int] | None) -> str | None:
     if layers is None or isinstance(layers, str):
         return layers
     return ",".join(str(layer) for layer in ([layers] if isinstance(layers, int) else layers))
+
+
+#: the process groups of Megatron-core 0.16, by the names of their options
+PROCESS_GROUPS = (
+    "cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp", "intra_dist_opt_instance", "intra_dp_cp",
+    "intra_ep_dp", "mp", "pos_embd", "pp", "tp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+)  # fmt: skip
+
+
+def parse_group_buffers(text: str | None) -> dict[str, int]:
+    """Return the MiB by group name from hccl_group_buffer, such as "tp:256;dp:64" (commas separate too).
+
+    Raises:
+        ValueError: a part is not group:MiB, or Megatron has no such group.
+    """
+    sizes: dict[str, int] = {}
+    for part in (text or "").replace(",", ";").split(";"):
+        if not part.strip():
+            continue
+        name, _, size = (field.strip() for field in part.partition(":"))
+        if not size.isdigit() or int(size) < 1:
+            raise ValueError(f"hccl_group_buffer: '{part.strip()}' is not a group with its MiB, like tp:256.")
+        if name not in PROCESS_GROUPS:
+            raise ValueError(f"hccl_group_buffer: '{name}' is not one of Megatron's groups {', '.join(PROCESS_GROUPS)}.")
+        sizes[name] = int(size)
+    return sizes

@@ -11,6 +11,8 @@ from mindspeed_rl.catalogue.records import Algorithm, Bounds, Level, Scale
 from mindspeed_rl.config.keys.deadlines import DeadlineKeys, FaultTolerance
 from mindspeed_rl.config.keys.schema import Needs, Range, key
 
+#: agent loop -> the key that it needs
+AGENT_LOOP_KEYS = {"environment": "environment", "scheduler": "multi_turn_scheduler", "tool_agent": "tool_config_path"}
 # fmt: off
 _CRITIC = ("adv_estimator", needing(ADVANTAGES, "values"))
 _RULES = ("rule_reward", (True,))
@@ -540,3 +542,13 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
                 setattr(self, f"{role}_max_packing_token_size", self.max_packing_token_size)
             if getattr(self, f"{role}_dynamic_max_batch_size") is None:
                 setattr(self, f"{role}_dynamic_max_batch_size", self.dynamic_max_batch_size)
+
+    @property
+    def agent_loop_name(self) -> str:
+        """The loop that generates the samples, by name or "module:Class"."""
+        if not self.multi_turn_enable:
+            return "single_turn"
+        if self.agent_loop is not None:
+            return self.agent_loop
+        # without an environment, a scheduler or tools there is one turn
+        return next((loop for loop, key in AGENT_LOOP_KEYS.items() if getattr(self, key) is not None), "single_turn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.config.model_facts import EngineShape
+from mindspeed_rl.config.model_metadata import EngineShape
 from mindspeed_rl.config.run import RunConfig
 
 
@@ -80,7 +80,7 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
 
 def read_engine_shape(cfg: RunConfig) -> EngineShape:
     """Return what is known of the model that a run generates with: the run file's own keys first, then config.json."""
-    actor, facts = cfg.actor_config, cfg.model_facts
+    actor, facts = cfg.actor_config, cfg.model_metadata
     found = EngineShape(source="the run file") if facts is None else facts.shape
     if actor.num_attention_heads is None:
         return found

@@ -7,7 +7,6 @@ from typing import Any
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, joined
-from mindspeed_rl.config.keys.turns import response_limit
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, read_engine_shape
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
@@ -218,7 +217,7 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
 def _needed_length(cfg: RunConfig) -> int:
     """Tokens that the run file itself asks of the engine."""
     assert cfg.rl_config is not None and cfg.generate_config is not None
-    longest = cfg.rl_config.max_prompt_length + response_limit(cfg)
+    longest = cfg.rl_config.max_prompt_length + cfg.response_limit
     return max(longest, cfg.actor_config.seq_length or 0)
 
 
@@ -268,7 +267,7 @@ def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None
         rule = "must be at least 1" if world is None else f"must divide the {world} devices"
         yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: nearest},))
         return
-    actor, facts = cfg.actor_config, cfg.model_facts
+    actor, facts = cfg.actor_config, cfg.model_metadata
     experts, source = actor.num_experts, "num_experts"
     if actor.num_layers is None:  # the shape is that of config.json
         if facts is None:

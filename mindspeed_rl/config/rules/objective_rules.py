@@ -10,7 +10,6 @@ from typing import Any
 from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.turns import earns, response_limit, response_limit_key
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
 from mindspeed_rl.config.run import RunConfig
@@ -33,7 +32,8 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             f"({len(rl.verifier_weight)} entries) must have the same length",
             {f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},
         )
-    scored_by_rules = rl.rule_reward and rl.verifier_function or earns(rl)
+    scored_by_turns = rl.trajectory_reward != "none" and rl.agent_loop_name not in ("single_turn", "scheduler")
+    scored_by_rules = rl.rule_reward and rl.verifier_function or scored_by_turns
     if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
         yield broken(
             "some_reward",
@@ -43,7 +43,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.rule_reward": True},
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
-        limit, key = response_limit(cfg), response_limit_key(cfg)
+        limit, key = cfg.response_limit, cfg.response_limit_key
         if rl.rollout_max_tokens != limit:
             yield broken(
                 "overlong_limit",

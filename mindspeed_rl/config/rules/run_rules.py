@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
-from mindspeed_rl.config.keys.turns import response_limit, turn_rules
-from mindspeed_rl.config.rules.replay_rules import expert_count_rules, replay_rules
+from mindspeed_rl.config.rules.rollout_rules import expert_count_rules, replay_rules, turn_rules
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
 
@@ -45,7 +44,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate, seq = cfg.rl_config, cfg.generate_config, cfg.actor_config.seq_length
     if rl is None or generate is None or cfg.is_supervised:
         return
-    longest, response = generate.max_model_len, response_limit(cfg)
+    longest, response = generate.max_model_len, cfg.response_limit
     if seq is not None and longest < seq:
         yield broken(
             "seq_length_fits_engine",

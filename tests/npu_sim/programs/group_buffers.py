@@ -23,12 +23,12 @@ def main() -> None:
     from mindspeed_rl import platform
     from mindspeed_rl.adaptors import hccl_buffers
     from mindspeed_rl.config import MegatronConfig
-    from mindspeed_rl.config.process_groups import group_buffers
+    from mindspeed_rl.config.keys.megatron import parse_group_buffers
     from mindspeed_rl.engine import parallel
 
     npu = platform.select("npu")
     npu.set_device(int(os.environ["RANK"]))
-    hccl_buffers.apply(group_buffers("tp:64"))
+    hccl_buffers.apply(parse_group_buffers("tp:64"))
     parallel.init_process_group(parallel.RankInfo.from_env(), 60.0)
     parallel.init_model_parallel(MegatronConfig(tensor_model_parallel_size=2), 1, 60.0)
     library = ctypes.CDLL("libhccl.so")

@@ -12,7 +12,7 @@ from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import RunConfig, build_run_config, validate
 from mindspeed_rl.config.explain.effects import describe_learning_rate, find_warnings
 from mindspeed_rl.config.explain.plan_page import explain, render
-from mindspeed_rl.config.model_facts import read_model_facts
+from mindspeed_rl.config.model_metadata import read_model_metadata
 
 
 def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> RunConfig:
@@ -81,7 +81,7 @@ def test_the_model_s_longest_sequence_is_read_from_its_files(
     folder = model(tmp_path / "m", num_attention_heads=8, **config)
     if tokenizer is not None:
         (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    facts = read_model_facts(run(load=folder).actor_config)
+    facts = read_model_metadata(run(load=folder).actor_config)
     assert facts is not None and facts.folder == facts.shape.source == folder
     assert (facts.shape.num_heads, facts.shape.num_kv_heads, facts.shape.max_length) == (8, 8, longest)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import RunConfig, build_run_config, validate
-from mindspeed_rl.config.model_facts import EngineShape, read_model_facts
+from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
 from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 
@@ -81,7 +81,7 @@ def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> Non
 def test_the_model_of_a_training_checkpoint_is_known_too(tmp_path: Path) -> None:
     cfg = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48})
     cfg.actor_config.load = str(tmp_path / "checkpoints")
-    facts = read_model_facts(cfg.actor_config)
+    facts = read_model_metadata(cfg.actor_config)
     assert facts is not None and facts.shape.head_size == 48
 
 
@@ -122,5 +122,5 @@ def test_widths_that_config_json_leaves_out_are_those_of_transformers(tmp_path: 
 
     config = AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=2, hidden_size=256)
     width = getattr(config, "head_dim", None) or 64
-    facts = read_model_facts(run(tmp_path / "m", {**PLAIN, "model_type": kind}).actor_config)
+    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).actor_config)
     assert facts is not None and facts.shape.head_size == width

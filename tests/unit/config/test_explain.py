@@ -160,8 +160,8 @@ def test_the_text_form_shows_every_part(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for part in ("Batch", "Devices: 8", "Parallel groups", "Objective", "Keys that differ", "have no effect", "Samples"):
         assert part in text
-    assert "tool_agent, tools of ./configs/tools/retool_config.yaml called as hermes writes it, 1 calls at most" in text
-    assert "2048 tokens behind the prompt together" in text
+    assert "tool_agent, tools of ./configs/tools/retool_config.yaml with calls in the format hermes, 1 calls at most" in text
+    assert "2048 tokens after the prompt together" in text
     assert "clip(r, 0.8, 1.28)" in text
     assert main(["--config-name", "grpo_qwen25_7b_A3", "rl_config.mini_batch_size=5"]) == 2
     assert "INVALID" in capsys.readouterr().out

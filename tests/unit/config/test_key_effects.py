@@ -21,11 +21,11 @@ DERIVING = (
     "compat/aliases.py",
     "objective.py",
     "sizes.py",
-    "keys/rl.py",
     "placement.py",
     "keys/deadlines.py",
     "resolve.py",
-    "keys/turns.py",
+    "keys/rl.py",
+    "run.py",
 )
 #: objects of other layers that have attributes of the same names
 OTHERS = {"args", "arguments", "options", "model_config", "scaling", "destination", "sample"}

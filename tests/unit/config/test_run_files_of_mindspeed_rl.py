@@ -17,7 +17,7 @@ RUN_FILES = DATA / "run_files"
 README = Path(__file__).parents[3] / "README.md"
 #: key that a refusal names -> words of the README's list of what is not there
 NOT_THERE = {
-    "rl_config.is_multimodal": "no images",
+    "rl_config.is_multimodal": "no support for images",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.process_groups import GROUPS, group_buffers
+from mindspeed_rl.config.keys.megatron import PROCESS_GROUPS, parse_group_buffers
 
 
 def test_fused_kernels_are_always_on_and_complete() -> None:
@@ -69,8 +69,8 @@ def test_features_that_need_a_megatron_source_tree_are_left_off_with_a_warning()
 
 
 def test_hccl_buffers_are_given_by_group() -> None:
-    assert group_buffers("tp:256; dp:64") == group_buffers("tp:256,dp:64") == {"tp": 256, "dp": 64}
-    assert group_buffers(None) == {}
+    assert parse_group_buffers("tp:256; dp:64") == parse_group_buffers("tp:256,dp:64") == {"tp": 256, "dp": 64}
+    assert parse_group_buffers(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_hccl_buffers_are_given_by_group() -> None:
 )
 def test_hccl_buffers_of_unknown_groups_or_sizes_are_refused(text: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        group_buffers(text)
+        parse_group_buffers(text)
 
 
 def test_the_groups_are_those_that_megatron_asks_options_for() -> None:
     core = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0])
     asked = re.findall(r"get_nccl_options\(\s*\"(\w+)\"", (core / "parallel_state.py").read_text())
-    assert set(GROUPS) == set(asked)
+    assert set(PROCESS_GROUPS) == set(asked)
 
 
 @pytest.mark.parametrize("key", ["recompute_activation_function", "reuse_fp32_param", "swap_attention", "use_ascend_coc"])

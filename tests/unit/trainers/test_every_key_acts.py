@@ -90,7 +90,8 @@ ELSEWHERE: dict[str, str] = {
     "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
-    "config/keys/turns.py": "multi_turn_enable agent_loop environment multi_turn_scheduler max_total_response_length",
+    "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler",
+    "config/run.py": "max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
@@ -143,7 +144,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/model_worker.py": "use_dp_batch_balance",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
     "workers/routing.py": "router_replay",
-    "workers/rollout.py": (
+    "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
     "serving/server_clients.py": "vllm_server_token_file",

@@ -41,7 +41,7 @@ class EngineShape:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelMetadata:
     """The model's own files.
 
     Attributes:
@@ -53,7 +53,7 @@ class ModelFacts:
     shape: EngineShape
 
 
-def read_model_facts(role: MegatronConfig) -> ModelFacts | None:
+def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
     """Return what is known of the model that a role's keys name; None where no folder of theirs has a readable config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
         if not name:
@@ -61,7 +61,7 @@ def read_model_facts(role: MegatronConfig) -> ModelFacts | None:
         start = Path(name).expanduser()
         for folder in (start, start / HF_FILES):
             if config := _read(folder / "config.json"):
-                return ModelFacts(str(name), _shape(str(name), folder, config))
+                return ModelMetadata(str(name), _shape(str(name), folder, config))
     return None
 
 

@@ -1,9 +1,10 @@
-"""Rules of what asks for the experts of tokens: what router replay and counts need, and what they cannot be used with."""
+"""Rules of rollouts: samples of several turns, and the experts of tokens for router replay and counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
 
@@ -57,7 +58,7 @@ def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) ->
 
 def _is_dense(cfg: RunConfig) -> bool:
     """True once it is known that the actor has no experts."""
-    actor, facts = cfg.actor_config, cfg.model_facts
+    actor, facts = cfg.actor_config, cfg.model_metadata
     if actor.num_layers is not None:  # the run file says the shape
         return not actor.num_experts
     return facts is not None and not facts.shape.num_experts
@@ -96,3 +97,47 @@ def _obstacles_of_engine(cfg: RunConfig) -> Iterator[str]:
         )
     if generate is not None and generate.expert_map_path is not None:
         yield "with generate_config.expert_map_path vllm-ascend before 0.26 reports where an expert lies, not which one it is"
+
+
+def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Check runs whose samples have several turns."""
+    rl, generate = cfg.rl_config, cfg.generate_config
+    if rl is None or generate is None or cfg.is_supervised or not rl.multi_turn_enable:
+        return
+    one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
+    if total < one:
+        yield broken(
+            "tool_response_length",
+            {"rl_config.max_total_response_length": total, "generate_config.sampling_config.max_tokens": one},
+            f"rl_config.max_total_response_length ({total}) must be at least "
+            f"generate_config.sampling_config.max_tokens ({one})",
+            {"rl_config.max_total_response_length": one},
+        )
+    loop = rl.agent_loop_name
+    if loop == "single_turn":
+        return
+    if rl.partial_rollout_max_split > 1:
+        yield broken(
+            "partial_rollout_turns",
+            {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.multi_turn_enable": True},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) lets a response take several iterations, "
+            "and tools and environments of a sample of several turns cannot be put aside so long",
+            {"rl_config.partial_rollout_max_split": 1},
+            {"rl_config.multi_turn_enable": False},
+        )
+    if rl.use_dynamic_bsz and not rl.use_remove_padding:
+        yield broken(
+            "turns_are_packed",
+            {"rl_config.use_dynamic_bsz": True, "rl_config.use_remove_padding": False},
+            "rl_config.use_dynamic_bsz counts the tokens of a sample of several turns as they are packed, so with "
+            "rl_config.multi_turn_enable it needs rl_config.use_remove_padding",
+            {"rl_config.use_remove_padding": True},
+            {"rl_config.use_dynamic_bsz": False},
+        )
+    needed = AGENT_LOOP_KEYS.get(loop)
+    if needed is not None and getattr(rl, needed) is None:
+        yield broken(
+            "agent_loop_needs",
+            {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
+            f"rl_config.agent_loop {loop} needs rl_config.{needed}",
+        )
