@@ -22,7 +22,7 @@ class EffectiveShare(Metric):
 
     squares: float = 0.0
 
-    def merged(self, other: Metric) -> EffectiveShare:
+    def merge(self, other: Metric) -> EffectiveShare:
         """Returns the share over both parts together."""
         if not isinstance(other, EffectiveShare):
             raise ValueError("an effective share merges only with another one")
