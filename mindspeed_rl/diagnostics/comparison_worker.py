@@ -26,7 +26,7 @@ from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.roles import Role, shared_settings
-from mindspeed_rl.workers.rollout import RolloutReplica
+from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
 #: by how much the weights of the first push are scaled: enough to change every element, and undone to the bit
 _SCALE = 2.0
@@ -66,7 +66,7 @@ class ComparisonWorker(DeviceWorker):
         passes = shared_settings(run, tokenizer)
         self.role = Role("actor", run.models["actor"], passes, steps_per_iteration=None)
         self._rest()  # vLLM refuses to start on a device that has less than its share free
-        self.rollout = RolloutReplica(run, None, source, plan.model_config, tokenizer, run_id)
+        self.rollout = RolloutReplica(run, None, tokenizer, run_id)
         self.vocab_size = plan.model_config.vocab_size
         self.notes: list[str] = []
 

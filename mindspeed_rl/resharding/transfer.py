@@ -15,9 +15,17 @@ from torch import Tensor
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.exchange import Sinks, carry, world_exchange
-from mindspeed_rl.resharding.layouts import Box, Place, intersection, relative, shard_boxes, training_boxes, whole
-from mindspeed_rl.resharding.push import Trained
+from mindspeed_rl.resharding.exchange import Sinks, build_world_exchange, execute_plan
+from mindspeed_rl.resharding.layouts import (
+    RankPosition,
+    Slice,
+    full_slice,
+    intersect,
+    relative_index,
+    shard_slices,
+    training_slices,
+)
+from mindspeed_rl.resharding.push import TrainedWeights
 from mindspeed_rl.resharding.transfer_plan import Plan, TensorInfo, plan_transfer
 
 
@@ -25,12 +33,12 @@ from mindspeed_rl.resharding.transfer_plan import Plan, TensorInfo, plan_transfe
 class _Window:
     """Elements of an HF tensor: where they are in it, and a view of them in that shape."""
 
-    box: Box
+    tensor_slice: Slice
     view: Tensor
 
 
 class Sources:
-    """Reads boxes of HF tensors from this rank's shards; low-rank adapters are merged on the way.
+    """Reads slices of HF tensors from this rank's shards; low-rank adapters are merged on the way.
 
     A merged weight is computed when it is read and kept until another one is, so memory grows by one weight of the rank.
     """
@@ -49,24 +57,26 @@ class Sources:
             if owner in self._weights:
                 self._weights[copy] = self._weights[owner]
         self._windows: dict[str, list[list[_Window]]] = {}
-        #: parts of boxes that were asked for, by mcore name: pushes ask for the same ones, and cutting costs more than copying
-        self._cut: dict[str, dict[tuple[int, Box], list[tuple[Box, Tensor]]]] = {}
+        #: parts of slices that were asked for, by mcore name: pushes ask for the same ones, and cutting costs more than copying
+        self._cut: dict[str, dict[tuple[int, Slice], list[tuple[Slice, Tensor]]]] = {}
         self._merged = ""
 
-    def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Writes a box that this rank holds to `out`, which has its shape and any type."""
-        for part, view in self.views(name, box):
-            out[relative(part, box)].copy_(view)
+    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
+        """Writes a tensor_slice that this rank holds to `out`, which has its shape and any type."""
+        for part, view in self.views(name, tensor_slice):
+            out[relative_index(part, tensor_slice)].copy_(view)
 
-    def views(self, name: str, box: Box) -> list[tuple[Box, Tensor]]:
-        """The parts of a box that this rank holds, each with a view of its elements."""
+    def views(self, name: str, tensor_slice: Slice) -> list[tuple[Slice, Tensor]]:
+        """The parts of a tensor_slice that this rank holds, each with a view of its elements."""
         weight, number = self._weights[name]
         windows = self._of(weight)[number]
         cut = self._cut[weight.op.mcore]
-        if (number, box) not in cut:
-            common = ((intersection(box, window.box), window) for window in windows)
-            cut[number, box] = [(part, window.view[relative(part, window.box)]) for part, window in common if part is not None]
-        return cut[number, box]
+        if (number, tensor_slice) not in cut:
+            common = ((intersect(tensor_slice, window.tensor_slice), window) for window in windows)
+            cut[number, tensor_slice] = [
+                (part, window.view[relative_index(part, window.tensor_slice)]) for part, window in common if part is not None
+            ]
+        return cut[number, tensor_slice]
 
     @torch.no_grad()
     def _of(self, weight: LocalWeight) -> list[list[_Window]]:
@@ -94,17 +104,17 @@ def _windows(weight: LocalWeight) -> list[list[_Window]]:
         for view in views:  # one after the other along dimension 0 of the shard
             here = ((first, first + view.shape[0]), *((0, size) for size in view.shape[1:]))
             first += view.shape[0]
-            for box, start in shard_boxes(split, shape, weight.num_shards, weight.shard):
-                # where the box's elements are in the shard, and where the shard's are in the tensor
+            for tensor_slice, start in shard_slices(split, shape, weight.num_shards, weight.shard):
+                # where the tensor_slice's elements are in the shard, and where the shard's are in the tensor
                 shift = (
-                    [0] * len(box)
+                    [0] * len(tensor_slice)
                     if split.dim is None
-                    else [0 if dim != split.dim else box[dim][0] - start for dim in range(len(box))]
+                    else [0 if dim != split.dim else tensor_slice[dim][0] - start for dim in range(len(tensor_slice))]
                 )
-                part = intersection(box, tuple((low + by, high + by) for (low, high), by in zip(here, shift)))
+                part = intersect(tensor_slice, tuple((low + by, high + by) for (low, high), by in zip(here, shift)))
                 if part is not None:
                     local = tuple((low - by, high - by) for (low, high), by in zip(part, shift))
-                    windows.append(_Window(part, view[relative(local, here)]))
+                    windows.append(_Window(part, view[relative_index(local, here)]))
         found.append(windows)
     return found
 
@@ -132,10 +142,10 @@ class WeightStream:
             experts = layout.expert_group(tp, parallel_state.get_expert_model_parallel_rank())
             etp = parallel_state.get_expert_tensor_parallel_rank()
         assert etp is not None  # Megatron's groups exist
-        mine = (Place(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp), socket.gethostname())
+        mine = (RankPosition(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp), socket.gethostname())
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        held = training_boxes(self._ops, layout, [place for place, _ in everyone], copies=self.copies)
+        held = training_slices(self._ops, layout, [place for place, _ in everyone], copies=self.copies)
         hosts: list[str] = [host for _, host in everyone]
         nodes = [hosts.index(host) for host in hosts]
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -144,10 +154,10 @@ class WeightStream:
         self.shapes |= {copy: self.shapes[owner] for copy, owner in self.copies.items()}
         device = next(iter(self._weights.values())).tensor.device
         #: what a push needs to know of this side
-        self.trained = Trained(held, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
+        self.trained = TrainedWeights(held, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
 
     @property
-    def base(self) -> Trained:
+    def base(self) -> TrainedWeights:
         """What a push needs to know where low-rank adapters do not go with the weights that they adapt."""
         bare = [replace(weight, merged=None) for weight in self._weights.values()]
         return replace(self.trained, sources=Sources(bare, self.copies))
@@ -158,7 +168,7 @@ class WeightStream:
         return self._ops
 
     @property
-    def list_local_weights(self) -> dict[str, LocalWeight]:
+    def local_weights(self) -> dict[str, LocalWeight]:
         """This rank's weights by global Megatron name."""
         return self._weights
 
@@ -172,11 +182,11 @@ class WeightStream:
             ranks: who gets them; None for every rank. The others get nothing, and take part.
         """
         plan, dtypes = self.whole_plan(dtype, ranks)
-        exchange = world_exchange()
+        exchange = build_world_exchange()
         sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
         # adapters may have been trained since; behind the last tensor the memory is wanted back
         self.sources.forget_merged()
-        yield from carry(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks)
+        yield from execute_plan(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks)
         self.sources.forget_merged()
 
     def whole_plan(
@@ -186,9 +196,9 @@ class WeightStream:
         targets = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         dtypes = self._wire_types(dtype)
         tensors = [TensorInfo(name, shape, dtypes[name].itemsize) for name, shape in self.shapes.items()]
-        needed = {name: {whole(shape): targets} for name, shape in self.shapes.items()}
-        held, node_of = self.trained.held, self.trained.node_of
-        return plan_transfer(tensors, held, needed, bucket_bytes=self.trained.bucket_bytes, node_of=node_of), dtypes
+        needed = {name: {full_slice(shape): targets} for name, shape in self.shapes.items()}
+        held, find_node = self.trained.held, self.trained.find_node
+        return plan_transfer(tensors, held, needed, bucket_bytes=self.trained.bucket_bytes, find_node=find_node), dtypes
 
     def _wire_types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """What each tensor travels in; the same on every rank, whichever weights it holds."""

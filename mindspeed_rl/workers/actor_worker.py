@@ -16,7 +16,7 @@ from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.rollout import RolloutReplica
+from mindspeed_rl.workers.rollout_replica import RolloutReplica
 from mindspeed_rl.workers.trainer_worker import ActorPhases
 
 
@@ -35,12 +35,11 @@ class ActorWorker(ActorPhases):
         super().__init__(run, rank)
         # offloads the models: vLLM does not start on a device that has less free memory than its part
         self._build(plane)
-        self.rollout = RolloutReplica(run, plane, self.source, self.actor.model.plan.model_config, self.tokenizer, run_id)
+        self.rollout = RolloutReplica(run, plane, self.tokenizer, run_id)
         self._adapters: AdapterFolder | None = None
         settings = LoraSettings.from_config(run.config.actor_config)
         if settings is not None and run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
-        self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def reconfigure(self, run: Run, plane: DataPlane) -> None:
         """Run the phases of another run from now on, with the models and the engine that were built."""

@@ -20,7 +20,7 @@ from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:
     from mindspeed_rl.workers.roles import Role
-    from mindspeed_rl.workers.rollout import RolloutReplica
+    from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch")

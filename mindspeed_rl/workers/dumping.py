@@ -20,13 +20,13 @@ from mindspeed_rl.config.phases import (
     Phase,
 )
 from mindspeed_rl.dumps.record import Record
-from mindspeed_rl.engine.probe import ModelProbe, place
+from mindspeed_rl.engine.probe import ModelProbe, get_coordinates
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.workers.device_worker import LossObserver
 from mindspeed_rl.workers.roles import Role
 
 if TYPE_CHECKING:  # it imports vLLM, and workers without a rollout dump too
-    from mindspeed_rl.workers.rollout import RolloutReplica
+    from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
 
 class PhaseDumps:
@@ -85,7 +85,7 @@ class PhaseDumps:
             self._runs[f"{role}_{phase}"] += 1
         if not enabled or not self._includes(iteration):
             return None
-        return self._record(iteration, role, phase, *place())
+        return self._record(iteration, role, phase, *get_coordinates())
 
     def _record_rollout(self, replica: RolloutReplica) -> Record | None:
         """Return the record of a rollout, or of one part where the responses of an iteration grow in several."""

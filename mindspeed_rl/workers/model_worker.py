@@ -29,9 +29,9 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.replica import ROW_COLUMNS, Replica, to_rows
 from mindspeed_rl.workers.roles import Role, Roles, micro_batching
-from mindspeed_rl.workers.routing import OwnRouting, Routing
+from mindspeed_rl.workers.routing import Routing
 
-_OWN_ROUTING = OwnRouting()
+_OWN_ROUTING = Routing()
 
 
 class ModelWorker(DeviceWorker):
@@ -87,7 +87,7 @@ class ModelWorker(DeviceWorker):
         """Load what a step needs onto the device, or start to, while the first micro-batches are computed."""
         role.offloader.onload(params=True, grads=True)
         # a swapped optimizer is loaded when activations no longer take its room
-        role.offloader.begin_onload(optimizer=not role.config.swap_optimizer)
+        role.offloader.start_onload(optimizer=not role.config.swap_optimizer)
 
 
 class ReferencePhases(ModelWorker):

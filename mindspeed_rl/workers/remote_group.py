@@ -21,7 +21,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, is_own_cluster, process_environment, worker_environment
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle, is_head_dead, is_own_cluster
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
@@ -91,7 +91,7 @@ class RemoteGroup:
         options = {
             "num_cpus": cpus,
             "resources": None if resource is None else {resource: 1},
-            "runtime_env": process_environment(env),
+            "runtime_env": build_runtime_env(env),
             "max_concurrency": 1,
         }
         self.processes: list[ActorHandle[WorkerProcess]] = []
@@ -99,7 +99,7 @@ class RemoteGroup:
         for rank, slot in enumerate(order_by_host(hosts, ray.get_runtime_context().get_node_id())):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=strategy, **options)
-            self.processes.append(actor_handle(remote.remote(settings, rank)))
+            self.processes.append(cast_handle(remote.remote(settings, rank)))
         self._address: ObjectRef[tuple[str, int]] | None = None
         self._prepared: list[ObjectRef[None]] = []
 
@@ -229,7 +229,7 @@ def start_group(
     )
     return RemoteGroup(
         settings,
-        worker_environment(run.config, run.platform, run.num_nodes),
+        build_worker_environment(run.config, run.platform, run.num_nodes),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor.from_run(run),

@@ -45,57 +45,41 @@ class Replica:
         count: number of data-parallel replicas.
     """
 
-    def __init__(self, plane: DataPlane, timeout_s: float) -> None:
+    def __init__(self, plane: DataPlane, timeout_s: float, *, by_stage: bool = False) -> None:
         """Make the groups in which rows are shared; collective over the training world.
 
         Args:
             plane: where rows come from.
             timeout_s: longest wait for rows that are not ready.
-        """
-        self._control = parallel.ControlGroup()
-        self._stage: parallel.ControlGroup | None = None
-        self._is_source, self.is_output = parallel.is_data_source(), parallel.is_output_source()
-        self.index = parallel_state.get_data_parallel_rank()
-        self.count = parallel_state.get_data_parallel_world_size()
-        self.use_plane(plane, timeout_s)
-
-    def use_plane(self, plane: DataPlane, timeout_s: float) -> None:
-        """Take rows from this plane from now on.
-
-        Args:
-            plane: where rows come from.
-            timeout_s: longest wait for rows that are not ready.
+            by_stage: pipeline stages can also fetch and put columns of their own.
         """
         self._plane, self._timeout_s = plane, timeout_s
+        self._control = parallel.ControlGroup()
+        self._stage = parallel.ControlGroup(of_stage=True) if by_stage else None
+        self.is_output = parallel.is_output_source()
+        self.index = parallel_state.get_data_parallel_rank()
+        self.count = parallel_state.get_data_parallel_world_size()
 
-    def fetch(self, consumer: str, columns: Sequence[str], rows: Sequence[int]) -> Batch:
-        """Return rows of the data plane on every rank of the replica; waits for rows that are not ready."""
-        batch = None
+    def fetch(self, consumer: str, columns: Sequence[str], rows: Sequence[int], *, by_stage: bool = False) -> Batch:
+        """Return rows of the data plane on every rank of the replica; waits for rows that are not ready.
+
+        Args:
+            consumer: name of the phase at the data plane.
+            columns: of the rows.
+            rows: indexes.
+            by_stage: on the ranks of this pipeline stage alone.
+        """
+        batch: Batch = {}
+        group = self._stage if by_stage else self._control
+        assert group is not None
         # one rank asks: rows leave the data plane once a replica, not once a rank
-        if self._is_source:
+        if parallel.is_stage_source() if by_stage else parallel.is_data_source():
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
-        return self._control.broadcast(batch)
+        return group.broadcast(batch)
 
-    def divide_by_stage(self) -> None:
-        """Let each pipeline stage fetch and put rows of its own; collective over the training world."""
-        self._stage = parallel.ControlGroup(of_stage=True)
-
-    def fetch_stage(self, consumer: str, columns: Sequence[str], rows: Sequence[int]) -> Batch:
-        """Return rows of the data plane on every rank of this pipeline stage alone; otherwise as `fetch`."""
-        batch = None
-        if parallel.is_stage_source():
-            batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
-        assert self._stage is not None  # divide_by_stage came first
-        return self._stage.broadcast(batch)
-
-    def put_stage(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int]) -> None:
-        """Put what this pipeline stage computed for these rows into the data plane; its other ranks do nothing."""
-        if parallel.is_stage_source():
-            self._plane.put(dict(columns), rows)
-
-    def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int]) -> None:
-        """Put what the replica computed for these rows into the data plane; ranks that return no results do nothing."""
-        if self.is_output:
+    def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
+        """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""
+        if parallel.is_stage_source() if by_stage else self.is_output:
             self._plane.put(dict(columns), rows)
 
     def select(self, rows: Sequence[int], lengths: Sequence[int] | None = None, group_size: int = 1) -> list[int]:

@@ -17,7 +17,7 @@ from mindspeed_rl.observability.process_status import remove_status_files, termi
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.cluster import actor_handle, process_environment, worker_environment
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.workers.reward import RewardWorker
 
@@ -38,11 +38,11 @@ class RewardGroup:
         self._watch = WaitMonitor.from_run(run)
         self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
-        env = worker_environment(run.config, run.platform, run.num_nodes)
+        env = build_worker_environment(run.config, run.platform, run.num_nodes)
         # Scoring needs no tensors: importing torch_npu in these processes would only claim devices.
         options = {
             "num_cpus": 0,
-            "runtime_env": process_environment(env | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+            "runtime_env": build_runtime_env(env | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
             "scheduling_strategy": "SPREAD",
         }
         self._remote = ray.remote(RewardWorker).options(**options)
@@ -51,7 +51,7 @@ class RewardGroup:
 
     def _start(self, number: int) -> ActorHandle[RewardWorker]:
         remove_status_files(self._run.folder, [self._names[number]])
-        return actor_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
+        return cast_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Every reward function gives a score to a sample."""

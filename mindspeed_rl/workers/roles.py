@@ -22,10 +22,17 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import RLConfig, Run
-from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, settle, verify_files
+from mindspeed_rl.engine.checkpoint import (
+    CheckpointSaver,
+    choose_checkpoint,
+    has_base_weights,
+    iteration_folder,
+    load_checkpoint,
+    verify_files,
+)
 from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -124,8 +131,8 @@ class Role:
         source = self.source
         if source.kind == "training":
             # before anything is read of it: this machine may have replaced another one
-            iteration, _ = settle(source.weights, iteration)
-        if source.kind == "training" and not holds_base(source.weights, iteration):
+            iteration, _ = choose_checkpoint(source.weights, iteration)
+        if source.kind == "training" and not has_base_weights(source.weights, iteration):
             self.load_base(base_of(self.config, self.name))
         elif source.kind != "training":
             self.load_base(source, iteration)

@@ -113,7 +113,9 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
         experts = [sequence.routing for sequence in trajectory.sequences]
         for index, (routing, sequence) in enumerate(zip(experts, trajectory.sequences)):
             if routing is None and sequence.is_sampled:
-                raise RuntimeError(f"rl_config.router_replay: the rollout engine did not report the experts of sequence {index}.")
+                raise RuntimeError(
+                    f"rl_config.router_replay: the rollout engine did not report the experts of sequence {index}."
+                )
         lengths.append(torch.tensor([0 if routing is None else len(routing) for routing in experts]))
         nothing = np.zeros((0, model_config.num_layers, model_config.moe_router_topk))
         row = np.concatenate([nothing, *(routing for routing in experts if routing is not None)])

@@ -32,7 +32,7 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, add_step
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import Role, build_roles
-from mindspeed_rl.workers.routing import make_routing
+from mindspeed_rl.workers.routing import REPLAYS, Routing
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 if TYPE_CHECKING:
@@ -61,20 +61,24 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         run, model = self.run, self.run.models["actor"]
         self.source = model.source
         init_distributed(model.config, model.plan.layout.vpp)
-        self.replica = Replica(plane, run.deadlines.rows_s)
         self.tokenizer = load_tokenizer_of(model.config, self.source)
         self.roles = build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor = self.roles.actor
-        self.routing = make_routing(run, self.actor.engine, self.replica)
+        self._connect(plane)
         self.offload_all()
+
+    def _connect(self, plane: DataPlane) -> None:
+        """Open the data plane, and the hooks of the run."""
+        run, mode = self.run, self.run.rl.router_replay.mode
+        self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled")
+        self.routing = Routing() if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
+        self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def reconfigure(self, run: Run, plane: DataPlane) -> None:
         """Run the phases of another run from now on, with the models that were built."""
         self.run = run
-        self.replica.use_plane(plane, run.deadlines.rows_s)
-        self.routing = make_routing(run, self.actor.engine, self.replica)
-        self.add_hooks(self.resumed_state().get("iteration", 0))
+        self._connect(plane)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
@@ -138,7 +142,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
             self.routing.add_to(metrics)
             actor.poll_save()
             # the weight sync is next, which needs none of it
-            actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)
+            actor.offloader.start_offload(optimizer=self.run.generate.offload_train_optimizer)
         if plan.records_log_probs:
             self.replica.put(dict.fromkeys(UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
         for owner, count in actor.offloader.resident_bytes().items():
@@ -193,7 +197,6 @@ class TrainerWorker(ActorPhases):
         """Join the training world and build all roles."""
         super().__init__(run, rank)
         self._build(plane)
-        self.add_hooks(self.resumed_state().get("iteration", 0))
         self._group: WeightSyncGroup | None = None
         self._push: WeightPush | None = None
 

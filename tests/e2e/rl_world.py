@@ -25,13 +25,13 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.runtime.cluster import cluster, set_environment
+from mindspeed_rl.runtime.cluster import connect_cluster, set_environment
 from mindspeed_rl.runtime.fork_server import RL, fork_server
+from mindspeed_rl.trainers.model_plans import plan_models
 from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, open_data_plane
+from mindspeed_rl.trainers.rl_setup import RLInputs, Services, build_trainer, open_data_plane
 from mindspeed_rl.trainers.run_logger import LogOutputs
-from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.remote_group import WorkerKind
@@ -139,7 +139,7 @@ class World:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
         self._stack.enter_context(set_environment(**shared(RL)))
         self._stack.enter_context(fork_server("cpu", RL))
-        self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
+        self._stack.enter_context(connect_cluster(run.plan.world_size, "cpu"))
         plane = open_data_plane(run)
         try:
             self.workers = VariantFleet(run, plane)
@@ -159,7 +159,7 @@ class World:
     def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> ResolvedRun:
         critic = _critic_overrides(self._task) if "ppo" in config_name else []
         cfg = load_run_config(config_name, None, [*task_overrides(self._task), *critic, *self._shared, *overrides])
-        return dataclasses.replace(resolve(cfg, platform="cpu"), folder=folder)
+        return dataclasses.replace(plan_models(resolve(cfg, platform="cpu"))[0], folder=folder)
 
     def run(self, config_name: str, *overrides: str, iterations: int = 1, flip: bool = False) -> Run:
         """A run file has run from the first weights on.
@@ -172,7 +172,7 @@ class World:
         run = self._load(config_name, [*overrides, f"megatron_training.train_iters={iterations}"], folder)
         rewards, plane = self._services(run)
         self.workers.restart(run, plane)
-        services = Services(plane, self.workers, rewards)
+        services = Services(plane, self.workers, rewards, resumed={})
         trackers = make_trackers(run.config.rl_config, run.folder, {})
         with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
             outputs = LogOutputs(run.folder, trackers, progress)

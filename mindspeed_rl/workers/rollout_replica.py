@@ -1,0 +1,294 @@
+"""The rollout engine of this rank: loads weights, generates the responses of its replica, releases its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_rl import platform
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
+from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import GENERATE
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import Batch
+from mindspeed_rl.models.costs import kv_bytes_per_token
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.adapters import (
+    AdapterFolder,
+    BaseLoader,
+    build_adapter_arguments,
+    find_differing_adapters,
+    sum_loaded_adapters,
+    sum_sent_adapters,
+)
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.rollout.arguments import build_routing_arguments
+from mindspeed_rl.rollout.expert_counts import ExpertCounts
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.loading import LoadsWeights
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.runtime.reports import add_bytes
+from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
+from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
+from mindspeed_rl.workers.routing import rollout_routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RolloutReplica:
+    """One rank's share of a rollout replica.
+
+    Methods are collective over the ranks of the replica, and of all replicas that share experts with it; building and `load`
+    over the whole world.
+
+    Attributes:
+        rank: of this process among all.
+        layout: of the engines.
+        replica: index of the rollout engine that this rank belongs to.
+        num_replicas: rollout engines of the run.
+        is_output: True on the rank that returns the replica's responses.
+        swaps_memory: True where engine and training take turns in memory: on devices, and on the CPU only when the run file
+            offloads training weights.
+    """
+
+    def __init__(self, run: Run, plane: DataPlane | None, tokenizer: PreTrainedTokenizerBase, run_id: str) -> None:
+        """Build the engine.
+
+        Args:
+            run: the resolved run.
+            plane: where `generate` takes its prompts; None where it is not called.
+            tokenizer: of the actor.
+            run_id: unique to the run and equal on all its ranks.
+        """
+        config, actor = run.generate, run.models["actor"]
+        sampling = training_sampling(config.sampling_config, actor.source, tokenizer)
+        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        replays = run.rl.router_replay.mode == "R3"
+        key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
+        self.engine = VllmEngine(
+            actor.source.hf_folder,
+            config,
+            sampling,
+            run_id=run_id,
+            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, self.dtype.itemsize),
+            engine_arguments={
+                **(build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
+                **(build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+            },
+        )
+        # each of the actor's pipeline stages gets the experts of its own layers
+        self._plan = actor.plan if replays else None
+        self._model_config, self._tokenizer = actor.plan.model_config, tokenizer
+        self.rank, self.layout = dist.get_rank(), self.engine.layout
+        self.replica, replica_rank = divmod(self.rank, self.layout.tensor)
+        self.num_replicas, self.is_output = self.layout.num_replicas, replica_rank == 0
+        # replicas that share experts are one engine for the weights
+        self._weights_index = self.rank // (self.layout.tensor * self.layout.sharing)
+        group = _make_group(self.layout.replica_groups())
+        self.host = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
+        self._push: WeightPush | None = None
+        self.reconfigure(run, plane)
+
+    def reconfigure(self, run: Run, plane: DataPlane | None) -> None:
+        """Generate the samples of this run from now on."""
+        self.run, self.plane, config = run, plane, run.generate
+        self.swaps_memory = platform.current().engine_sleep or config.offload_train_param
+        self._expert_counts: ExpertCounts | None = None
+        if config.eplb_token_collects and self.is_output:
+            model_config = self._model_config
+            assert model_config.num_moe_experts is not None
+            folder = Path(config.eplb_token_save_path)
+            self._expert_counts = ExpertCounts(folder, self.rank, model_config.moe_layers, model_config.num_moe_experts)
+        self.agents = make_agents(run, self._tokenizer)
+        self.host.run_without_steps(self.agents.start)
+
+    # ------------------------------------------------------------------ weights
+
+    def load(self, stream: WeightStream, version: int, adapters: AdapterFolder | None = None) -> int:
+        """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
+
+        Args:
+            stream: of the actor's weights.
+            version: of the weights.
+            adapters: are loaded next to the weights, which are those without them; None merges them.
+        """
+        self.engine.restore_weights()
+        self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
+        assert self._push is not None
+        model = self.engine.get_model()
+        num_proven = self._push.prove(model).num_parameters
+        if adapters is not None:
+            adapters.write()
+            self.engine.load_adapter(adapters.path, version)
+            num_proven += self._prove_adapters(model, adapters)
+        return num_proven
+
+    def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
+        """Add the bytes that the last weight sync brought to this rank."""
+        assert self._push is not None
+        # the first rank writes the folder, the others receive it
+        folder_bytes = 0 if adapters is None or not self.rank else adapters.num_bytes
+        add_bytes(metrics, self._push.received_bytes + folder_bytes, self._push.needed_bytes + folder_bytes)
+
+    def _write(self, model: nn.Module, stream: WeightStream, base_only: bool) -> None:
+        load = BaseLoader(model) if base_only else cast(LoadsWeights, model).load_weights
+        if self._push is None:  # the layouts do not change during a run
+            config = self.run.generate
+            trained = stream.base if base_only else stream.trained
+            self._push = WeightPush(
+                replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
+                read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED),
+                build_world_exchange(),
+                replica=self._weights_index,
+                derived=DERIVED,
+                repacked=self.engine.find_repacked_parameters(model),
+                # next to adapters the weights do not change
+                delta=base_only or config.update_weight_mode == "delta",
+            )
+        self._push.write(model, load)
+
+    def _prove_adapters(self, model: nn.Module, adapters: AdapterFolder) -> int:
+        """Return how many matrices of adapters the engine has, all of them as they were trained.
+
+        Raises:
+            WeightDeliveryError: on every rank, where an engine has others.
+        """
+        loaded = sum_loaded_adapters(model)
+        device = next(model.parameters()).device
+        message = json.dumps([self._weights_index, loaded])
+        by_rank = [json.loads(text) for text in build_world_exchange().all_gather(message, device)]
+        sent = sum_sent_adapters(adapters.tensors, adapters.scale, self.dtype)
+        for engine in {index for index, _ in by_rank}:
+            if wrong := find_differing_adapters([part for index, part in by_rank if index == engine], sent):
+                raise WeightDeliveryError(
+                    f"weight push: {len(wrong)} adapters of the rollout engine differ from those trained: "
+                    f"{', '.join(wrong[:5])}."
+                )
+        return 2 * len(loaded)  # an A and a B each
+
+    def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """Return the HF tensors that each parameter of this rank's engine is made of; none before the first `load`."""
+        return {} if self._push is None else self._push.tensors_by_parameter()
+
+    # ------------------------------------------------------------------ responses
+
+    def generate(self, rollout_index: int) -> Metrics:
+        """Generate a response for all rows of this replica, each sampled with a seed of its own.
+
+        Args:
+            rollout_index: of the rollout in the run, a part of the seeds.
+        """
+        metrics = self.host.run(lambda: self._generate_all(rollout_index)) or Metrics()
+        if self._expert_counts is not None:
+            self._expert_counts.finish(metrics)
+        return metrics
+
+    async def _generate_all(self, rollout_index: int) -> Metrics:
+        metrics = Metrics()
+        for batch in self._dispatches(rollout_index):
+            metrics.merge(await batch)
+        return metrics
+
+    def _dispatches(self, rollout_index: int) -> Iterator[Awaitable[Metrics]]:
+        """Yield the work on this replica's rows, a dispatch at a time; in a guaranteed order all dispatches start at once.
+
+        In any order the replica that is first takes the next rows, so that no replica has more of them than it works on.
+        """
+        run, plane = self.run, self.plane
+        assert plane is not None
+        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
+        size = run.plan.dispatch_sizes[GENERATE.dispatch_key]
+        if run.rl.guarantee_order:
+            count = run.plan.num_samples // self.num_replicas
+            mine = range(self.replica * count, (self.replica + 1) * count)
+            started = []
+            for start in range(0, count, size):
+                rows = list(mine[start : start + size])
+                batch = plane.get(GENERATE.consumer, columns, indexes=rows, timeout_s=run.deadlines.rows_s)[0]
+                started.append(asyncio.ensure_future(self._generate_batch(rollout_index, rows, batch)))
+            yield from started
+            return
+        while True:
+            batch, rows = plane.get(GENERATE.consumer, columns, size)
+            if batch is None or rows is None:
+                return
+            yield self._generate_batch(rollout_index, rows, batch)
+
+    async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
+        tasks = row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
+        trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+        assert self.plane is not None
+        columns = response_columns(trajectories)
+        if self._plan is not None:
+            columns |= rollout_routing(self._plan, trajectories)
+        if self._expert_counts is not None:
+            self._expert_counts.add(trajectories)
+        self.plane.put(columns, indexes)
+        return response_metrics(trajectories)
+
+    def continue_responses(self, responses: Sequence[PartialResponse], num_tokens: int) -> list[Generated] | None:
+        """Continue every n-th response, from this replica's index on, by up to `num_tokens` tokens.
+
+        Returns:
+            The responses; those that may be continued are "aborted". None on ranks that return no results.
+        """
+        max_tokens = self.engine.sampling.max_tokens
+
+        async def continue_one(response: PartialResponse) -> Generated:
+            length = 0 if response.partial is None else len(response.partial.token_ids)
+            limit = min(max_tokens, length + num_tokens)
+            sampling = replace(self.engine.sampling, max_tokens=limit)
+            generated = await self.host.generate(response.prompt_ids, sampling, response.seed, response.partial)
+            is_partial = generated.finish == "length" and len(generated.token_ids) == limit < max_tokens
+            return replace(generated, finish="aborted") if is_partial else generated
+
+        async def continue_all() -> list[Generated]:
+            return list(await asyncio.gather(*map(continue_one, responses[self.replica :: self.num_replicas])))
+
+        return self.host.run(continue_all)
+
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
+        """Generate the response to every n-th prompt, from this replica's index on; None on ranks that return no results.
+
+        Args:
+            items: the prompts.
+            seed: the seeds of the samples are derived from it.
+            greedy: temperature 0; otherwise the sampling of the training rollouts.
+        """
+        tasks = item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
+
+        async def generate_all() -> list[Trajectory]:
+            trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+            # nothing trains on these, and routing would be most of the transfer
+            return [trajectory.drop_routing() for trajectory in trajectories]
+
+        return self.host.run(generate_all)
+
+    def close(self) -> None:
+        """Terminate the tools."""
+        self.host.run_without_steps(self.agents.close)
+
+
+def _make_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return the one of the groups that this rank is in; collective over the world."""
+    # gloo on every platform: its messages are commands, which are in host memory
+    made = [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
+    (own,) = [group for ranks, group in zip(groups, made) if dist.get_rank() in ranks]
+    assert isinstance(own, dist.ProcessGroup)  # an int for groups of others
+    return own
