@@ -5,7 +5,7 @@ selects the rows of a request by the rules of our TransferDock. Properties of ve
 
 - `init` waits forever when Ray has fewer logical CPUs than 1 + num_data_storage_units.
 - A put with another dtype than the column is stored, but its ready bits are never set, without an error.
-- With `polling_mode` an unserved request comes back empty at once; without it the controller serves no other request while it waits.
+- With `polling_mode` an unserved request comes back empty at once; without it the controller serves no other one meanwhile.
 - Its sockets are bound to the node's own address, without authentication: for trusted networks.
 """
 
@@ -210,7 +210,7 @@ class TransferQueueClient:
         _client().kv_retrieve_meta(keys, self._partition, create=True)
 
     def _reserve(self, request: Request) -> Any:
-        """Return TransferQueue's metadata of the rows that serve a request, marked as consumed; empty when too few are ready."""
+        """Return TransferQueue's metadata of the rows for a request, marked as consumed; empty when too few are ready."""
         if self._abort_partition in _client().get_partition_list():
             for reason in _client().kv_list(self._abort_partition)[self._abort_partition]:
                 raise DataPlaneAbortedError(reason)

@@ -15,7 +15,7 @@ from mindspeed_rl.config import Deadlines, FaultTolerance, Run
 from mindspeed_rl.config.phases import PHASE_DEADLINES
 from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.console import clock
+from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.process_status import (
     MISSED_BEATS,
     ProcessStatus,
@@ -167,7 +167,7 @@ class Wait:
         late = next((item for item in self._read_statuses() if item.is_late), None)
         awaited = str(late) if late is not None else _join_names(self._missing)
         text = (
-            f"no progress for {clock(idle_s)}: {self._phase} waits for {awaited}; it ends in {clock(left_s)} "
+            f"no progress for {format_duration(idle_s)}: {self._phase} waits for {awaited}; it ends in {format_duration(left_s)} "
             f"(rl_config.deadlines.{self._deadline})"
         )
         if self._monitor.folder is not None:
@@ -224,6 +224,12 @@ class Pending:
     def wait(self) -> list[WorkerReport]:
         """Return the reports of all workers."""
         return wait_all(self._futures, self._names, self._method, self._plane, self._monitor, self._replace_worker)
+
+    def check(self) -> None:
+        """Raise the failure of a worker that has failed so far; does not wait for the others."""
+        ended, _ = ray.wait(self._futures, num_returns=len(self._futures), timeout=0)
+        if any(read_error(future) is not None for future in ended):
+            self.wait()
 
     def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
         """Return the reports of both phases; a failure of either is raised at once."""

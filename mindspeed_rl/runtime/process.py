@@ -90,7 +90,7 @@ class WorkerProcess:
         # the recorders read these when the first group is made
         os.environ.update({name: value for name, value in device.recorder_env.items() if name not in os.environ})
         os.environ[COLLECTIVE_TIMEOUT] = str(settings.collective_timeout_s)
-        heartbeat.begin(
+        heartbeat.start(
             settings.folder,
             f"{settings.title} {self._rank}",
             interval_s=settings.heartbeat_interval_s,

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rl.config import Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, process_environment, worker_environment
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle, is_head_dead
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServer, RayServer, server_token
@@ -86,16 +86,16 @@ class RolloutServers:
     def _start(self, number: int) -> None:
         """A server begins to start in its place."""
         bundle = dict(self._bundle)
-        env = worker_environment(self._run.config, self._run.platform, self._run.num_nodes)
+        env = build_worker_environment(self._run.config, self._run.platform, self._run.num_nodes)
         remote = ray.remote(ServerProcess).options(
             num_cpus=bundle.pop("CPU"),
             resources=bundle or None,
-            runtime_env=process_environment(env),
+            runtime_env=build_runtime_env(env),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=number),
         )
         name = f"rollout server {number}"
         remove_status_files(self._run.folder, [name])
-        actor = actor_handle(remote.remote(self._settings, number))
+        actor = cast_handle(remote.remote(self._settings, number))
         self._actors[name], self._starting[name] = actor, actor.start.remote()
 
     def set_up(self) -> None:

@@ -150,10 +150,10 @@ def test_the_launcher_gives_npu_workers_the_fitted_file_from_any_folder(
     from mindspeed_rl.runtime import cluster
 
     monkeypatch.chdir(tmp_path)
-    rl = cluster.worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")
+    rl = cluster.build_worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")
     assert "PYTORCH_NPU_ALLOC_CONF" not in rl and rl["HCCL_CONNECT_TIMEOUT"] == "1800"
     assert doctor_variables.problems({name: value for name, value in rl.items() if name in doctor_variables.NAMES}) == []
-    supervised = cluster.worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
+    supervised = cluster.build_worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
     assert supervised["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
 
 
@@ -162,12 +162,12 @@ def test_a_supervised_run_takes_its_file_from_the_same_key(tmp_path: Path) -> No
     path.write_text("env_vars:\n  MY_VARIABLE: 'here'\n  PYTORCH_NPU_ALLOC_CONF: 'expandable_segments:True'\n")
     overrides = ["platform=npu", f"+rl_config.runtime_env_path={path}", "megatron_training.npu_deterministic=true"]
     cfg = load_run_config("sft_tiny_cpu", None, overrides)
-    environment = cluster.worker_environment(cfg, "npu")
+    environment = cluster.build_worker_environment(cfg, "npu")
     assert environment["MY_VARIABLE"] == "here" and environment["HCCL_DETERMINISTIC"] == "true"
     # a trainer without a rollout engine keeps what sleep mode could not live with
     assert environment["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_a_local_cluster_has_the_logical_cpus_that_its_workers_ask_for() -> None:
-    assert cluster.local_cpus(16, "npu", 8) >= 16 * 8 + 16
-    assert cluster.local_cpus(4, "cpu", 8) < 4 * 8 + 16, "CPU workers ask for one each"
+    assert cluster.count_local_cpus(16, "npu", 8) >= 16 * 8 + 16
+    assert cluster.count_local_cpus(4, "cpu", 8) < 4 * 8 + 16, "CPU workers ask for one each"
