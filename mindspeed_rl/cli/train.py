@@ -44,19 +44,19 @@ def main(argv: list[str]) -> int:
             run = _resolved(cfg, arguments.nodes)
             # as there, and Ray
             from mindspeed_rl.planner.prediction import predict
-            from mindspeed_rl.trainers.launch import launch_run
+            from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.resume import Recovery
-            from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated
+            from mindspeed_rl.trainers.termination import Terminated
 
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
-                    with recovery.retry_on_fault(), launch_run(attempt, predict(attempt)) as trainer:
+                    with recovery.retry_on_fault(), launch(attempt, predict(attempt)) as trainer:
                         trainer.fit()
             except Terminated as error:
                 print(error, file=sys.stderr)
                 _say_describe_resume(run, begun)
-                return EXIT_CODE
+                return Terminated.exit_code
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
         code = say_failure(error)
         if not isinstance(error, ValueError):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.planner.advice import changes_that_relieve
-from mindspeed_rl.planner.assumptions import of_memory, of_time
-from mindspeed_rl.planner.calibration import later_medians, measured_samples, run_tree
-from mindspeed_rl.planner.chips import GIB, chip_of
+from mindspeed_rl.planner.advice import find_relieving_changes
+from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
+from mindspeed_rl.planner.calibration import compute_later_medians, measure_samples, build_run_tree
+from mindspeed_rl.planner.devices import GIB, find_device
 from mindspeed_rl.planner.memory import EXACT, FIXED, MODEL_ERROR, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
-from mindspeed_rl.planner.text import seconds_range
+from mindspeed_rl.planner.text import format_seconds
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
@@ -34,7 +34,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The plan of a run, an advisor of `trainers.launch.launch_run`.
+    """The plan of a run, an advisor of `trainers.launch.launch`.
 
     Attributes:
         device: kind of device that it is made for.
@@ -65,9 +65,9 @@ class Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = chip_of(self.cfg), later_medians(history)
+        device, medians = find_device(self.cfg), compute_later_medians(history)
         try:
-            plan = plan_time(self.cfg, device, self.num_nodes, samples=measured_samples(self.cfg, medians))
+            plan = plan_time(self.cfg, device, self.num_nodes, samples=measure_samples(self.cfg, medians))
         except ValueError as error:
             return {"missing": str(error)}
         rows = [
@@ -94,9 +94,9 @@ class Prediction:
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
         cfg = self.cfg
-        tree = run_tree(dataclasses.asdict(cfg), cfg.as_written())
+        tree = build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
-            changes = changes_that_relieve(tree, cfg, phase, chip_of(cfg), self.num_nodes)
+            changes = find_relieving_changes(tree, cfg, phase, find_device(cfg), self.num_nodes)
         except ValueError as error:
             return f"What would fit cannot be said: {error}"
         settings = [
@@ -112,9 +112,9 @@ def predict(run: Run) -> Prediction:
     """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason."""
     cfg = run.config
     try:
-        device = chip_of(cfg)
+        device = find_device(cfg)
         memory, time = plan_memory(cfg, device, run.num_nodes), plan_time(cfg, device, run.num_nodes)
-        assumed = (*of_memory(cfg, device), *of_time(cfg, device, time))
+        assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
         return Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
     return Prediction(
@@ -140,7 +140,7 @@ def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
     peak = memory.fullest.peak
     return (
         f"{memory.verdict}: {peak.total / GIB:.1f} of {memory.capacity / GIB:.0f} GiB in {peak.name}, "
-        f"{seconds_range(time, time.total)} s an iteration on {memory.chip}"
+        f"{format_seconds(time, time.total)} s an iteration on {memory.device}"
     )
 
 

@@ -9,8 +9,6 @@ from typing import Literal
 
 from mindspeed_rl.config import Run
 
-Strategy = Literal["pace", "wait", "drop"]
-
 
 @dataclass(frozen=True)
 class InFlight:
@@ -44,7 +42,7 @@ class Admission:
         sync_step: k.
     """
 
-    strategy: Strategy
+    strategy: Literal["pace", "wait", "drop"]
     threshold: float
     batch_prompts: int
     sync_step: int = 1

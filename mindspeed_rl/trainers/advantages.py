@@ -20,12 +20,9 @@ from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import select_reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, compute_reward_metrics
-from mindspeed_rl.trainers.evaluation import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
-
-#: columns that `Advantages` puts into the data plane
-ADVANTAGE_COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
 
 #: prefix of the score metrics by stage
 _SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
@@ -68,14 +65,17 @@ class Advantages:
     """Read scored rows, write advantages.
 
     Attributes:
+        COLUMNS: that it puts into the data plane.
         entropy_threshold: of top-entropy masking in the last batch, None without.
     """
+
+    COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
 
     def __init__(
         self,
         run: Run,
         plane: DataPlane,
-        baselines: GreedyBaselines | NoBaselines,
+        baselines: GreedyBaselines,
         schedule: Schedule,
         note: Callable[[str], None],
         observers: Sequence[BatchObserver],
@@ -110,7 +110,7 @@ class Advantages:
         check_versions(versions, version, admission.bound, iteration)
         masks = ragged(batch["response_mask"])
         rewards = ragged(batch["rewards"]).tensor()
-        sampled, lengths = masks.padded(0), masks.lengths().tolist()
+        sampled, lengths = masks.pad(0), masks.lengths().tolist()
         width = sampled.size(1)
         scored = ~rewards.isnan()
         self._unscored = 0 if scored.any() else self._unscored + 1
@@ -129,7 +129,7 @@ class Advantages:
         if objective.overlong_filter:
             loss_mask = overlong_filter(loss_mask, ragged(batch["truncated"]).tensor().bool())
         if objective.masks_by_entropy:
-            entropies = ragged(batch["entropies"]).padded(0.0, width)
+            entropies = ragged(batch["entropies"]).pad(0.0, width)
             shards = [(entropies, loss_mask)]
             # the overlong filter may have left no token: any threshold will do
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
@@ -163,12 +163,12 @@ class Advantages:
         objective, width = self._schedule.objective, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
         if objective.kl_place == "reward":
-            old, ref = (ragged(batch[name]).padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
+            old, ref = (ragged(batch[name]).pad(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())
         if objective.has_critic:
-            tensors["values"] = ragged(batch["values"]).padded(0.0, width)
+            tensors["values"] = ragged(batch["values"]).pad(0.0, width)
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
             names, weights = select_reward_functions(self._rl)

@@ -9,6 +9,7 @@ import platform as machine
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
-from mindspeed_rl.config import RLConfig, Run, response_limit
+from mindspeed_rl.config import MsprobeConfig, RLConfig, Run
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
@@ -35,26 +36,28 @@ def batch_recorders(run: Run, plane: DataPlane) -> Iterator[BatchObserver]:
     """Yield the observers of batches that the run file asks for."""
     config = run.config.msprobe_config
     if config.msprobe and config.key_data_dump:
-        yield _BatchDump(run, plane)
+        yield _BatchDump(config, plane, run.rl.wait_timeout_s)
     if run.rl.save_rollouts_interval > 0:
         yield _RolloutFiles(run, plane)
 
 
+@dataclass(frozen=True)
 class _BatchDump:
     """Rows of the iterations that `msprobe_config` names."""
 
-    def __init__(self, run: Run, plane: DataPlane) -> None:
-        self._config, self._plane, self._timeout_s = run.config.msprobe_config, plane, run.rl.wait_timeout_s
+    config: MsprobeConfig
+    plane: DataPlane
+    timeout_s: float
 
     def on_batch(self, batch: TrainBatch) -> None:
         """Write the rows of this iteration where it is one of those."""
-        config = self._config
+        config = self.config
         if not config.step_start <= batch.iteration <= config.step_end:
             return
         columns = [*_DUMP_COLUMNS]
         columns += ["old_log_probs"] if batch.has_old_log_probs else []
         columns += ["ref_log_probs"] if batch.has_ref_log_probs else []
-        rows, _ = self._plane.get("metrics", columns, indexes=range(len(batch.advantages)), timeout_s=self._timeout_s)
+        rows, _ = self.plane.get("metrics", columns, indexes=range(len(batch.advantages)), timeout_s=self.timeout_s)
         max_bytes = int(config.max_dump_gib * 2**30)
         with_tensors = config.task == "tensor"
         record = Record(
@@ -66,7 +69,7 @@ class _BatchDump:
                 record.add(name, order, column.tensor())
                 continue
             width = max(len(row) for row in rows[name])
-            record.add(name, order, column.padded(-1 if name in ("prompt_ids", "responses") else 0.0, width))
+            record.add(name, order, column.pad(-1 if name in ("prompt_ids", "responses") else 0.0, width))
         record.add("advantages", len(columns), batch.advantages)
         record.add("loss_mask", len(columns) + 1, batch.loss_mask)
         record.write()
@@ -93,29 +96,30 @@ def dump_configuration(run: Run) -> None:
     (folder / "configurations.json").write_text(text + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True)
 class _RolloutFiles:
     """The batch of every `save_rollouts_interval`-th iteration, as it is before the update."""
 
-    def __init__(self, run: Run, plane: DataPlane) -> None:
-        self._run, self._plane = run, plane
+    run: Run
+    plane: DataPlane
 
     def on_batch(self, batch: TrainBatch) -> None:
         """Write the batch where it is due; the file has this iteration's KL coefficient in place of the run file's."""
-        run, inputs = self._run, batch.inputs
+        run, inputs = self.run, batch.inputs
         if batch.iteration % run.rl.save_rollouts_interval:
             return
         names = _ROLLOUT_COLUMNS | ({"ref_log_probs": "ref_log_probs"} if batch.has_ref_log_probs else {})
         count, width = inputs.response_mask.shape
         columns = ["input_ids", "truncated", "weight_versions", *names.values()]
-        rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=run.deadlines.rows_s)
+        rows, _ = self.plane.get("metrics", columns, indexes=range(count), timeout_s=run.deadlines.rows_s)
         tensors = {
-            "input_ids": ragged(rows["input_ids"]).padded(0, max(len(ids) for ids in rows["input_ids"])),
+            "input_ids": ragged(rows["input_ids"]).pad(0, max(len(ids) for ids in rows["input_ids"])),
             "response_mask": inputs.response_mask,
             "truncated": ragged(rows["truncated"]).tensor().bool(),
             "rewards": inputs.rewards,
             "scored": inputs.valid,
-            "weight_versions": ragged(rows["weight_versions"]).padded(-1, width),
-            **{name: ragged(rows[column]).padded(0.0, width) for name, column in names.items()},
+            "weight_versions": ragged(rows["weight_versions"]).pad(-1, width),
+            **{name: ragged(rows[column]).pad(0.0, width) for name, column in names.items()},
         }
         # before the filter of overlong responses, which parity applies itself
         if not torch.equal(batch.young_mask, inputs.response_mask):
@@ -127,7 +131,7 @@ class _RolloutFiles:
         }
         path = run.folder / "rollouts" / f"iteration_{batch.iteration + 1:07d}.safetensors"
         keys = _changed_keys(run.rl) | {"init_kl_coef": batch.kl_coef}
-        RolloutBatch(tensors, inputs.group_size, response_limit(run.config), run.stage, keys).save(path)
+        RolloutBatch(tensors, inputs.group_size, run.config.response_limit, run.stage, keys).save(path)
 
 
 def _changed_keys(rl: RLConfig) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult, select_reward_functions
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.reward_group import RewardGroup
 
 
 class Evaluator:
@@ -25,14 +26,15 @@ class Evaluator:
         self,
         run: Run,
         prompts: PromptDataset | None,
-        services: Services,
-        model_rewards: ModelRewards | NoModelRewards,
+        actors: Fleet,
+        rewards: RewardGroup,
+        model_rewards: ModelRewards,
     ) -> None:
         actor = run.config.actor_config
         self._items: list[PromptItem] = []
         if prompts is not None:
             self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
-        self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
+        self._actors, self._rewards, self._model_rewards = actors, rewards, model_rewards
         self._first_function = next(iter(select_reward_functions(run.rl)[0]), None)
         self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
@@ -78,15 +80,19 @@ class Evaluator:
 class GreedyBaselines:
     """ReMax's baselines: the reward of the greedy response to each prompt of the batch (arXiv:2310.10505).
 
-    `generate` needs the rollout engine, `rewards` does not: between the two the device may be given to training.
+    `generate` needs the rollout engine, `rewards` does not: between the two the device may be given to training. Estimators
+    that need no baselines have none: then `generate` does nothing.
     """
 
-    def __init__(self, run: Run, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards | NoModelRewards) -> None:
+    def __init__(self, run: Run, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards) -> None:
         self._plan, self._timeout_s = run.plan, run.deadlines.rows_s
+        self._is_needed = run.objective is not None and "greedy_baseline" in run.objective.needs
         self._plane, self._evaluator, self._model_rewards = plane, evaluator, model_rewards
 
     def generate(self) -> list[WorkerReport]:
         """Generate a greedy response to each prompt of the batch, scored by the reward functions."""
+        if not self._is_needed:
+            return []
         group, count = self._plan.n_samples_per_prompt, self._plan.num_train_samples
         batch, _ = self._plane.get(
             "compute_advantage", ["prompt_ids", "labels", "extra"], indexes=range(0, count, group), timeout_s=self._timeout_s
@@ -105,19 +111,3 @@ class GreedyBaselines:
         results = self._model_rewards.add(self._results, self._items, self._responses)
         totals = torch.tensor([result.total or 0.0 for result in results])
         return totals.repeat_interleave(self._plan.n_samples_per_prompt)
-
-
-class NoBaselines:
-    """No baselines, for the estimators that need none."""
-
-    def generate(self) -> list[WorkerReport]:
-        """Generate nothing."""
-        return []
-
-    def rewards(self) -> torch.Tensor:
-        """Refuse.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("greedy baselines are computed only for an adv_estimator that needs them")

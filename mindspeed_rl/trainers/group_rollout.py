@@ -4,49 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.run_files import CONSUMED
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.admission import Admission
-from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards, reward_totals
+from mindspeed_rl.trainers.group_sources import PartialSource, StreamingSource
+from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, write_record
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
-from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter
-from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
 from mindspeed_rl.workers.responses import response_metrics
+from mindspeed_rl.workers.reward_group import RewardGroup
 
 _IN_FLIGHT = "in_flight"
 
 
-class GroupSource(Protocol):
-    """A source of groups: see `StreamingSource` and `PartialSource`."""
-
-    admission: Admission
-
-    def take(self, iteration: int, count: int) -> tuple[list[PromptGroup], list[WorkerReport]]:
-        """Return `count` complete groups for this iteration."""
-
-    def reject(self, count: int) -> None:
-        """Take note that so many of the prompts taken do not train after all."""
-
-    def before_push(self) -> None:
-        """Prepare for new weights."""
-
-    def after_push(self, version: int) -> None:
-        """Continue with the new weights."""
-
-    def snapshot(self) -> tuple[list[PromptGroup], int, int]:
-        """Return the groups in flight, the index of the next prompt, and how many were taken."""
-
-    def restore(self, groups: list[PromptGroup], next_prompt: int, num_taken: int) -> None:
-        """Continue where `snapshot` was taken."""
-
-
-class GroupRollout:
+class GroupRollout(Rollout):
     """Take an iteration's groups from a source, with or without filtering, and record which they were.
 
     A filter takes only as many further groups as are missing.
@@ -55,11 +32,12 @@ class GroupRollout:
     def __init__(
         self,
         run: Run,
-        services: Services,
+        plane: DataPlane,
+        rewards: RewardGroup,
         loader: PromptLoader,
-        source: GroupSource,
+        source: StreamingSource | PartialSource,
         group_filter: GroupFilter | None,
-        model_rewards: ModelRewards | NoModelRewards,
+        model_rewards: ModelRewards,
     ) -> None:
         """Take nothing yet.
 
@@ -67,7 +45,7 @@ class GroupRollout:
             model_rewards: adds its scores before groups are filtered.
         """
         actor = run.config.actor_config
-        self._plan, self._plane, self._rewards = run.plan, services.plane, services.rewards
+        self._plan, self._plane, self._rewards = run.plan, plane, rewards
         self._loader, self._source, self._filter, self._model_rewards = loader, source, group_filter, model_rewards
         self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
         self._record = run.folder / CONSUMED
@@ -160,7 +138,7 @@ class GroupRollout:
 
     def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
         """Add the reward model's score to rows that are too few, as a rule, to be dispatched as those of an iteration."""
-        if isinstance(self._model_rewards, NoModelRewards):
+        if not self._model_rewards.exist:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)
         items = [group.item for group in groups for _ in group.samples]

@@ -20,17 +20,17 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 #: seconds between two checks, during a wait for responses, that the engine is alive
 _CHECK_EVERY_S = 2.0
 #: (group) -> results of the reward functions for its responses
-Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
+_Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
 
 
-class Runner(Protocol):
+class _Runner(Protocol):
     """Run coroutines next to the training loop."""
 
-    def run(self, work: Coroutine[None, None, Result]) -> Result:
+    def run(self, work: Coroutine[None, None, _Result]) -> _Result:
         """Return the result of `work`."""
         ...
 
@@ -65,10 +65,10 @@ class StreamingSource:
         self,
         engine: RolloutEngine,
         agents: AgentRunner,
-        runner: Runner,
+        runner: _Runner,
         requests: Requests,
         admission: Admission,
-        score: Scorer,
+        score: _Scorer,
         *,
         interrupts: bool,
         num_warmup_batches: int = 1,
@@ -123,26 +123,19 @@ class StreamingSource:
 
     def reject(self, count: int) -> None:
         """Start others for so many of the prompts taken, which do not train after all. Negative: they do."""
-
-        async def admit() -> None:
-            self._taken -= count
-            self._admit()
-
-        self._runner.run(admit())
+        self._taken -= count
+        self._runner.run(_call(self._admit))
 
     def before_push(self) -> None:
         """Interrupt what is being generated, or wait until it has ended: new weights come."""
         # nothing is started before the first weights
         if self._version is None:
             return
-
-        async def has_ended() -> bool | None:
-            return None if self._generating else True  # scoring needs no engine
-
         with self._timers("rollout_pause"):
             if not self._interrupts:
-                # not by the engine's pause: responses on a server that is lost meanwhile must be able to continue elsewhere
-                self._wait(has_ended, "the push of new weights")
+                # not by the engine's pause: responses on a server that is lost meanwhile must be able to continue elsewhere;
+                # scoring needs no engine
+                self._wait(lambda: _call(lambda: None if self._generating else True), "the push of new weights")
             self._runner.run(self._engine.pause("abort" if self._interrupts else "wait"))
 
     def after_push(self, version: int) -> None:
@@ -154,20 +147,16 @@ class StreamingSource:
 
         Tokens are those of the last interruption.
         """
-
-        async def copy() -> tuple[list[PromptGroup], int, int]:
-            # lists are copied: responses go on arriving while the snapshot is written
-            copies = [replace(group, samples=list(group.samples)) for group in self._groups.values()]
-            return copies, self._next, self._taken
-
-        return self._runner.run(copy())
+        # lists are copied: responses go on arriving while the snapshot is written
+        copies = (replace(group, samples=list(group.samples)) for group in self._groups.values())
+        return self._runner.run(_call(lambda: (list(copies), self._next, self._taken)))
 
     def restore(self, groups: list[PromptGroup], next_prompt: int, num_taken: int) -> None:
         """Load a snapshot; the next `after_push` starts it."""
         self._groups = {group.index: group for group in groups}
         self._next, self._taken = next_prompt, num_taken
 
-    def _wait(self, poll: Callable[[], Coroutine[None, None, Result | None]], purpose: str, detail: str = "") -> Result:
+    def _wait(self, poll: Callable[[], Coroutine[None, None, _Result | None]], purpose: str, detail: str = "") -> _Result:
         """Return the result of `poll` once it is not None.
 
         Raises:
@@ -192,7 +181,7 @@ class StreamingSource:
 
     # ------------------------------------------------------------------ run where the engine's coroutines do
 
-    async def _poll(self, poll: Callable[[], Coroutine[None, None, Result | None]], seconds: float) -> Result | None:
+    async def _poll(self, poll: Callable[[], Coroutine[None, None, _Result | None]], seconds: float) -> _Result | None:
         """Return the result of `poll`, called after every change within so many seconds."""
         assert self._changed is not None
         loop = asyncio.get_running_loop()
@@ -298,8 +287,13 @@ class StreamingSource:
         self._admit()
 
 
+async def _call(function: Callable[[], _Result]) -> _Result:
+    """Call a function where the engine's coroutines run."""
+    return function()
+
+
 #: (partial responses, tokens that each may grow by) -> reports, and the responses in the same order
-Continuation = Callable[[Sequence[PartialResponse], int], tuple[list[WorkerReport], list[Generated]]]
+_Continuation = Callable[[Sequence[PartialResponse], int], tuple[list[WorkerReport], list[Generated]]]
 
 
 class PartialSource:
@@ -311,7 +305,7 @@ class PartialSource:
     run repeats exactly, and resumes exactly, at any number of replicas.
     """
 
-    def __init__(self, continue_responses: Continuation, requests: Requests, admission: Admission, slice_tokens: int) -> None:
+    def __init__(self, continue_responses: _Continuation, requests: Requests, admission: Admission, slice_tokens: int) -> None:
         self._continue, self._requests, self.admission = continue_responses, requests, admission
         self._slice_tokens = slice_tokens
         self._groups: list[PromptGroup] = []

@@ -14,7 +14,7 @@ from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.runtime.cluster import cluster
+from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.batch_records import dump_configuration
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
@@ -62,7 +62,7 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
         for text in find_warnings(cfg):
             print(f"warning: {text}", flush=True)
         cpus, logs = rl.num_cpus_for_placement_group, run.folder / "logs" / "ray"
-        stack.enter_context(cluster(inputs.num_devices, run.platform, cpus_per_device=cpus, logs=logs))
+        stack.enter_context(connect_cluster(inputs.num_devices, run.platform, cpus_per_device=cpus, logs=logs))
         termination.install()
         steps.done("Ray runs")
 

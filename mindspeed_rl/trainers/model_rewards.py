@@ -16,13 +16,20 @@ from mindspeed_rl.workers.fleet import Fleet
 
 
 class ModelRewards:
-    """Scores by the reward model that these workers hold: those of the actor, or dedicated ones."""
+    """Scores by the reward model that the workers hold; without one, nothing is added.
 
-    def __init__(self, scorers: Fleet, plane: DataPlane, *, weight: float, timeout_s: float) -> None:
+    Attributes:
+        exist: False where functions alone score.
+    """
+
+    def __init__(self, scorers: Fleet | None, plane: DataPlane, *, weight: float, timeout_s: float) -> None:
         self._scorers, self._plane, self._weight, self._timeout_s = scorers, plane, weight, timeout_s
+        self.exist = scorers is not None
 
     def run(self, num_rows: int) -> list[WorkerReport]:
         """Add the model's score, as the last part, to `rewards` and `reward_results` of the first rows."""
+        if self._scorers is None:
+            return []
         reports = self._scorers.compute_model_rewards(num_rows)
         rows = range(num_rows)
         batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
@@ -38,26 +45,14 @@ class ModelRewards:
         self, results: Sequence[RewardResult], items: Sequence[PromptItem], responses: Sequence[list[int]]
     ) -> list[RewardResult]:
         """Return the results of given responses with the model's score of each."""
+        if self._scorers is None:
+            return list(results)
         prompts = [list(item["prompt_ids"]) for item in items]
         replicas = [part for part in self._scorers.score(prompts, list(responses)) if part is not None]
         scores = [0.0] * len(prompts)
         for replica, part in enumerate(replicas):
             scores[replica :: len(replicas)] = part
         return add_model_scores(results, scores, weight=self._weight)
-
-
-class NoModelRewards:
-    """No reward model: functions alone score."""
-
-    def run(self, num_rows: int) -> list[WorkerReport]:
-        """Add nothing."""
-        return []
-
-    def add(
-        self, results: Sequence[RewardResult], items: Sequence[PromptItem], responses: Sequence[list[int]]
-    ) -> list[RewardResult]:
-        """Return the results as they are."""
-        return list(results)
 
 
 def reward_totals(results: Sequence[RewardResult]) -> list[float]:

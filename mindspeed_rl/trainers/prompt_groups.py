@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path}: is no file of responses in flight.")
-        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}
-    prompts, tokens = _ColumnReader(columns, ("prompt_ids",)), _ColumnReader(columns, ("token_ids", "log_probs", "versions"))
+        columns = {name: iter(file.get_tensor(name).tolist()) for name in file.keys()}
     groups = []
     for group in json.loads(metadata["groups"]):
         results = group["results"]
@@ -172,29 +171,22 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
                 group["number"],
                 load_item(group["number"]),
                 group["version"],
-                [None if sample is None else _read_trajectory(sample, prompts, tokens) for sample in group["samples"]],
+                [None if sample is None else _read_trajectory(sample, columns) for sample in group["samples"]],
                 None if results is None else [RewardResult(**result) for result in results],
             )
         )
     return groups
 
 
-class _ColumnReader:
-    """Read columns from their beginning, some values at a time."""
-
-    def __init__(self, columns: Mapping[str, list[Any]], names: Sequence[str]) -> None:
-        self._iterators = [iter(columns[name]) for name in names]
-
-    def take(self, length: int) -> list[tuple[Any, ...]]:
-        """Return the next values of each column."""
-        return [tuple(itertools.islice(values, length)) for values in self._iterators]
-
-
-def _read_trajectory(described: Mapping[str, Any], prompts: _ColumnReader, tokens: _ColumnReader) -> Trajectory:
+def _read_trajectory(described: Mapping[str, Any], columns: Mapping[str, Iterator[Any]]) -> Trajectory:
+    """Return the next trajectory of the columns, which are read from their beginning."""
     sequences = []
     for prompt_length, lengths in described["sequences"]:
-        (prompt_ids,) = prompts.take(prompt_length)
-        segments = tuple(Segment(*tokens.take(length), sampled=sampled) for length, sampled in lengths)
-        sequences.append(TokenSequence(prompt_ids, segments))
+        prompt_ids = tuple(itertools.islice(columns["prompt_ids"], prompt_length))
+        segments = []
+        for length, sampled in lengths:
+            values = (tuple(itertools.islice(columns[name], length)) for name in ("token_ids", "log_probs", "versions"))
+            segments.append(Segment(*values, sampled=sampled))
+        sequences.append(TokenSequence(prompt_ids, tuple(segments)))
     fields = {name: described[name] for name in ("finish", "final_reward", "metrics", "failure")}
     return Trajectory(tuple(sequences), turn_rewards=tuple(described["turn_rewards"]), **fields)

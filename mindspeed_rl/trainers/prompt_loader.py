@@ -22,12 +22,15 @@ from mindspeed_rl.workers.agents import tool_schemas
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: columns that `PromptLoader` puts into the data plane
-PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")
-
 
 class PromptLoader:
-    """The prompts of a run in their order; each has n_samples_per_prompt rows in the data plane."""
+    """The prompts of a run in their order; each has n_samples_per_prompt rows in the data plane.
+
+    Attributes:
+        COLUMNS: that it puts into the data plane.
+    """
+
+    COLUMNS = ("prompt_ids", "labels", "extra")
 
     def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
         self._prompts, self._plane, self._plan = prompts, plane, plan

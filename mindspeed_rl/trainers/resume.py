@@ -221,7 +221,7 @@ class Recovery:
     """The attempts of a run; one whose workers die or hang resumes from its last checkpoint.
 
     for run in recovery.attempts():
-        with recovery.retry_on_fault(), launch_run(run) as trainer:
+        with recovery.retry_on_fault(), launch(run) as trainer:
             trainer.fit()
     """
 

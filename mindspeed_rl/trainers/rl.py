@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mindspeed_rl.trainers.advantages import Advantages
-from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, NoBaselines
-from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
+from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
+from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.rollout import Rollout
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.schedule import Schedule
@@ -19,8 +19,8 @@ class RLTrainer(TrainingLoop):
         self,
         actors: Fleet,
         rollout: Rollout,
-        baselines: GreedyBaselines | NoBaselines,
-        model_rewards: ModelRewards | NoModelRewards,
+        baselines: GreedyBaselines,
+        model_rewards: ModelRewards,
         advantages: Advantages,
         evaluator: Evaluator,
         schedule: Schedule,

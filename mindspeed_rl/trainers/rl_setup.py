@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,35 +32,33 @@ from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rollout import expert_counts
-from mindspeed_rl.runtime.cluster import process_environment, worker_environment
-from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
+from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
-from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
-from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.trainers.prompt_loader import PROMPT_COLUMNS, PromptLoader, load_prompts, resolve_length
+from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.prompt_loader import PromptLoader, load_prompts, resolve_length
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import build_rollout
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.trainers.services import DedicatedEngine, Services
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
-from mindspeed_rl.workers.server_rollout import ServerRollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: users of the data plane in this loop, and the columns that each puts
 DATA_PLANE_USERS = {
-    "trainer": PROMPT_COLUMNS,
+    "trainer": PromptLoader.COLUMNS,
     **worker_columns(),
     "dynamic_sampling": (),
-    "compute_advantage": ADVANTAGE_COLUMNS,
+    "compute_advantage": Advantages.COLUMNS,
     "metrics": (),
 }
 
@@ -86,6 +84,21 @@ class RLInputs:
     summary: str
 
 
+@dataclass(frozen=True)
+class Services:
+    """Data plane and workers of a run, all of them running.
+
+    Attributes:
+        rewards: the reward functions.
+        resumed: the record of the checkpoint that the run resumes from; empty for a new run.
+    """
+
+    plane: DataPlane
+    actors: Fleet
+    rewards: RewardGroup
+    resumed: Mapping[str, Any]
+
+
 # ---------------------------------------------------------------------- read and check
 
 
@@ -99,7 +112,7 @@ def check_rl(run: Run) -> RLInputs:
     run = select_sound_checkpoint(run)
     actor = run.config.actor_config
     raise_together(_file_checks(run))
-    if violations := dry_run_reward_functions(run.rl, worker_environment(run.config, run.platform)):
+    if violations := dry_run_reward_functions(run.rl, build_worker_environment(run.config, run.platform)):
         raise ConfigError(violations)
     run, resume = plan_models(run)
     _check_expert_files(run)
@@ -219,11 +232,7 @@ def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSt
     # before any model is built: a reward that cannot score is found in seconds
     rewards.check(first["prompt_ids"], first["label"], first["columns"])
     steps.done("the reward functions score a prompt")
-    engine, host = None, actors.rollout
-    if isinstance(host, ServerRollout):
-        servers = host.servers
-        engine = DedicatedEngine(servers.pool, host.agents, host.sampling, servers.loop, host.keep_alive, host.generating)
-    return Services(plane, actors, rewards, engine, actors.set_up(steps))
+    return Services(plane, actors, rewards, actors.set_up(steps))
 
 
 def open_data_plane(run: Run) -> DataPlane:
@@ -233,7 +242,7 @@ def open_data_plane(run: Run) -> DataPlane:
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have their timeouts
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     else:
-        options = {"answer_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": process_environment({})}
+        options = {"result_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": build_runtime_env({})}
     users = {**DATA_PLANE_USERS, **worker_columns(run.config)}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 
@@ -245,17 +254,19 @@ def build_trainer(inputs: RLInputs, services: Services, outputs: LogOutputs, ter
     """Build the loop on services that run."""
     run, plane, resumed = inputs.run, services.plane, services.resumed
     actor, rl = run.config.actor_config, run.rl
-    model_rewards: ModelRewards | NoModelRewards = NoModelRewards()
-    if "reward" in run.models:
-        timeout_s = run.deadlines.rows_s
-        model_rewards = ModelRewards(services.actors, plane, weight=rl.reward_model_weight, timeout_s=timeout_s)
-    evaluator = Evaluator(run, inputs.held_out, services, model_rewards)
+    actors, timeout_s = services.actors, run.deadlines.rows_s
+    scorers = actors if "reward" in run.models else None
+    no_rewards = ModelRewards(None, plane, weight=0.0, timeout_s=timeout_s)
+    model_rewards = ModelRewards(scorers, plane, weight=rl.reward_model_weight, timeout_s=timeout_s)
+    evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, model_rewards)
     schedule = Schedule(run)
-    baselines: GreedyBaselines | NoBaselines = NoBaselines()
-    if "greedy_baseline" in schedule.objective.needs:
-        baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
+    baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     loader = PromptLoader(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
-    rollout, rewards_to_add = build_rollout(run, services, loader, schedule.admission, model_rewards)
+    # a filter on the total reward needs the model's scores of every rollout; one on a reward function leaves the reward model
+    # only the groups that are kept
+    is_scored_early = rl.dynamic_sample and not rl.filter_groups_enable
+    early, late = (model_rewards, no_rewards) if is_scored_early else (no_rewards, model_rewards)
+    rollout = build_rollout(run, plane, actors, services.rewards, loader, schedule.admission, early)
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"])
@@ -263,10 +274,10 @@ def build_trainer(inputs: RLInputs, services: Services, outputs: LogOutputs, ter
     observers = [logger, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, logger.note, observers)
     return RLTrainer(
-        services.actors,
+        actors,
         rollout,
         baselines,
-        rewards_to_add,
+        late,
         advantages,
         evaluator,
         schedule,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,16 +16,20 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.trainers.prompt_loader import PROMPT_COLUMNS, PromptLoader
-from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: columns of a scored row
-SCORED_COLUMNS = (*PROMPT_COLUMNS, *GENERATE.columns, *RULE_REWARDS.columns)
+SCORED_COLUMNS = (*PromptLoader.COLUMNS, *GENERATE.columns, *RULE_REWARDS.columns)
 
 
-class Rollout(Protocol):
-    """Fill the data plane with the rows that an iteration trains on."""
+class Rollout:
+    """Fill the data plane with the rows that an iteration trains on.
+
+    A subclass generates; by default each iteration has new weights, and nothing but its index is needed to resume.
+    """
 
     def before_push(self, iteration: int) -> int | None:
         """Return the version of the weights that the engine is to have from now on; None while it keeps those that it has.
@@ -34,58 +39,43 @@ class Rollout(Protocol):
         Args:
             iteration: the next to train.
         """
+        return iteration
 
     def after_push(self, iteration: int) -> None:
         """Take note that the engine has those weights."""
 
     def run(self, iteration: int) -> list[WorkerReport]:
         """Put rows with responses and the scores of the reward functions into the data plane."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return, as plain values, the state from which a resumed run generates as the uninterrupted one would have."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
 
 
-class SynchronousRollout:
+class SynchronousRollout(Rollout):
     """One batch of prompts by the newest weights, all groups kept."""
 
-    def __init__(self, run: Run, services: Services, loader: PromptLoader) -> None:
-        self._blocking, self._num_samples = run.rl.blocking, run.plan.num_samples
-        self._actors, self._rewards, self._loader = services.actors, services.rewards, loader
-
-    def before_push(self, iteration: int) -> int:
-        """See `Rollout`: each iteration has its version."""
-        return iteration
-
-    def after_push(self, iteration: int) -> None:
-        """See `Rollout`."""
+    def __init__(self, actors: Fleet, rewards: RewardGroup, loader: PromptLoader, num_samples: int, *, blocking: bool) -> None:
+        self._actors, self._rewards, self._loader = actors, rewards, loader
+        self._num_samples, self._blocking = num_samples, blocking
 
     def run(self, iteration: int) -> list[WorkerReport]:
-        """See `Rollout`: an iteration has one rollout of the same index."""
-        return self.generate(iteration)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the index of the iteration is that of the rollout."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Rollout`."""
-
-    def generate(self, rollout_index: int) -> list[WorkerReport]:
-        """Generate and score one batch of prompts. Scoring overlaps with generation unless `blocking` is set."""
-        self._loader.put(rollout_index)
+        """Generate and score the rollout of this index. Scoring overlaps with generation unless `blocking` is set."""
+        self._loader.put(iteration)
         if self._blocking:
-            generated = self._actors.generate(rollout_index).wait()
+            generated = self._actors.generate(iteration).wait()
             return generated + self._rewards.start(self._num_samples).wait()
         # started first: it waits in the data plane and scores rows as they come
         scoring = self._rewards.start(self._num_samples)
-        generated, scored = self._actors.generate(rollout_index).wait_with(scoring)
+        generated, scored = self._actors.generate(iteration).wait_with(scoring)
         return generated + scored
 
 
-class FilteredRollout:
+class FilteredRollout(Rollout):
     """Generate until enough groups have a spread in their scores (DAPO's dynamic sampling, arXiv:2503.14476).
 
     `filter_groups_enable` reads one reward function and stops the run when `filter_groups_max_batches` rollouts do not
@@ -99,7 +89,7 @@ class FilteredRollout:
         plane: DataPlane,
         synchronous: SynchronousRollout,
         group_filter: GroupFilter,
-        model_rewards: ModelRewards | NoModelRewards,
+        model_rewards: ModelRewards,
     ) -> None:
         """Generate nothing yet.
 
@@ -115,13 +105,6 @@ class FilteredRollout:
         self._columns = [*SCORED_COLUMNS, *(name for name in rollout if name not in SCORED_COLUMNS)]
         self._next_rollout = 0
 
-    def before_push(self, iteration: int) -> int:
-        """See `Rollout`: each iteration has its version."""
-        return iteration
-
-    def after_push(self, iteration: int) -> None:
-        """See `Rollout`."""
-
     def run(self, iteration: int) -> list[WorkerReport]:
         """See `Rollout`; as many rollouts as it takes."""
         reports: list[WorkerReport] = []
@@ -131,7 +114,7 @@ class FilteredRollout:
         while num_kept < expected:
             if num_rollouts == self._filter.limit and self._filter.limit > 0:
                 break
-            reports += self._synchronous.generate(self._next_rollout)
+            reports += self._synchronous.run(self._next_rollout)
             reports += self._model_rewards.run(self._plan.num_samples)
             self._next_rollout, num_rollouts = self._next_rollout + 1, num_rollouts + 1
             batch, _ = self._plane.get(
@@ -163,20 +146,18 @@ class FilteredRollout:
         self._next_rollout = state["draws"]
 
 
+@dataclass(frozen=True)
 class GroupFilter:
-    """Keep the groups whose scores vary: by one reward function, or by the total reward.
+    """Keep the groups whose scores vary.
 
     Attributes:
+        metric: the reward function whose scores have to vary; None for the total reward.
         limit: rollouts' worth of prompts that an iteration may generate for; 0 or less: no limit.
     """
 
-    def __init__(self, metric: str | None, group_size: int, limit: int) -> None:
-        """Keep the rule.
-
-        Args:
-            metric: the reward function whose scores have to vary; None for the total reward.
-        """
-        self._metric, self._group_size, self.limit = metric, group_size, limit
+    metric: str | None
+    group_size: int
+    limit: int
 
     @classmethod
     def from_config(cls, rl: RLConfig, group_size: int) -> GroupFilter | None:
@@ -187,13 +168,13 @@ class GroupFilter:
 
     def split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the rows of the groups whose scores vary, and the others."""
-        if (name := self._metric) is None:
+        if (name := self.metric) is None:
             scores = ragged(batch["rewards"]).tensor()
         else:
             results = objects(batch["reward_results"])
             scores = torch.tensor([float(result.parts.get(name, math.nan)) for result in results])
-        varies = groups_with_signal(scores, self._group_size)
-        indexes = (rows_of_groups(groups, self._group_size).tolist() for groups in (varies, ~varies))
+        varies = groups_with_signal(scores, self.group_size)
+        indexes = (rows_of_groups(groups, self.group_size).tolist() for groups in (varies, ~varies))
         good, others = ({name: take(column, rows) for name, column in batch.items()} for rows in indexes)
         return good, others
 
@@ -203,8 +184,8 @@ class GroupFilter:
         Raises:
             RuntimeError: there is a metric.
         """
-        if self._metric is not None:
+        if self.metric is not None:
             raise RuntimeError(
-                f"iteration {iteration + 1}: {generated} gave {num_kept} of {expected} groups whose {self._metric} varies "
+                f"iteration {iteration + 1}: {generated} gave {num_kept} of {expected} groups whose {self.metric} varies "
                 "(filter_groups_max_batches); raise that limit, or train on prompts that are neither too easy nor too hard."
             )

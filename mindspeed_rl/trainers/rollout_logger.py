@@ -32,14 +32,14 @@ class RolloutLogger(RunLogger):
     """Write one record an iteration, and the completions that are due."""
 
     def __init__(self, run: Run, outputs: LogOutputs, plane: DataPlane, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(outputs)
+        super().__init__(outputs, self._derive_throughput)
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
         self._writer = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
-    def derive(self, results: Mapping[str, float]) -> dict[str, float]:
+    def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.
 
         Tokens are counted by mean lengths or, as MindSpeed-RL counts, by the longest.
@@ -112,7 +112,7 @@ class RolloutLogger(RunLogger):
         columns = ["update_log_probs", "old_log_probs"]
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         advantages, mask = batch.advantages[:count], batch.inputs.response_mask[:count]
-        new, old = (ragged(rows[name]).padded(0.0, advantages.size(1)) for name in columns)
+        new, old = (ragged(rows[name]).pad(0.0, advantages.size(1)) for name in columns)
         ratios, clipped = update_ratios(
             PolicyBatch(new, advantages, mask, batch.loss_mask[:count], old_log_probs=old), objective
         )

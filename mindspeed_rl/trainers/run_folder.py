@@ -56,14 +56,13 @@ class RunReport:
         """Refresh the page from now on, also when there is a warning of a long wait."""
         page = self._page = LivePage(self._refresh)
         if (beat := heartbeat.current()) is not None:
-            beat.on_notice = page.touch
+            beat.on_notice = page.refresh
 
-    def on_first_evaluation(self, results: Mapping[str, float]) -> None:
-        """Show these figures next to those of the last evaluation."""
-        self._first = results
-
-    def on_iteration(self, results: Mapping[str, float]) -> None:
-        """Refresh the page; the newest evaluation is at its top."""
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Refresh the page; the first and the newest evaluation are at its top."""
+        if not iteration:
+            self._first = results
+            return
         self._evaluation |= {name: value for name, value in results.items() if name.startswith("eval/")}
         if self._page is not None:
             self._page.refresh()

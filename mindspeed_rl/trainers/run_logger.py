@@ -23,11 +23,8 @@ class RunObserver(Protocol):
     def on_start(self) -> None:
         """Take note that the loop begins."""
 
-    def on_first_evaluation(self, results: Mapping[str, float]) -> None:
-        """Take the figures of the evaluation before the first iteration."""
-
-    def on_iteration(self, results: Mapping[str, float]) -> None:
-        """Take the figures of an iteration, which are in the files of the run by now."""
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Take the figures of an iteration, which are in the files of the run by now; 0: evaluation before the first one."""
 
     def close(self) -> None:
         """Take note that no iteration follows."""
@@ -54,18 +51,21 @@ class RunLogger:
 
     Attributes:
         first_evaluation: figures of the evaluation before the first iteration.
+        note: shows a line to the user.
     """
 
-    def __init__(self, outputs: LogOutputs) -> None:
+    def __init__(self, outputs: LogOutputs, derive: Callable[[dict[str, float]], dict[str, float]]) -> None:
+        """Open the timeline.
+
+        Args:
+            derive: makes further figures of an iteration's metrics and timings.
+        """
         self.first_evaluation: Mapping[str, float] = {}
-        self._outputs = outputs
+        self.note = outputs.progress.note
+        self._outputs, self._derive = outputs, derive
         self._timeline = Timeline(outputs.folder / "timeline.json")
         for observer in outputs.observers:
             observer.on_start()
-
-    def note(self, text: str) -> None:
-        """Show a line to the user."""
-        self._outputs.progress.note(text)
 
     def step_done(self, what: str) -> None:
         """Show that a step of the start is done, after those that came before the loop."""
@@ -77,7 +77,7 @@ class RunLogger:
         """Keep the figures of the evaluation before the first iteration."""
         self.first_evaluation = results
         for observer in self._outputs.observers:
-            observer.on_first_evaluation(results)
+            observer.on_figures(0, results)
 
     def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Record an iteration that is about to be saved: a run that resumes after its checkpoint has these figures."""
@@ -91,15 +91,11 @@ class RunLogger:
         self._outputs.progress.update(iteration, results)
         # last: a report is made of the files above
         for observer in self._outputs.observers:
-            observer.on_iteration(results)
+            observer.on_figures(iteration, results)
 
     def _compute_figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
         results = metrics.results() | compute_timings(intervals)
-        return results | self.derive(results)
-
-    def derive(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Return further figures of an iteration, made of its metrics and timings."""
-        return {}
+        return results | self._derive(results)
 
     def close(self) -> None:
         """Complete and close the files; a full disk leads to a warning, so that it hides no other failure."""

@@ -40,6 +40,7 @@ class Schedule:
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
+        self.evaluates_first = evaluates(self._actor)
         self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:
@@ -103,11 +104,6 @@ class Schedule:
         if not config.save:
             return False
         return iteration + 1 == self.train_iters or bool(config.save_interval and (iteration + 1) % config.save_interval == 0)
-
-    @property
-    def evaluates_first(self) -> bool:
-        """True when there is something to evaluate on: a dataset for it, or what `split` holds back."""
-        return evaluates(self._actor)
 
     def evaluates(self, iteration: int) -> bool:
         """True every `eval_interval` iterations and after the last."""

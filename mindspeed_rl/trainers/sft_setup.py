@@ -23,8 +23,8 @@ from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
-from mindspeed_rl.trainers.run_logger import LogOutputs
-from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
+from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import SupervisedGroup
 
@@ -101,7 +101,7 @@ def build_supervised_trainer(
     inputs: SupervisedInputs, services: SupervisedServices, outputs: LogOutputs, termination: Termination
 ) -> SupervisedTrainer:
     """Build the loop on workers that run."""
-    logger = SupervisedLogger(outputs, inputs.num_devices)
+    logger = RunLogger(outputs, partial(derive_throughput, num_devices=inputs.num_devices))
     start = services.resumed.get("iteration", 0)
     return SupervisedTrainer(
         inputs.run, services.workers, logger, termination, evaluates=services.has_held_out, start_iteration=start

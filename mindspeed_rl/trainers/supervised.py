@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger, TrainingLoop
+from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import SupervisedGroup
 
@@ -39,10 +39,10 @@ class SupervisedTrainer(TrainingLoop):
         for iteration in range(self.start_iteration + 1, self.train_iters + 1):
             with self.iteration(iteration):
                 self.collect(self.workers.train())
-                if self._saves(iteration):
+                if self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
                     self.before_save(iteration)
                     self.collect(self.workers.save(iteration))
-                if self.can_evaluate and self._is_due(iteration, self.config.eval_interval):
+                if self._is_due(iteration, self.config.eval_interval, self.can_evaluate):
                     self.collect(self.workers.evaluate())
             if self._ends_early(iteration):
                 break
@@ -54,32 +54,26 @@ class SupervisedTrainer(TrainingLoop):
         if iteration == self.train_iters or not self.termination.requested:
             return False
         self.termination.ends_early = True
-        if not self._saves(iteration):
+        if not self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
             self.collect(self.workers.save(iteration))
         return True
 
-    def _saves(self, iteration: int) -> bool:
-        return bool(self.config.save) and self._is_due(iteration, self.config.save_interval)
-
-    def _is_due(self, iteration: int, interval: int | None) -> bool:
-        """Return True every `interval` iterations and after the last; the first iteration is 1."""
-        return iteration == self.train_iters or bool(interval and iteration % interval == 0)
+    def _is_due(self, iteration: int, interval: int | None, is_wanted: bool) -> bool:
+        """Return True every `interval` iterations and after the last, if it is wanted at all; the first iteration is 1."""
+        is_last = iteration == self.train_iters
+        return is_wanted and (is_last or bool(interval and iteration % interval == 0))
 
 
-class SupervisedLogger(RunLogger):
-    """Add throughput: samples and tokens a second over all devices, model operations a second and device."""
+def derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
+    """Return samples and tokens a second over all devices, and model operations a second and device.
 
-    def __init__(self, outputs: LogOutputs, num_devices: int) -> None:
-        super().__init__(outputs)
-        self._num_devices = num_devices
-
-    def derive(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Return figures of the update alone: saving and evaluating do not count."""
-        seconds = results.get("timing/update", 0.0)
-        if not seconds:
-            return {}
-        return {
-            "train/samples_per_s": results["train/samples"] / seconds,
-            "train/tokens_per_s": results["train/tokens"] / seconds,
-            "train/tflops_per_device": results["train/model_tflop"] / seconds / self._num_devices,
-        }
+    They are those of the update alone: saving and evaluating do not count.
+    """
+    seconds = results.get("timing/update", 0.0)
+    if not seconds:
+        return {}
+    return {
+        "train/samples_per_s": results["train/samples"] / seconds,
+        "train/tokens_per_s": results["train/tokens"] / seconds,
+        "train/tflops_per_device": results["train/model_tflop"] / seconds / num_devices,
+    }

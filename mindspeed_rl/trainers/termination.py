@@ -7,12 +7,15 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-#: what shells report of a process that SIGTERM has ended
-EXIT_CODE = 128 + signal.SIGTERM
-
 
 class Terminated(BaseException):
-    """SIGTERM came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none."""
+    """SIGTERM came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none.
+
+    Attributes:
+        exit_code: the code that shells report of a process that SIGTERM has ended.
+    """
+
+    exit_code = 128 + signal.SIGTERM
 
 
 class Termination:

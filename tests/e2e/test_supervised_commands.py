@@ -26,7 +26,7 @@ from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.engine.checkpoint import latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.engine.checkpoint import find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
@@ -114,10 +114,10 @@ def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_pro
 
 def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
     """Runs stage sft through Ray with two workers; returns the run folder and the lines of metrics.jsonl."""
-    from mindspeed_rl.trainers.launch import launch_run
+    from mindspeed_rl.trainers.launch import launch
 
     sft = resolve(load(work, "sft", "megatron_training.split='95,5,0'", *overrides), platform="cpu")
-    with launch_run(sft) as trainer:
+    with launch(sft) as trainer:
         trainer.fit()
     folder = sft.folder
     return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
     assert found == expected, f"killed after {moment} records"
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
-    assert latest_iteration(tmp_path / "save") == 40
+    assert find_latest_iteration(tmp_path / "save") == 40
 
 
 @pytest.mark.slow

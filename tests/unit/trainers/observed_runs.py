@@ -14,12 +14,12 @@ from mindspeed_rl.config import RunConfig, build_run_config, unavailable, valida
 from mindspeed_rl.config.explain.effects import describe_learning_rate
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.config.resolve import build_batch_plan
-from mindspeed_rl.engine.build import planned_config
+from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
-from mindspeed_rl.runtime.cluster import worker_environment
+from mindspeed_rl.runtime.cluster import build_worker_environment
 from mindspeed_rl.trainers.prompt_loader import prompt_settings
 from mindspeed_rl.workers.roles import micro_batching
 
@@ -54,12 +54,12 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "derived keys", cfg.derived
     plan = plan_model(actor, folder)
     yield "layout", (plan.layout, plan.model_config)
-    yield "model", planned_config(actor, plan)
+    yield "model", plan_transformer_config(actor, plan)
     yield "adapters", LoraSettings.from_config(actor)
     yield "gradient buckets", ddp_config(actor)
     yield "MindSpeed", mindspeed.settings(actor)
     yield "prompts", prompt_settings(actor)
-    yield "environment", [worker_environment(cfg, name) for name in ("cpu", "npu")]
+    yield "environment", [build_worker_environment(cfg, name) for name in ("cpu", "npu")]
     yield "reward model", None if (reward := cfg.reward_model_keys) is None else (reward.load, reward.reward_tokens)
     if cfg.rl_config is None or cfg.is_supervised:
         return

@@ -85,7 +85,7 @@ def test_going_on_needs_the_head_and_anything_else_that_is_missing_is_named(
     start: Callable[..., Any], instructions: Path, pairs: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     saved(start("sft", instructions, save=str(tmp_path / "sft")))
-    with pytest.raises(ValueError, match="without a score head to go on with; set finetune: true"):
+    with pytest.raises(ValueError, match="without a score head to resume with; set finetune: true"):
         start("orm", pairs, load=str(tmp_path / "sft"), finetune=False)
     saved(start("orm", pairs, save=str(tmp_path / "orm")))
     with pytest.raises(ValueError, match="does not fit this run"):

@@ -19,7 +19,7 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, resolve_admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout
-from mindspeed_rl.trainers.model_rewards import NoModelRewards
+from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
@@ -107,10 +107,11 @@ class Plane:
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
     source, plane = Source(resolve_admission(run)), Plane()
-    services: Any = SimpleNamespace(plane=plane, rewards=None)
     loader: Any = SimpleNamespace(item=prompt)
+    rewards: Any = None  # every group has its scores
+    no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
     group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt)
-    return GroupRollout(run, services, loader, source, group_filter, NoModelRewards()), source, plane
+    return GroupRollout(run, plane, rewards, loader, source, group_filter, no_model), source, plane
 
 
 def rows(plane: Plane, count: int) -> Mapping[str, Any]:

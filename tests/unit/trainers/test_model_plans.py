@@ -10,7 +10,7 @@ import pytest
 from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
-from mindspeed_rl.engine.build import planned_config
+from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 
 BY_NAME = {path.stem: path for path in SHIPPED}
@@ -62,7 +62,7 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
             plan.model_config.num_layers == said["num_hidden_layers"] and plan.model_config.norm_epsilon == said["rms_norm_eps"]
         )
         assert plan.model_config.rotary_base == said["rope_theta"]
-        config = planned_config(planned.config, plan)
+        config = plan_transformer_config(planned.config, plan)
         assert config.num_moe_experts == said.get("num_experts", said.get("n_routed_experts"))
         assert config.layernorm_epsilon == said["rms_norm_eps"] and config.hidden_dropout == config.attention_dropout == 0.0
 

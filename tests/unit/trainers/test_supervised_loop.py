@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from mindspeed_rl.config import MegatronConfig, RLConfig
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.run_logger import LogOutputs
+from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.sft_setup import check_data
-from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
@@ -37,7 +38,8 @@ def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     console = io.StringIO()
     config, plan = worker.config, worker.run.plan
     progress = IterationProgress(plan.train_iters, stream=console, every=config.log_interval)
-    logger = SupervisedLogger(LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress), num_devices=1)
+    outputs = LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress)
+    logger = RunLogger(outputs, partial(derive_throughput, num_devices=1))
     evaluates = worker.held_out is not None
     SupervisedTrainer(worker.run, OneWorker(worker), logger, Termination(), evaluates=evaluates).fit()
     logger.close()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated, Termination
+from mindspeed_rl.trainers.termination import Terminated, Termination
 
 
 def terminate() -> None:
@@ -21,7 +21,7 @@ def test_the_running_iteration_may_end_and_a_second_signal_does_not_wait(capsys:
         terminate()
         assert termination.requested and "SIGTERM: the run ends after this iteration, or in 1000 s" in capsys.readouterr().out
         terminate()
-    assert EXIT_CODE == 143
+    assert Terminated.exit_code == 143
 
 
 @pytest.mark.parametrize(("grace_s", "in_loop"), [(1000.0, False), (0.0, True)])
