@@ -147,7 +147,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
             raise ValueError(f"{op.mcore}: adapters of grouped experts cannot be exported; merge them instead")
         a, b = LoraShards(a_shards, b_shards, scale).full(op)
         rank = a.shape[0]
-        for name, part in op.to_hf(b).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
+        for name, part in op.shards_to_hf([b]).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
             module = _PEFT_PREFIX + name.removesuffix(".weight")
             # safetensors refuses tensors that share memory, as query's, key's and value's A do
             tensors[f"{module}.lora_A.weight"] = a.clone()

@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.roles import Role, shared_settings
+from mindspeed_rl.workers.roles import Role, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
 #: by how much the weights of the first push are scaled: enough to change every element, and undone to the bit
@@ -63,7 +63,7 @@ class ComparisonWorker(DeviceWorker):
         source, plan = run.models["actor"].source, run.models["actor"].plan
         init_distributed(config, plan.layout.vpp)
         tokenizer = load_tokenizer_of(config, source)
-        passes = shared_settings(run, tokenizer)
+        passes = build_pass_settings(run, tokenizer)
         self.role = Role("actor", run.models["actor"], passes, steps_per_iteration=None)
         self._rest()  # vLLM refuses to start on a device that has less than its share free
         self.rollout = RolloutReplica(run, None, tokenizer, run_id)

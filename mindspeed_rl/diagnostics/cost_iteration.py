@@ -12,8 +12,8 @@ from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.diagnostics.cost_ranks import CountOrder, count_on_ranks, micro_batch_rows
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.cost_text import cost_json, cost_text
-from mindspeed_rl.planner.shapes import role_plan
-from mindspeed_rl.planner.step_bound import Least, least_costs
+from mindspeed_rl.planner.shapes import plan_role
+from mindspeed_rl.planner.step_bound import LowerBound, compute_lower_bounds
 
 _DEVICE = "npu"
 #: seconds that ranks have for their two iterations
@@ -81,7 +81,7 @@ def count_order(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) 
 
 def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, ModelPlan]:
     """The role with fewer layers; one of them has experts where the model has."""
-    whole = role_plan(config)
+    whole = plan_role(config)
     model_config = whole.model_config
     with_experts = tuple(layer for layer in model_config.moe_layers if layer < layers)
     model_config = replace(
@@ -108,13 +108,13 @@ def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, Mod
 def _counted(order: CountOrder, *, as_json: bool) -> str:
     config = order.config
     ours = count_on_ranks(order, timeout_s=_TIMEOUT_S)
-    plain, least = None, dict[str, Least]()
+    plain, least = None, dict[str, LowerBound]()
     if config.context_parallel_size == 1:  # MindSpeed's own context parallelism is off, so there is nothing to compare with
         plain = count_on_ranks(replace(order, plain=True), timeout_s=_TIMEOUT_S)
     rows = micro_batch_rows(order)
     if config.pipeline_model_parallel_size * config.context_parallel_size == 1:
         replicas = order.world_size // config.tensor_model_parallel_size
-        least = least_costs(order.plan, config, rows=rows, tokens=order.tokens, replicas=replicas)
+        least = compute_lower_bounds(order.plan, config, rows=rows, tokens=order.tokens, replicas=replicas)
     # the first rank of the last stage: it has head and loss
     shown = order.world_size - order.world_size // config.pipeline_model_parallel_size
     text = cost_json if as_json else cost_text

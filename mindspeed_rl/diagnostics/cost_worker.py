@@ -25,13 +25,13 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.diagnostics.cost_ranks import CountOrder, micro_batch_rows
 from mindspeed_rl.engine import parallel, vocab
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model, planned_config
+from mindspeed_rl.engine.build import batch_shape, build_model, plan_transformer_config
 from mindspeed_rl.engine.optimizer import build_optimizer, ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec
 from mindspeed_rl.platform.cost_ledger import CostLedger
-from mindspeed_rl.workers.roles import micro_batching
+from mindspeed_rl.workers.roles import build_micro_batching
 
 
 def count(order: CountOrder) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class _Ours:
             config, build_model(config, order.plan, trainable=True), shape, temperature=order.temperature
         )
         self._engine.start_training(1)
-        self._update = micro_batching(rl, "update", config.micro_batch_size or 1)
-        self._log_probs = micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
+        self._update = build_micro_batching(rl, "update", config.micro_batch_size or 1)
+        self._log_probs = build_micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
         self._loss = partial(policy_loss, objective=order.objective)
 
     def _iteration(self, ledger: CostLedger) -> None:
@@ -119,7 +119,7 @@ class _Plain:
     def __init__(self, order: CountOrder) -> None:
         config, plan = order.config, order.plan
         self._rows, self._device = _rows(order), platform.current().current_device()
-        transformer = planned_config(config, plan)
+        transformer = plan_transformer_config(config, plan)
         # rows are equally long, so stages need not tell each other shapes, as they do not in Megatron's script
         transformer.variable_seq_lengths = False
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp

@@ -1,9 +1,9 @@
-"""From the run's keys to Megatron modules with weights: network, layout, layers, DDP."""
+"""Megatron modules with weights from the run's keys: model config, layout, layers, DDP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -19,13 +19,12 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
-from mindspeed_rl.engine.lora import adapt_spec, start_adapters
+from mindspeed_rl.engine.lora import adapt_spec, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
-from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
-from mindspeed_rl.engine.recompute import recompute_activations
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
+from mindspeed_rl.models.layers import RMSNorm, recompute_activations
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
@@ -33,12 +32,12 @@ from mindspeed_rl.models.plan import ModelPlan
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Model chunks of this rank (one, or one for each virtual stage) and what they were built from.
+    """Model chunks of this rank (one, or one for each virtual stage), their plan and their config.
 
     Attributes:
         chunks: modules as the schedule runs them (Float16Module and DDP wrapped around).
         ddp_chunks: the same modules where they train; empty where they do not.
-        models: the bare models inside, in the same order.
+        models: the unwrapped models inside, in the same order.
     """
 
     plan: ModelPlan
@@ -51,27 +50,27 @@ class BuiltModel:
 def batch_shape(
     config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0, shares_prefixes: bool = False
 ) -> BatchShape:
-    """How this rank lays micro-batches out. Needs Megatron's process groups."""
+    """Return the layout of this rank's micro-batches. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return BatchShape(
         packed=packed,
         cp_size=cp_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
-        # each rank holds two zigzag chunks of every sequence
+        # each rank has two zigzag chunks of every sequence
         sequence_multiple=2 * cp_size if cp_size > 1 else 1,
         total_multiple=tp_multiple,
         fixed_width=fixed_width,
         pad_id=pad_id,
-        # a zigzag slice of a sequence is cut at other places than its prompt's end
+        # a zigzag slice of a sequence does not end where its prompt ends
         shares_prefixes=shares_prefixes and packed and cp_size == 1,
     )
 
 
-def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """Fields of TransformerConfig that the run decides and the network does not."""
+def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Layout) -> dict[str, object]:
+    """Return the fields of TransformerConfig that the run decides and not the model."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "cp_comm_type": "p2p" if config.context_parallel_algo == "megatron_cp_algo" else "a2a",
@@ -115,29 +114,29 @@ def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Lay
 
 
 def _reduce_over_expert_ranks(model: nn.Module) -> None:
-    """Marks experts that several tensor ranks hold, so that their gradients are summed over those ranks.
+    """Mark experts that several tensor ranks have, so that their gradients are summed over those ranks.
 
-    Megatron marks them so itself, but only where expert parallelism is on; without it the ranks' experts would drift apart.
+    Megatron marks them itself, but only where expert parallelism is on; without it the ranks' experts would diverge.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
 
-def _in_plain_strides(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """[s, b, h], with the strides of a tensor of that shape where b is 1.
+def _restore_strides(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Return [s, b, h] with the strides of a tensor of that shape where b is 1.
 
-    The embedding transposes [b, s, h], and torch takes the result for contiguous where b is 1, whatever its stride. Its
+    The embedding transposes [b, s, h], and torch treats the result as contiguous where b is 1, whatever its stride. Its
     `matmul` (2.13) does not: it multiplies by a frozen weight token by token, with a copy of the weight for each.
     """
     return output.squeeze(1).unsqueeze(1) if output.size(1) == 1 else output
 
 
-def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig:
-    """Megatron's config of a role's model; needs no process groups.
+def plan_transformer_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig:
+    """Return Megatron's config of a role's model; needs no process groups.
 
     Raises:
-        ValueError: the layout, the adapters or another key does not fit the network.
+        ValueError: the layout, the adapters or another key does not fit the model.
     """
     settings = _run_settings(config, plan.model_config, plan.layout) | adaptors.transformer_settings()
     lora = LoraSettings.from_config(config)
@@ -148,11 +147,11 @@ def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig
 
 
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
-    """This rank's model chunks with random weights; collective over the training world."""
+    """Build this rank's model chunks with random weights; collective over the training world."""
     model_config, layout = plan.model_config, plan.layout
     lora = LoraSettings.from_config(config)
-    transformer = planned_config(config, plan)
-    # WrappedTorchNorm is no module itself, but makes one
+    transformer = plan_transformer_config(config, plan)
+    # not a module itself, but a factory of one
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
     models: list[GPTModel] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -183,7 +182,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 reward_class=ValueModel,
             )
             if model.pre_process:
-                model.embedding.register_forward_hook(_in_plain_strides)
+                model.embedding.register_forward_hook(_restore_strides)
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = model_config.vocab_size
                 model.final_logit_softcapping = model_config.final_logit_softcapping
@@ -191,14 +190,14 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 _reduce_over_expert_ranks(model)
             models.append(model.to(platform.current().current_device()))
         if lora is not None:
-            start_adapters(models, layout, seed=config.seed)
+            init_adapters(models, layout, seed=config.seed)
     chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
-        router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, in which it cannot tell experts apart
+        router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, which is too coarse for a bias
     if trainable:
         ddp_chunks = [
-            # in the interleaved schedule Megatron does not cut the chunks after the first into buckets
+            # in the interleaved schedule Megatron does not divide the chunks after the first into buckets
             DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]

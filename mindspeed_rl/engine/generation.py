@@ -1,4 +1,4 @@
-"""A Megatron model that generates: passes with a cache of keys and values, the whole logits of the next token on every rank."""
+"""Generation with a Megatron model: passes with a KV cache, the logits of the next token on every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from mindspeed_rl.engine.policy_model import NextTokenRequest
 
 
 class CachedModel:
-    """One batch of sequences at a time. Methods are collective over the tensor- and pipeline-parallel ranks of a replica.
+    """A model with a KV cache, for one batch of sequences at a time.
 
+    Methods are collective over the tensor- and pipeline-parallel ranks of a replica.
     All sequences are at the same position, as Megatron's static inference context has them; see `logits_at_ends` for prompts
     of different lengths.
     """
 
     def __init__(self, model: BuiltModel) -> None:
-        """
+        """Wrap a model.
+
         Args:
             model: built without sequence parallelism and virtual stages; it does not train.
         """
@@ -37,23 +39,23 @@ class CachedModel:
         self._context: StaticInferenceContext | None = None
         self._model.eval()
 
-    def begin(self, batch_size: int, max_length: int) -> None:
-        """The cache is empty, with room for this many sequences of this length."""
+    def reset(self, batch_size: int, max_length: int) -> None:
+        """Empty the cache and make room for this many sequences of this length."""
         self._context = StaticInferenceContext(batch_size, max_length)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, *, everywhere: bool = False) -> Tensor:
-        """Reads the next tokens of all sequences.
+        """Read the next tokens of all sequences.
 
         Args:
-            tokens: [b, s] int64, behind those that were read before; more than one only at the beginning.
-            everywhere: logits behind each of the tokens, not the last one alone; of one sequence.
+            tokens: [b, s] int64, after those of earlier calls; more than one only in the first call.
+            everywhere: logits after each of the tokens, not only the last one; of one sequence.
 
         Returns:
             [b, vocabulary] float32, or [s, vocabulary] everywhere; the same on every rank.
         """
         context = self._context
-        assert context is not None, "begin comes first"
+        assert context is not None, "reset comes first"
         first, (rows, width) = context.sequence_len_offset, tokens.shape
         tokens = tokens.to(self._device)
         positions = torch.arange(first, first + width, device=self._device).expand(rows, width)
@@ -66,26 +68,26 @@ class CachedModel:
         context.enable_decode_mode()
         logits = torch.empty(rows * width if everywhere else rows, self._vocab_size, device=self._device)
         if self._model.post_process:
-            # without the vocabulary's padding, which must not be drawn
+            # without the vocabulary's padding, which must not be sampled
             logits = gather_from_tensor_model_parallel_region(output)[:, : self._vocab_size].float().contiguous()
         else:
             dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
-        # every rank draws the next token for itself, so no token has to go back to the first stage
+        # every rank samples the next token, so that no token has to go back to the first stage
         if self._stages.size() > 1:
             dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._stages)
         return logits
 
     def logits_at_ends(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """[b, vocabulary] behind each prompt. Reads them all; the cache is that of the longest prompt's end.
+        """Return [b, vocabulary] after each prompt; the cache is then at the end of the one with the maximum length.
 
-        Shorter prompts would have to go on while longer ones are read, so this is for the distribution behind a prompt alone.
+        Sequences cannot continue from here, because shorter prompts are padded while longer ones are read.
         """
         lengths = [len(prompt) for prompt in prompts]
         read = min(lengths)
         logits = self.next_logits(torch.tensor([list(prompt[:read]) for prompt in prompts]))
         ends = logits.clone()
         while read < max(lengths):
-            # a prompt that has ended reads its last token again; what follows is not looked at
+            # a prompt that has ended reads its last token again; those logits are not used
             column = [prompt[read] if read < len(prompt) else prompt[-1] for prompt in prompts]
             logits = self.next_logits(torch.tensor(column)[:, None])
             read += 1

@@ -1,17 +1,17 @@
-"""Low-rank adapters beside Megatron's linear layers, cut over ranks as the layer they adapt.
+"""Low-rank adapters of Megatron's linear layers, split over ranks as the layer they adapt.
 
 W x becomes W x + (alpha / r) B A x (LoRA, arXiv:2106.09685). The layers keep their parameter names; an adapter adds
-`<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r] beside `<layer>.weight`:
+`<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r] next to `<layer>.weight`:
 
-- linear_qkv and linear_fc1 (column parallel): B is cut along dim 0, A replicated. The gradients of A x are summed over the
+- linear_qkv and linear_fc1 (column parallel): B is split along dim 0, A replicated. The gradients of A x are summed over the
   tensor-parallel ranks; with sequence parallelism A x is gathered.
-- linear_proj and linear_fc2 (row parallel): A is cut along dim 1, B replicated. The partial sums A x are reduced, or
+- linear_proj and linear_fc2 (row parallel): A is split along dim 1, B replicated. The partial sums A x are reduced, or
   reduce-scattered with sequence parallelism.
-- the same layers of an expert: cut alike over the expert tensor ranks; the token dispatcher moves activations, so only the
-  gradient of the replicated matrix is summed.
+- the same layers of an expert: split in the same way over the expert tensor ranks; the token dispatcher moves activations, so
+  only the gradient of the replicated matrix is summed.
 
-So ranks exchange r numbers a token, never a whole hidden state more than the base layer does.
-Grouped experts (one product for all experts of a rank) hold the same matrices stacked: [experts, r, in] and [experts, out, r].
+So ranks exchange r numbers a token, never a full hidden state more than the base layer does.
+Grouped experts (one product for all experts of a rank) have the same matrices stacked: [experts, r, in] and [experts, out, r].
 A starts from a generator that is seeded by the run's seed and the layer's name, so it is the same under every layout.
 """
 
@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ if specs.GROUPED_EXPERTS is not None:
 
     _ADAPTED_EXPERTS[specs.GROUPED_EXPERTS] = AdaptedGroupedMLP
 
+#: name of the weight, shard, A and B
+_Matrices: TypeAlias = tuple[str, int, Tensor, Tensor]
+
 # ---------------------------------------------------------------------- building
 
 _ADAPTED: dict[type, type] = {
@@ -65,18 +68,18 @@ _ADAPTED: dict[type, type] = {
 
 
 def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gated: bool) -> None:
-    """Replaces the targeted layers in a block's spec by their adapted forms.
+    """Replace the targeted layers in a block's spec by their adapted forms.
 
     Args:
-        gated: linear_fc1 holds gate and up, one above the other.
+        gated: linear_fc1 has gate and up, one above the other.
 
     Raises:
         ValueError: a target is built from a class that has no adapted form.
     """
-    specs.substitute_layers(spec, partial(_adapted, settings=settings, gated=gated))
+    specs.substitute_layers(spec, partial(_adapt, settings=settings, gated=gated))
 
 
-def _adapted(name: str, part: Any, *, settings: LoraSettings, gated: bool) -> Any:
+def _adapt(name: str, part: specs.Part, *, settings: LoraSettings, gated: bool) -> specs.Part:
     module = specs.get_class(part)
     if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
         return specs.add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
@@ -87,51 +90,51 @@ def _adapted(name: str, part: Any, *, settings: LoraSettings, gated: bool) -> An
     return specs.add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
 
 
-def start_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
-    """Freezes everything but adapters (and a value head), gives A its first values and sets B to zero.
+def init_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
+    """Freeze everything but adapters (and a value head), initialize A and set B to zero.
 
-    A is uniform in +-1 / sqrt(in), the same under every layout: the whole matrix is drawn and this rank's part taken.
+    A is uniform in +-1 / sqrt(in), the same under every layout: the full matrix is sampled and this rank's shard taken.
     """
     for stage, model in enumerate(models):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained(name))
-        for adapter in _module_adapters(model):
-            _draw(adapter, f"{seed}/{_global_name(layout, adapter.weight, stage)}")
+        for adapter in _list_adapters(model):
+            _init_adapter(adapter, f"{seed}/{_get_global_name(layout, adapter.weight, stage)}")
         if model.pre_process:
-            # Recomputation and pipelines need an input that asks for a gradient, and the frozen embedding gives none.
-            model.embedding.register_forward_hook(_ask_for_gradient)
+            # recomputation and pipelines need an input that requires a gradient, and that of the frozen embedding does not
+            model.embedding.register_forward_hook(_require_gradient)
 
 
 def is_trained(name: str) -> bool:
-    """True for the parameters that a LoRA run trains and `lora_ckpt_filter` saves."""
+    """Return True for the parameters that a LoRA run trains and `lora_ckpt_filter` saves."""
     return ".lora_" in name or name.startswith("rm_head.") or ".rm_head." in name
 
 
-def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
 
 
-def _draw(adapter: Adapter, name: str) -> None:
-    # not `hash`, which Python salts anew in every process
+def _init_adapter(adapter: Adapter, name: str) -> None:
+    # not `hash`, which Python salts in every process
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     rank_inputs = adapter.a.size(1)
-    inputs = rank_inputs * adapter.group.size() if adapter.cuts_input else rank_inputs
+    inputs = rank_inputs * adapter.group.size() if adapter.splits_input else rank_inputs
     bound = 1.0 / math.sqrt(inputs)
-    whole = torch.empty(adapter.a.size(0), inputs).uniform_(-bound, bound, generator=generator)
-    first = rank_inputs * adapter.group.rank() if adapter.cuts_input else 0
-    adapter.a.copy_(whole[:, first : first + rank_inputs])
+    full = torch.empty(adapter.a.size(0), inputs).uniform_(-bound, bound, generator=generator)
+    first = rank_inputs * adapter.group.rank() if adapter.splits_input else 0
+    adapter.a.copy_(full[:, first : first + rank_inputs])
     adapter.b.zero_()
 
 
-def _module_adapters(model: nn.Module) -> Iterator[Adapter]:
+def _list_adapters(model: nn.Module) -> Iterator[Adapter]:
     for name, module in model.named_modules():
         if isinstance(module, AdaptedModule):
             yield from module.adapters(f"{name}.")
 
 
-def _global_name(layout: Layout, local: str, stage: int) -> str:
+def _get_global_name(layout: Layout, local: str, stage: int) -> str:
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
     return layout.global_name(
         local,
@@ -147,7 +150,7 @@ def _global_name(layout: Layout, local: str, stage: int) -> str:
 
 @contextlib.contextmanager
 def adapters_disabled(model: BuiltModel) -> Iterator[None]:
-    """Switches the adapters off inside the block, so that the model computes with its base weights alone."""
+    """Switch the adapters off inside the block, so that the model computes with its base weights alone."""
     adapted = [module for chunk in model.models for module in chunk.modules() if isinstance(module, AdaptedModule)]
     for module in adapted:
         module.adapter_enabled = False
@@ -158,27 +161,27 @@ def adapters_disabled(model: BuiltModel) -> Iterator[None]:
             module.adapter_enabled = True
 
 
-def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Name of each adapted parameter of a bare model -> what computes it with its adapter merged."""
+def list_merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return for each adapted parameter of an unwrapped model, by name, the function that computes it with its adapter."""
     return {
-        f"{name}.{weight}": partial(module.merged, weight)
+        f"{name}.{weight}": partial(module.merge, weight)
         for name, module in model.named_modules()
         if isinstance(module, AdaptedModule)
         for weight in module.adapted_weights
     }
 
 
-def _single_ops(model: BuiltModel) -> dict[str, WeightOp]:
-    """Every weight by its Megatron name, each expert's its own."""
+def _map_ops(model: BuiltModel) -> dict[str, WeightOp]:
+    """Return every weight by its Megatron name, one for each expert."""
     return {op.mcore: op for op in model.plan.architecture.weight_ops(model.plan.model_config, ExpertPacking("local", 1))}
 
 
-def owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
-    """This rank's adapters, and the weights that they adapt. Replicas hold equal ones: the first of them owns them."""
-    ops = _single_ops(model)
+def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
+    """Yield the adapters that this rank owns, with the weights that they adapt; of equal replicas the first one owns them."""
+    ops = _map_ops(model)
     for stage, chunk in enumerate(model.models):
-        for adapter in _module_adapters(chunk):
-            op = ops[_global_name(model.plan.layout, adapter.weight, stage)]
+        for adapter in _list_adapters(chunk):
+            op = ops[_get_global_name(model.plan.layout, adapter.weight, stage)]
             owner = (
                 parallel_state.get_expert_data_parallel_rank() == 0
                 if op.axis == "etp"
@@ -189,26 +192,26 @@ def owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
 
 
 def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, base_model: str) -> None:
-    """Writes the adapters alone as a folder that `peft` loads; collective over the training world.
+    """Write only the adapters, as a folder that `peft` loads; collective over the training world.
 
-    A layer at a time is gathered, so that no rank but the writer holds more than one layer of other ranks.
+    They are gathered layer by layer, so that no rank but the writer has more than one layer of other ranks in memory.
 
     Raises:
         ValueError: the folder exists and is not empty.
     """
     plan = model.plan
-    ops = _single_ops(model)
-    mine: dict[int, list[tuple[str, int, Tensor, Tensor]]] = {}
-    for op, adapter in owned_adapters(model):
+    ops = _map_ops(model)
+    mine: dict[int, list[_Matrices]] = {}
+    for op, adapter in list_owned_adapters(model):
         assert op.layer is not None  # only layers have adapters
         mine.setdefault(op.layer, []).append((op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu()))
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer in range(plan.model_config.num_layers):
-        everyone: list[Any] = [None] * dist.get_world_size()
-        # every rank takes part for every layer, also for those of other stages
-        dist.all_gather_object(everyone, mine.get(layer, []))
+        of_ranks: list[list[_Matrices]] = [[]] * dist.get_world_size()
+        # every rank takes part for every layer, even those of other stages
+        dist.all_gather_object(of_ranks, mine.get(layer, []))
         if dist.get_rank() == 0:
-            for name, shard, a, b in (item for part in everyone for item in part):
+            for name, shard, a, b in (item for matrices in of_ranks for item in matrices):
                 gathered.setdefault(name, {})[shard] = (a, b)
     if dist.get_rank() == 0:
         adapters = {

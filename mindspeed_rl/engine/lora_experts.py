@@ -8,19 +8,34 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import FactoryBuildFn, FactoryMergeFn, ReplicaId, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensorFactory,
+)
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl.engine.lora_layers import LORA_A, LORA_B, AdaptedModule, Adapter, LoraSettings, Offsets, mark, sum_gradients
-from mindspeed_rl.engine.parallel import rng_tracker
+from mindspeed_rl.engine.lora_layers import (
+    LORA_A,
+    LORA_B,
+    AdaptedModule,
+    Adapter,
+    LoraSettings,
+    Offsets,
+    mark_parameter,
+    sum_gradients,
+)
+from mindspeed_rl.engine.parallel import get_rng_tracker
 
 
 class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
-    """GroupedMLP with adapters on linear_fc1, linear_fc2 or both, in grouped products of their own."""
+    """GroupedMLP with adapters on linear_fc1, linear_fc2 or both, in additional grouped products."""
 
     def __init__(self, *args: Any, lora: LoraSettings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,15 +47,15 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         self.on_fc1, self.on_fc2 = "linear_fc1" in lora.targets, "linear_fc2" in lora.targets
         self.adapted_weights = ("weight1",) * self.on_fc1 + ("weight2",) * self.on_fc2
         if self.on_fc1:
-            self.lora_fc1_A = self._parameter(lora.r, hidden, cut_dim=None)
-            self.lora_fc1_B = self._parameter(inner1, lora.r, cut_dim=1)
+            self.lora_fc1_A = self._parameter(lora.r, hidden, split_dim=None)
+            self.lora_fc1_B = self._parameter(inner1, lora.r, split_dim=1)
         if self.on_fc2:
-            self.lora_fc2_A = self._parameter(lora.r, inner2, cut_dim=2)
-            self.lora_fc2_B = self._parameter(hidden, lora.r, cut_dim=None)
+            self.lora_fc2_A = self._parameter(lora.r, inner2, split_dim=2)
+            self.lora_fc2_B = self._parameter(hidden, lora.r, split_dim=None)
 
-    def _parameter(self, rows: int, columns: int, *, cut_dim: int | None) -> nn.Parameter:
+    def _parameter(self, rows: int, columns: int, *, split_dim: int | None) -> nn.Parameter:
         parameter = nn.Parameter(torch.zeros(self.num_local_experts, rows, columns, dtype=self.weight1.dtype))
-        mark(parameter, cut_dim=cut_dim, expert=True, expert_parallel=self.expert_parallel, group=self.tp_group)
+        mark_parameter(parameter, split_dim=split_dim, expert=True, expert_parallel=self.expert_parallel, group=self.tp_group)
         return parameter
 
     def forward(
@@ -66,7 +81,7 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         return output, None
 
     def _product(self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Rows of each expert times its matrix: [n, in] x [experts, in, out] -> [n, out]."""
+        """Multiply the rows of each expert with its matrix: [n, in] x [experts, in, out] -> [n, out]."""
         if not x.size(0):  # kernels refuse empty products; the weights still need a gradient
             return x @ weights.sum(0)
         assert grouped_gemm_util.ops is not None  # GroupedMLP could not have been built
@@ -74,13 +89,13 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
 
     def _low_rank(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         if self.training and self.lora.dropout:
-            with rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            with get_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 x = functional.dropout(x, self.lora.dropout)
         hidden = product(x, a.transpose(1, 2).contiguous())
         return product(hidden, b.transpose(1, 2).contiguous()) * self.lora.scale
 
     @torch.no_grad()
-    def merged(self, name: str) -> Tensor:
+    def merge(self, name: str) -> Tensor:
         base = getattr(self, name)
         first = name == "weight1"
         a, b = (self.lora_fc1_A, self.lora_fc1_B) if first else (self.lora_fc2_A, self.lora_fc2_B)
@@ -97,8 +112,8 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Megatron's, and the adapters under the keys that experts in separate layers have."""
+    ) -> ShardedStateDict:
+        """Return Megatron's state, and the adapters under the keys of experts in separate layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         kinds = [("linear_fc1", "fc1", None, 1)] if self.on_fc1 else []
         kinds += [("linear_fc2", "fc2", 2, None)] if self.on_fc2 else []
@@ -106,12 +121,12 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
             for matrix, name, axis in (("A", LORA_A, a_axis), ("B", LORA_B, b_axis)):
                 attribute = f"lora_{short}_{matrix}"
                 gated = kind == "linear_fc1" and matrix == "B" and self.config.gated_linear_unit
-                build = partial(self._shards, sharded_offsets=sharded_offsets, axis=axis, pieces=2 if gated else 1)
+                build = partial(self._shards, sharded_offsets=sharded_offsets, axis=axis, blocks=2 if gated else 1)
                 tp_replica = 0 if axis is not None else self.tp_group.rank()
                 state[f"{prefix}{attribute}"] = ShardedTensorFactory(
                     f"{prefix}experts.{kind}.{name}",
                     getattr(self, attribute),
-                    # declared for dicts; lists come and go as well, as in Megatron's own factories
+                    # declared for dicts; lists work too, as in Megatron's factories
                     cast(FactoryBuildFn, build),
                     cast(FactoryMergeFn, partial(torch.cat, dim=1)),
                     (0, tp_replica, self.dp_group.rank()),
@@ -128,19 +143,19 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         *,
         sharded_offsets: Offsets,
         axis: int | None,
-        pieces: int,
+        blocks: int,
     ) -> list[ShardedTensor]:
-        """The tensor as `pieces` blocks along dim 1, each cut over the expert tensor ranks along `axis`."""
+        """Return the tensor as blocks along dim 1, each split over the expert tensor ranks along `axis`."""
         lead, size, rank = len(sharded_offsets), self.tp_group.size(), self.tp_group.rank()
         shards = []
-        for index, part in enumerate(tensor.chunk(pieces, dim=1)):
+        for index, block in enumerate(tensor.chunk(blocks, dim=1)):
             offsets = [(lead, self.ep_group.rank(), self.ep_group.size())]
             if axis is not None:
-                # gate and up are each cut over the ranks, so that their pieces keep their places at another size
-                offsets.append((lead + axis, index * size + rank, pieces * size))
+                # gate and up are each split over the ranks, so that they load under another size
+                offsets.append((lead + axis, index * size + rank, blocks * size))
             shards.append(
                 ShardedTensor.from_rank_offsets(
-                    key, part.contiguous(), *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=lead
+                    key, block.contiguous(), *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=lead
                 )
             )
         return shards

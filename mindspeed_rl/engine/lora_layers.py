@@ -1,4 +1,4 @@
-"""Megatron's linear layers with an adapter beside their weight, and what the run says of adapters; see `lora.py`."""
+"""Megatron's linear layers with an adapter next to their weight, and the run's settings of adapters; see `lora.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -25,10 +26,10 @@ from torch.nn import functional
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS
-from mindspeed_rl.engine.parallel import rng_tracker
+from mindspeed_rl.engine.parallel import get_rng_tracker
 from mindspeed_rl.models.model_config import ModelConfig
 
-#: (axis, part, parts) of what a module's tensors are a part of, as Megatron says it
+#: (axis, shard, shards) of the tensors that a module's tensors are shards of, in Megatron's form
 Offsets = tuple[tuple[int, int, int], ...]
 
 LORA_A, LORA_B = "lora_A.default.weight", "lora_B.default.weight"
@@ -36,7 +37,7 @@ LORA_A, LORA_B = "lora_A.default.weight", "lora_B.default.weight"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The run's adapters.
+    """Settings of the run's adapters.
 
     Attributes:
         r: rank.
@@ -57,10 +58,10 @@ class LoraSettings:
 
     @classmethod
     def from_config(cls, config: MegatronConfig) -> LoraSettings | None:
-        """The adapters that the run file asks for, None without `lora_target_modules`.
+        """Read the settings of the run file, None without `lora_target_modules`.
 
         Raises:
-            ValueError: a target is no layer that can be adapted.
+            ValueError: a target is not a layer that can be adapted.
         """
         if not config.lora_target_modules:
             return None
@@ -70,41 +71,41 @@ class LoraSettings:
         return cls(config.lora_r, config.lora_alpha, config.lora_dropout, tuple(config.lora_target_modules))
 
     def check(self, model_config: ModelConfig) -> None:
-        """Raises ValueError when the network has no layer of a target's name."""
+        """Raise ValueError when the model has no layer of a target's name."""
         if model_config.multi_latent_attention and "linear_qkv" in self.targets:
             raise ValueError(
                 "lora_target_modules: linear_qkv does not exist with multi_latent_attention; linear_proj, linear_fc1 and "
                 "linear_fc2 do."
             )
 
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint remembers: r, alpha and targets decide what its matrices mean."""
+    def record(self) -> dict[str, int | list[str]]:
+        """Return the record in a checkpoint: r, alpha and targets, without which its matrices have no meaning."""
         return {"r": self.r, "alpha": self.alpha, "target_modules": sorted(self.targets)}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The two matrices that adapt one weight, as this rank holds them.
+    """This rank's shards of the two matrices that adapt one weight.
 
     Attributes:
-        weight: Megatron's local name of the weight; experts are told apart also where their weights are grouped.
+        weight: Megatron's local name of the weight; one for each expert, even where their weights are grouped.
         a, b: [r, in] and [out, r], views of the parameters; one of them is a shard.
-        cuts_input: True when A is cut along its inputs (row parallel), False when B is cut along its outputs.
-        group: ranks over which it is cut.
+        splits_input: True when A is split along its inputs (row parallel), False when B is split along its outputs.
+        group: ranks over which it is split.
     """
 
     weight: str
     a: Tensor
     b: Tensor
-    cuts_input: bool
+    splits_input: bool
     group: dist.ProcessGroup
 
 
 class _SumGradients(torch.autograd.Function):
-    """Returns the same tensor, and sums its gradient over a group.
+    """Identity whose gradient is summed over a group.
 
-    Megatron's `copy_to_tensor_model_parallel_region` would do, but it reduces a copy and returns the unreduced gradient when
-    that is not contiguous, as those of transposed matrices are.
+    Megatron's `copy_to_tensor_model_parallel_region` does the same, but it reduces a copy and returns the unreduced gradient
+    when that is not contiguous, as those of transposed matrices are.
     """
 
     @staticmethod
@@ -124,11 +125,11 @@ def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class AdaptedModule(nn.Module):
-    """A module with adapters; mixed into Megatron's layers.
+    """Mixin of Megatron's layers with adapters.
 
     Attributes:
         lora: rank, scale, dropout.
-        adapter_enabled: False computes with the base weights alone.
+        adapter_enabled: False computes with only the base weights.
         adapted_weights: names of its parameters that have an adapter.
     """
 
@@ -136,31 +137,31 @@ class AdaptedModule(nn.Module):
     adapter_enabled: bool = True
     adapted_weights: tuple[str, ...]
 
-    def merged(self, name: str) -> Tensor:
-        """W + (alpha / r) B A of one adapted weight, computed in float32, in W's dtype and layout; W itself is untouched."""
+    def merge(self, name: str) -> Tensor:
+        """Return W + (alpha / r) B A of one adapted weight, computed in float32, in W's dtype and layout, as a new tensor."""
         raise NotImplementedError
 
     def adapters(self, prefix: str) -> Iterator[Adapter]:
-        """Its adapters; `prefix` is the module's name with a dot behind it."""
+        """Yield its adapters; `prefix` is the module's name with a dot at the end."""
         raise NotImplementedError
 
 
-def mark(
-    parameter: nn.Parameter, *, cut_dim: int | None, expert: bool, expert_parallel: bool, group: dist.ProcessGroup
+def mark_parameter(
+    parameter: nn.Parameter, *, split_dim: int | None, expert: bool, expert_parallel: bool, group: dist.ProcessGroup
 ) -> None:
-    """Tells Megatron how a parameter is cut and reduced, as it is told for the base layer's."""
+    """Mark a parameter for Megatron with its split and its reduction, as the base layer's are marked."""
     parameter.allreduce = not (expert and expert_parallel)  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
-    if cut_dim is not None:
-        set_tensor_model_parallel_attributes(parameter, True, cut_dim, 1)
+    if split_dim is not None:
+        set_tensor_model_parallel_attributes(parameter, True, split_dim, 1)
     elif expert and group.rank() == 0:
         # a matrix that every expert tensor rank repeats enters the gradient norm once
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 class _AdaptedLinear(AdaptedModule):
-    """Common half of the two linear layers, in front of Megatron's, whose attributes it uses."""
+    """Common half of the two linear layers, before Megatron's in the method resolution order."""
 
-    cuts_input: bool
+    splits_input: bool
     adapted_weights = ("weight",)
 
     weight: nn.Parameter
@@ -179,68 +180,68 @@ class _AdaptedLinear(AdaptedModule):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.r, outputs, bias=False, dtype=dtype)})
         # B A is 0: the first forward pass is the base model's
         nn.init.zeros_(self.lora_b)
-        for parameter, cut_dim in (
-            (self.lora_a, 1 if self.cuts_input else None),
-            (self.lora_b, None if self.cuts_input else 0),
+        for parameter, split_dim in (
+            (self.lora_a, 1 if self.splits_input else None),
+            (self.lora_b, None if self.splits_input else 0),
         ):
-            mark(
+            mark_parameter(
                 parameter,
-                cut_dim=cut_dim,
+                split_dim=split_dim,
                 expert=self.is_expert,
                 expert_parallel=self.expert_parallel,
                 group=self.tp_group,
             )
-            # each rank sees its slice of the sequence only: the gradient of the replicated matrix is summed over the ranks
-            whole = cut_dim is None and self.sequence_parallel and not self.is_expert
-            parameter.sequence_parallel = whole  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+            # each rank has only its slice of the sequence: the gradient of the replicated matrix is summed over the ranks
+            is_summed = split_dim is None and self.sequence_parallel and not self.is_expert
+            parameter.sequence_parallel = is_summed  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
     @property
     def lora_a(self) -> nn.Parameter:
-        """[r, in of this rank]."""
+        """Matrix A, [r, in of this rank]."""
         return cast(nn.Parameter, self.lora_A["default"].weight)
 
     @property
     def lora_b(self) -> nn.Parameter:
-        """[out of this rank, r]."""
+        """Matrix B, [out of this rank, r]."""
         return cast(nn.Parameter, self.lora_B["default"].weight)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, nn.Parameter | None]:
         output, bias = super().forward(input_, *args, **kwargs)
         if self.adapter_enabled:
-            output = output + self._low_rank(self._dropped(input_)) * self.lora.scale
+            output = output + self._low_rank(self._drop(input_)) * self.lora.scale
         return output, bias
 
     def _low_rank(self, x: Tensor) -> Tensor:
-        """B A x, laid out as the base layer's output."""
+        """Return B A x in the layout of the base layer's output."""
         raise NotImplementedError
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         if not (self.training and self.lora.dropout):
             return x
         if self.is_expert:
-            fork: AbstractContextManager[None] = rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-        elif self.cuts_input or self.sequence_parallel:
-            fork = rng_tracker().fork()  # every rank has other elements
+            generator: AbstractContextManager[None] = get_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif self.splits_input or self.sequence_parallel:
+            generator = get_rng_tracker().fork()  # every rank has other elements
         else:
-            fork = contextlib.nullcontext()  # every rank has the same elements and must drop the same ones
-        with fork:
+            generator = contextlib.nullcontext()  # every rank has the same elements and must drop the same ones
+        with generator:
             return functional.dropout(x, self.lora.dropout)
 
     @torch.no_grad()
-    def merged(self, name: str) -> Tensor:
+    def merge(self, name: str) -> Tensor:
         return (self.weight.float() + self.lora.scale * (self.lora_b.float() @ self.lora_a.float())).to(self.weight.dtype)
 
     def adapters(self, prefix: str) -> Iterator[Adapter]:
-        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.cuts_input, self.tp_group)
+        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.splits_input, self.tp_group)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Megatron's, with the cut matrix of the adapter sharded (gate and up apart, as the base weight)."""
+    ) -> ShardedStateDict:
+        """Return Megatron's state with the split matrix of the adapter sharded (gate and up separately, as the base weight)."""
         assert metadata is not None  # Megatron's linear layers need its groups too
         base = super().sharded_state_dict
-        state = base(prefix, sharded_offsets, metadata)  # pyrefly: ignore[not-callable]  (of the layer behind this half)
-        key, tensor, axis = (prefix + LORA_A, self.lora_a, 1) if self.cuts_input else (prefix + LORA_B, self.lora_b, 0)
+        state = base(prefix, sharded_offsets, metadata)  # pyrefly: ignore[not-callable]  (of the layer after this half)
+        key, tensor, axis = (prefix + LORA_A, self.lora_a, 1) if self.splits_input else (prefix + LORA_B, self.lora_b, 0)
         state[key] = make_tp_sharded_tensor_for_checkpoint(
             tensor,
             key,
@@ -257,18 +258,18 @@ class _AdaptedLinear(AdaptedModule):
 
 
 class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
-    """ColumnParallelLinear with an adapter: A replicated, B cut along the outputs."""
+    """ColumnParallelLinear with an adapter: A replicated, B split along the outputs."""
 
-    cuts_input = False
+    splits_input = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # B's outputs are cut as the base layer's, and nothing here would gather them
+        # B's outputs are split as the base layer's, and nothing here gathers them
         assert not self.gather_output
 
     def _low_rank(self, x: Tensor) -> Tensor:
         if self.is_expert:
-            # all ranks have all tokens, and each gives its part of their gradient: only A's own has to be summed here
+            # all ranks have all tokens, and each its part of their gradient: only that of A has to be summed here
             a = sum_gradients(self.lora_a, self.tp_group)
             return functional.linear(functional.linear(x, a), self.lora_b)
         hidden = functional.linear(x, self.lora_a)
@@ -280,13 +281,13 @@ class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
 
 
 class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
-    """RowParallelLinear with an adapter: A cut along the inputs, B replicated."""
+    """RowParallelLinear with an adapter: A split along the inputs, B replicated."""
 
-    cuts_input = True
+    splits_input = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A is cut along the inputs, so the input must come cut as well
+        # A is split along the inputs, so the input must be split too
         assert self.input_is_parallel
 
     def _low_rank(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Takes training state off the device while the rollout engine works, and puts it back, by emptying tensor storages."""
+"""Offload of training state from the device while the rollout engine generates, by emptying tensor storages."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:  # the engine has an offloader
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Distinct non-empty storages behind tensors, by address."""
-    found: dict[int, torch.UntypedStorage] = {}
+    """Return the distinct non-empty storages of tensors, by address."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.size():
-            found[storage.data_ptr()] = storage
-    return found
+            storages[storage.data_ptr()] = storage
+    return storages
 
 
-class _Shelf:
+class _Offload:
     """Storages that are emptied on the device and filled again; tensors and views over them stay valid objects.
 
-    Copies run on a stream of their own, between pinned host memory and the device.
+    Copies run on a separate stream, between pinned host memory and the device.
     """
 
     def __init__(self, stream: SideStream, *, keep_content: bool) -> None:
         self._stream, self._keep = stream, keep_content
-        #: host copies: made when they are first needed, since pinning takes longer than copying
+        #: host copies, allocated on first use, because pinning takes longer than copying
         self._hosts: list[Tensor] = []
-        #: what is off the device, or (`_begun`) only copied so far, with its size
+        #: storages that are off the device, or (`is_leaving`) only copied so far, with their sizes
         self._entries: list[tuple[torch.UntypedStorage, int]] = []
-        self._begun = self._arriving = False
+        self.is_leaving = self._is_arriving = False
 
-    def begin_emptying(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Content that matters is on its way to the host. The storages stay, and must not change until they are emptied."""
-        if self._entries:  # they are off, or on their way: a second round would keep copies of nothing
+    def start_emptying(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Start to copy content that matters to the host. The storages stay, and must not change until they are freed."""
+        if self._entries:  # they are off, or on their way: a second round would copy nothing
             return
-        self._entries, self._begun = [(storage, storage.size()) for storage in storages], True
+        self._entries, self.is_leaving = [(storage, storage.size()) for storage in storages], True
         if not self._keep:
             return
         if [host.numel() for host in self._hosts] != [size for _, size in self._entries]:
@@ -53,22 +53,17 @@ class _Shelf:
             for (storage, _), host in zip(self._entries, self._hosts):
                 host.copy_(_bytes(storage), non_blocking=True)
 
-    @property
-    def is_leaving(self) -> bool:
-        """True between `begin_emptying` and `drop`."""
-        return self._begun
-
-    def drop(self) -> None:
-        """Frees the storages' device memory. Queued kernels and copies may still use it: the caller waits for them first."""
+    def free(self) -> None:
+        """Free the storages' device memory. Queued kernels and copies may still use it: the caller waits for them first."""
         for storage, _ in self._entries:
             storage.resize_(0)
-        self._begun = self._arriving = False
+        self.is_leaving = self._is_arriving = False
 
-    def begin_filling(self) -> None:
-        """The storages are allocated again; their content, or zeros, is on its way."""
+    def start_filling(self) -> None:
+        """Allocate the storages again and start to copy their content; zeros where it is not kept."""
         entries, self._entries = self._entries, []
-        if self._begun:  # they have not left yet
-            self._begun = False
+        if self.is_leaving:  # they are not freed yet
+            self.is_leaving = False
             return
         for storage, size in entries:
             storage.resize_(size)
@@ -78,14 +73,14 @@ class _Shelf:
             with self._stream.issue():
                 for (storage, _), host in zip(entries, self._hosts):
                     _bytes(storage).copy_(host, non_blocking=True)
-            self._arriving = True
+            self._is_arriving = True
 
     def fill(self) -> None:
-        """The storages have their content, or zeros, for whatever the current stream does next."""
-        self.begin_filling()
-        if self._arriving:
+        """Fill the storages, so that work on the current stream after this call finds their content or zeros."""
+        self.start_filling()
+        if self._is_arriving:
             self._stream.join()
-            self._arriving = False
+            self._is_arriving = False
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -95,15 +90,15 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 class Offloader:
     """Weights, gradients and optimizer state of one engine, each on or off the device.
 
-    Whoever reads or changes a part asks for it by `onload` first, also where it may be on the device already.
+    Code that reads or changes one of them calls `onload` before, even where it may be on the device already.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
         stream = platform.current().side_stream()
-        self._params = _Shelf(stream, keep_content=True)
-        self._grads = _Shelf(stream, keep_content=False)
-        self._optimizer = _Shelf(stream, keep_content=True)
+        self._params = _Offload(stream, keep_content=True)
+        self._grads = _Offload(stream, keep_content=False)
+        self._optimizer = _Offload(stream, keep_content=True)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         for model in self._engine.model.models:
@@ -127,43 +122,43 @@ class Offloader:
             yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer state that are on the device now."""
+        """Return the bytes of weights, gradients and optimizer state that are on the device now."""
         weights = _storages(self._weight_tensors())
         gradients = _storages(buffer.grad_data for buffer in self._engine.gradient_buffers())
         optimizer = _storages(self._optimizer_tensors()) if self._engine.optimizer is not None else {}
-        held = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-        return {name: sum(storage.size() for storage in storages.values()) for name, storages in held.items()}
+        resident = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        return {name: sum(storage.size() for storage in storages.values()) for name, storages in resident.items()}
 
-    def begin_offload(self, *, optimizer: bool) -> None:
-        """The optimizer's state is on its way to the host, beside what computes; `offload` will find it there."""
+    def start_offload(self, *, optimizer: bool) -> None:
+        """Start to copy the optimizer's state to the host in the background; `offload` then only frees it."""
         if optimizer and self._engine.optimizer is not None:
-            self._optimizer.begin_emptying(_storages(self._optimizer_tensors()).values())
+            self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Takes the named parts off the device. Optimizer before params, because it is told apart by its storages."""
-        named: list[_Shelf] = []
+        """Offload the named states. Optimizer before params, because its storages are identified by those of the weights."""
+        named: list[_Offload] = []
         if optimizer and self._engine.optimizer is not None:
-            self._optimizer.begin_emptying(_storages(self._optimizer_tensors()).values())
+            self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
             named.append(self._optimizer)
         if grads:
-            self._grads.begin_emptying(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
+            self._grads.start_emptying(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
             named.append(self._grads)
         if params:
-            self._params.begin_emptying(_storages(self._weight_tensors()).values())
+            self._params.start_emptying(_storages(self._weight_tensors()).values())
             named.append(self._params)
-        if leaving := [shelf for shelf in named if shelf.is_leaving]:
+        if leaving := [one for one in named if one.is_leaving]:
             platform.current().synchronize()
-            for shelf in leaving:
-                shelf.drop()
+            for one in leaving:
+                one.free()
         platform.current().empty_cache()
 
-    def begin_onload(self, *, optimizer: bool) -> None:
-        """The optimizer's state is on its way to the device, beside what computes; `onload` waits for it."""
+    def start_onload(self, *, optimizer: bool) -> None:
+        """Start to copy the optimizer's state to the device in the background; `onload` waits for it."""
         if optimizer:
-            self._optimizer.begin_filling()
+            self._optimizer.start_filling()
 
     def onload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Puts the named parts back; parts that are on the device stay as they are."""
+        """Put the named states back; those on the device stay unchanged."""
         if params:
             self._params.fill()
         if grads:

@@ -1,33 +1,46 @@
-"""Megatron's optimizer, gradient buckets and learning-rate schedule, from the run's keys."""
+"""Megatron's optimizer, gradient buckets and learning-rate schedule from the run's keys, and its state in a checkpoint."""
 
 from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from mindspeed_rl.config import MegatronConfig
 
+#: every parameter's state has its own name, whatever the data-parallel size
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_STATE = "optimizer.state."
+
+#: by index of a parameter on this rank: its state's tensors, or their sharded form in Megatron's checkpoints
+_States = dict[int, dict[str, Any]]
+
 
 def ddp_config(config: MegatronConfig) -> DistributedDataParallelConfig:
-    """How gradients are bucketed and reduced: always in fp32, so that DP size and bf16 do not change the sum's precision."""
+    """Return the config of gradient buckets, reduced always in fp32, so that DP size and bf16 do not change the precision."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
         bucket_size=config.ddp_bucket_size,
-        check_for_nan_in_grad=False,  # the engine checks, and can say which micro-batch it was
+        check_for_nan_in_grad=False,  # the engine checks, and names the micro-batch
     )
 
 
 def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> MegatronOptimizer:
-    """AdamW over the trainable parameters of the model chunks, with fp32 main parameters under bf16.
+    """Build AdamW over the trainable parameters of the model chunks, with fp32 main parameters under bf16.
 
     Raises:
-        ValueError: no learning rate was given.
+        ValueError: no learning rate is set.
     """
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
@@ -51,7 +64,7 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
 
 
 def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:
-    """Warm-up and decay, counted in optimizer steps.
+    """Build warm-up and decay, counted in optimizer steps.
 
     Args:
         steps_per_iteration: optimizer steps of one iteration; the schedule's keys count iterations.
@@ -59,7 +72,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     Raises:
         ValueError: the schedule has no length, or two warm-up keys contradict each other.
     """
-    assert config.lr is not None  # there would be no optimizer
+    assert config.lr is not None  # no optimizer without it
     decay_iters = config.lr_decay_iters or config.train_iters
     if not decay_iters:
         raise ValueError("train_iters: not set; the learning-rate schedule needs train_iters or lr_decay_iters.")
@@ -72,7 +85,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     if config.lr_warmup_fraction is not None:
         warmup_steps = int(config.lr_warmup_fraction * decay_steps)
     if warmup_steps >= decay_steps:
-        raise ValueError(f"lr_warmup_iters: the warm-up takes {warmup_steps} steps, the whole schedule only {decay_steps}.")
+        raise ValueError(f"lr_warmup_iters: the warm-up takes {warmup_steps} steps, the full schedule only {decay_steps}.")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr_warmup_init,
@@ -88,3 +101,82 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
         wsd_decay_steps=max(1, decay_steps // 10) if config.lr_decay_style == "WSD" else None,
         lr_wsd_decay_style="linear" if config.lr_decay_style == "WSD" else None,
     )
+
+
+# ---------------------------------------------------------------------- state in a checkpoint
+#
+# Tensors are named after the weights alone, under any layout and kind of optimizer. Megatron makes other state dicts for each
+# kind (distributed or not, fp32 or bf16), and one for each part of the layout (dense and expert parameters). Here every part is
+# reduced to {index: {"exp_avg", "exp_avg_sq", "fp32_param"}}, with indices that are valid on this rank only and `fp32_param`
+# where weights are bf16. Learning rates and the like are not saved: they are the run file's, and the number of steps is the
+# schedule's.
+
+
+def shard_optimizer_state(optimizer: MegatronOptimizer, weights: dict[str, Any], *, is_loading: bool) -> dict[str, _States]:
+    """Return the sharded state that Megatron saves or loads, by part of the optimizer; collective.
+
+    Parameters that were never updated get their initial moments: a save before the first step has them too.
+
+    Args:
+        weights: the model chunks' sharded state.
+        is_loading: True where its content is about to be replaced.
+    """
+    return {name: _shard_part(part, weights, is_loading=is_loading) for name, part in _list_parts(optimizer).items()}
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, states: dict[str, _States], *, num_steps: int) -> None:
+    """Load moments and main weights; the model's weights must be loaded already.
+
+    Args:
+        num_steps: of the optimizer at the time of the save.
+    """
+    for name, part in _list_parts(optimizer).items():
+        # Adam's bias correction depends on it
+        groups = [{**group, "step": num_steps} for group in part.optimizer.state_dict()["param_groups"]]
+        part.load_state_dict(_build_state_dict(part, states.get(name, {}), groups))
+
+
+def _list_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
+    """Return the optimizers of Megatron's chain that have parameters on this rank."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return {f"part{index}": part for index, part in enumerate(chain) if part.optimizer is not None}
+
+
+def _shard_part(part: MegatronOptimizer, weights: dict[str, Any], *, is_loading: bool) -> _States:
+    if part.init_state_fn is not None:
+        part.init_state_fn(part.optimizer, part.config)
+    sharded = part.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)
+    if isinstance(part, DistributedOptimizer):
+        states = {}
+        for index, tensors in sharded["param_state"].items():
+            states[index] = {name: tensors[name] for name in ("exp_avg", "exp_avg_sq")}
+            if part.config.bf16:  # an fp32 model's main weights are its weights
+                key = tensors["param"].key.removeprefix(f"{_STATE}param.")
+                states[index]["fp32_param"] = replace(tensors["param"], key=f"{_STATE}fp32_param.{key}")
+        return states
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        mains = itertools.chain.from_iterable(sharded["fp32_from_fp16_params"])
+        states = sharded["optimizer"]["state"]
+        return {index: {**states[index], "fp32_param": main} for index, main in enumerate(mains)}
+    return sharded["state"]
+
+
+def _build_state_dict(part: MegatronOptimizer, states: _States, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the argument of the part's `load_state_dict`."""
+    moments = {index: {name: state[name] for name in ("exp_avg", "exp_avg_sq")} for index, state in states.items()}
+    if isinstance(part, DistributedOptimizer):
+        if part.config.bf16:
+            mains = {index: state["fp32_param"] for index, state in states.items()}
+        else:
+            # Megatron needs main weights here too: the model's, which were loaded before
+            mains = dict(enumerate(parameter.detach() for buffer in part.buffers for parameter in buffer.param_index_map))
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": {index: {**moments[index], "param": mains[index]} for index in states},
+            "param_state_sharding_type": _FORMAT["distrib_optim_sharding_type"],
+        }
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        mains = (states[index]["fp32_param"] for index in range(len(states)))
+        grouped = [list(itertools.islice(mains, len(group))) for group in part.fp32_from_float16_groups]
+        return {"optimizer": {"state": moments, "param_groups": groups}, "fp32_from_fp16_params": grouped}
+    return {"state": moments, "param_groups": groups}

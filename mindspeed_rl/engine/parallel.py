@@ -1,4 +1,4 @@
-"""The process groups of a run and where this process stands in them."""
+"""Process groups of a run, the rank of this process in them, and random generators."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import datetime
 import os
 import random
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.models.plan import expert_sizes
 from mindspeed_rl.platform.rendezvous import meeting_store
 
-#: seconds that ranks wait for each other in collectives before the run is given up, where the environment does not say
+#: seconds that ranks wait for each other in a collective before the run fails, unless the environment sets another value
 _COLLECTIVE_TIMEOUT_S = 1800.0
+Value = TypeVar("Value")
+
+#: prefix of the states of Megatron's generators
+_TRACKER = "tracker."
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class RankInfo:
     """This process among all processes of the training world.
 
     Attributes:
-        timeout_s: longest wait for each other in a collective.
+        timeout_s: maximum wait for each other in a collective.
     """
 
     rank: int
@@ -38,7 +42,7 @@ class RankInfo:
 
     @classmethod
     def from_env(cls) -> RankInfo:
-        """From the variables that torchrun and our launcher set.
+        """Read the variables that torchrun and our launcher set.
 
         Raises:
             ValueError: a variable is missing.
@@ -57,18 +61,18 @@ class RankInfo:
 
 
 def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
-    """Sets up device, process groups and random generators of this rank; collective over the training world.
+    """Set up device, process groups and random generators of this rank; collective over the training world.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and MINDSPEED_RL_COLLECTIVE_TIMEOUT_S.
 
     Args:
-        num_chunks: model chunks a pipeline stage holds, from the layout of the model's plan.
+        num_chunks: model chunks of a pipeline stage, from the layout of the model's plan.
 
     Raises:
-        ValueError: a variable is missing, or the world cannot hold the layout.
+        ValueError: a variable is missing, or the layout does not fit the world.
     """
     info = RankInfo.from_env()
-    # before the process group, whose communicators belong to the current device
+    # before the process group: its communicators belong to the current device
     platform.current().set_device(info.local_rank)
     platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
     init_process_group(info, info.timeout_s)
@@ -77,7 +81,7 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:
-    """Joins the training world at MASTER_ADDR:MASTER_PORT; collective over all its ranks."""
+    """Join the training world at MASTER_ADDR:MASTER_PORT; collective over all its ranks."""
     if not dist.is_initialized():
         master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         dist.init_process_group(
@@ -90,13 +94,13 @@ def init_process_group(info: RankInfo, timeout_s: float) -> None:
 
 
 def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: float) -> None:
-    """Creates Megatron's process groups for this layout; collective. Does nothing when they exist.
+    """Create Megatron's process groups for this layout; collective. Does nothing when they exist.
 
     Args:
-        num_chunks: model chunks a pipeline stage holds, from the layout of the model's plan.
+        num_chunks: model chunks of a pipeline stage, from the layout of the model's plan.
 
     Raises:
-        ValueError: the world cannot hold the layout.
+        ValueError: the layout does not fit the world.
     """
     model_size = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
     if dist.get_world_size() % model_size:
@@ -111,21 +115,21 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=expert_sizes(config)[0],
-        expert_tensor_parallel_size=expert_sizes(config)[1],
-        order=rank_order(config),
+        expert_model_parallel_size=config.expert_sizes[0],
+        expert_tensor_parallel_size=config.expert_sizes[1],
+        order=get_rank_order(config),
         # Megatron takes whole minutes
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
 
 
-def rank_order(config: MegatronConfig) -> str:
-    """In which order ranks count through the parallel dimensions, fastest first, in Megatron's words."""
+def get_rank_order(config: MegatronConfig) -> str:
+    """Return the order of ranks in the parallel dimensions, fastest first, in Megatron's words."""
     return "tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
+    """Seed Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
     seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     # NumPy takes 32 bits
@@ -134,13 +138,46 @@ def seed_all(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def rng_tracker() -> CudaRNGStatesTracker:
-    """Megatron's named generators, as `seed_all` has set them."""
+def get_rng_tracker() -> CudaRNGStatesTracker:
+    """Return Megatron's named generators, which `seed_all` has seeded."""
     return cast(CudaRNGStatesTracker, tensor_parallel.get_cuda_rng_tracker())  # Megatron's global is declared None
 
 
+def capture_rng_state() -> dict[str, Tensor]:
+    """Return the state of Python's, NumPy's, torch's, the device's and Megatron's generators, to save without pickling."""
+    version, internal, gauss = random.getstate()
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple)  # a dict would be of another generator than the Mersenne twister
+    name, keys, position, has_gauss, cached = numpy_state
+    assert version == 3 and name == "MT19937"
+    states = {
+        "python": torch.tensor(internal, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+        "device": platform.current().rng_state().cpu(),
+    }
+    tracker = get_rng_tracker().get_states()
+    return states | {_TRACKER + key: state.cpu() for key, state in tracker.items()}
+
+
+def restore_rng_state(states: dict[str, Tensor]) -> None:
+    """Put all generators back into a state that `capture_rng_state` returned."""
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss = states["numpy_rest"].tolist()
+    keys = states["numpy_keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, states["numpy_gauss"].item()))
+    torch.set_rng_state(states["torch"])
+    platform.current().set_rng_state(states["device"])
+    tracker = {key.removeprefix(_TRACKER): state for key, state in states.items() if key.startswith(_TRACKER)}
+    get_rng_tracker().set_states(tracker)
+
+
 def is_data_source() -> bool:
-    """True on the one rank of each model replica that fetches its rows (first TP, PP and CP rank)."""
+    """Return True on the one rank of each model replica that fetches its rows (first TP, PP and CP rank)."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
@@ -149,12 +186,12 @@ def is_data_source() -> bool:
 
 
 def is_stage_source() -> bool:
-    """True on the first TP and CP rank of each pipeline stage of a model replica."""
+    """Return True on the first TP and CP rank of each pipeline stage of a model replica."""
     return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
 
 def is_output_source() -> bool:
-    """True on the one rank of each model replica that hands results out (first TP and CP rank of the last stage)."""
+    """Return True on the one rank of each model replica that returns results (first TP and CP rank of the last stage)."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
@@ -163,10 +200,10 @@ def is_output_source() -> bool:
 
 
 class ControlGroup:
-    """Small Python objects between the ranks of one model replica, over gloo whatever the device backend is."""
+    """Group of the ranks of one model replica that exchange small Python objects, over gloo with every device backend."""
 
     def __init__(self, *, of_stage: bool = False) -> None:
-        """Collective over the world: every rank takes part in creating every group.
+        """Create the group; collective over the world, as every rank takes part in creating every group.
 
         Args:
             of_stage: between the ranks of one pipeline stage of the replica alone, from its first TP and CP rank.
@@ -174,8 +211,9 @@ class ControlGroup:
         replicas: dict[tuple[int, int], list[int]] = {}
         stage = parallel_state.get_pipeline_model_parallel_rank() if of_stage else 0
         mine = parallel_state.get_data_parallel_rank(), stage
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (mine, is_stage_source() if of_stage else is_data_source()))
+        is_source = is_stage_source() if of_stage else is_data_source()
+        ranks: list[tuple[tuple[int, int], bool]] = [(mine, is_source)] * dist.get_world_size()
+        dist.all_gather_object(ranks, (mine, is_source))
         for rank, (replica, _) in enumerate(ranks):
             replicas.setdefault(replica, []).append(rank)
         self.source = next(rank for rank, (replica, source) in enumerate(ranks) if replica == mine and source)
@@ -183,13 +221,13 @@ class ControlGroup:
         for replica, members in sorted(replicas.items()):
             group = dist.new_group(members, backend="gloo")
             if replica == mine:
-                assert isinstance(group, dist.ProcessGroup)  # an int stands for the groups of other ranks
+                assert isinstance(group, dist.ProcessGroup)  # groups of other ranks are ints
                 self.group, self.size = group, len(members)
 
-    def broadcast(self, value: Any) -> Any:
-        """The object that the source of the group passed; collective over the group."""
+    def broadcast(self, value: Value) -> Value:
+        """Return the object that the source of the group passed; collective over the group."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.source, group=self.group)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=self.source, group=self.group)
+        return values[0]

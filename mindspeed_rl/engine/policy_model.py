@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.vocab import choice_logits, vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_choice_logits, compute_vocab_log_probs
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head is to compute for a micro-batch. Travels through GPTModel.forward as its `labels`."""
+    """Request to the head for a micro-batch. It travels through GPTModel.forward as its `labels`."""
 
     micro_batch: MicroBatch
     temperature: float
@@ -31,20 +31,20 @@ class HeadRequest:
 
 @dataclass(frozen=True)
 class NextTokenRequest:
-    """Asks the head for the logits of the token behind the last one; travels as `HeadRequest` does.
+    """Request to the head for the logits of the token after the last one; travels as `HeadRequest` does.
 
     Attributes:
-        everywhere: for those behind every token.
+        everywhere: for the logits after every token.
     """
 
     everywhere: bool = False
 
 
 class _Aligned(torch.autograd.Function):
-    """Values of tokens to their places, and the disjoint context-parallel parts summed.
+    """Scatter of token values to their slots, with the disjoint context-parallel parts summed.
 
-    Each rank's gradient is that of its own part, because every rank computes the same loss. What the loss does not use has no
-    gradient at all.
+    Each rank's gradient is that of its own part, because every rank computes the same loss. Values that the loss does not use
+    have no gradient.
     """
 
     @staticmethod
@@ -65,12 +65,12 @@ class _Aligned(torch.autograd.Function):
 
 
 class _ResponseAligned:
-    """Puts per-token results where the loss expects them; mixed into Megatron's models."""
+    """Mixin of Megatron's models that puts per-token results where the loss expects them."""
 
     config: TransformerConfig
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """[n] values of this rank's predicted tokens -> as many [rows, width] of the whole micro-batch."""
+        """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens."""
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
 
@@ -80,8 +80,8 @@ class PolicyModel(_ResponseAligned, GPTModel):
 
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
     log-prob and entropy of each predicted token, [rows, width] float32 each, 0 on padding; if the request names choices (token
-    ids), so many [rows, width]: their logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
-    behind the last token of each row, [rows, part of the vocabulary], or behind every token, [tokens * rows, ...]. Other stages
+    ids), one [rows, width] for each: its logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
+    after the last token of each row, [rows, part of the vocabulary], or after every token, [tokens * rows, ...]. Other stages
     return hidden states as GPTModel does.
 
     Attributes:
@@ -108,7 +108,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
             logits = self.output_layer(hidden_states if labels.everywhere else hidden_states[-1:], weight=tied)[0]
             return logits.flatten(0, 1)
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
-        # either sums the gradient over the ranks: each has that of its part of the vocabulary
+        # either sums the gradient over the ranks, each of which has that of its part of the vocabulary
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
@@ -117,9 +117,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
         hidden = hidden.reshape(-1, hidden.size(-1)).index_select(0, micro_batch.hidden_index)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        assert weight is not None  # the last stage holds it
+        assert weight is not None  # the last stage has it
         if labels.choices is not None:
-            logits = choice_logits(
+            logits = compute_choice_logits(
                 hidden,
                 weight,
                 labels.choices,
@@ -128,9 +128,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
                 group=group,
             )
             return self._to_response(logits.unbind(0), micro_batch)
-        # padding ends the whole vocabulary, so it lies on the last rank, or on several
+        # padding is at the end of the full vocabulary, so on the last rank, or on several
         end = weight.size(0) * (group.rank() + 1)
-        results = vocab_log_probs(
+        results = compute_vocab_log_probs(
             hidden,
             weight,
             micro_batch.labels,

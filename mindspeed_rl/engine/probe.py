@@ -1,4 +1,4 @@
-"""Hooks that hand what a Megatron model computes to a sink: activations, loss inputs, gradients by weight."""
+"""Hooks that pass results of a Megatron model to a sink: activations, loss inputs, gradients by weight."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mindspeed_rl.dumps.record import Cut, Sink
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import LocalWeight, local_weights, model_ops
+from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch")
 
-#: places in the forward pass of a micro-batch; layer n has _PER_LAYER places from _LAYERS + n * _PER_LAYER on
+#: positions in the forward pass of a micro-batch; layer n has _PER_LAYER positions from _LAYERS + n * _PER_LAYER on
 _EMBEDDING, _LAYERS, _PER_LAYER, _FINAL_NORM, _HEAD, _INPUTS, _LOSS = 0, 10, 4, 90_000, 90_001, 90_010, 90_900
 _PER_MICRO_BATCH, _MICRO_BATCHES = 100_000, 10_000
 
 
-def place() -> tuple[dict[str, int], dict[str, int]]:
-    """This rank's number on each axis of the training layout, and how many ranks each axis has."""
+def get_coordinates() -> tuple[dict[str, int], dict[str, int]]:
+    """Return this rank's index on each axis of the training layout, and the number of ranks of each axis."""
     state = parallel_state
-    numbers = {
+    indices = {
         "rank": dist.get_rank(),
         "tp": state.get_tensor_model_parallel_rank(),
         "pp": state.get_pipeline_model_parallel_rank(),
@@ -49,35 +49,36 @@ def place() -> tuple[dict[str, int], dict[str, int]]:
         "cp": state.get_context_parallel_world_size(),
         "ep": state.get_expert_model_parallel_world_size(),
     }
-    return numbers, sizes
+    return indices, sizes
 
 
 class NoProbe:
-    """Where nothing is recorded."""
+    """Probe that records nothing."""
 
     def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
-        """The function as it is."""
+        """Return the function unchanged."""
         return function
 
     def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
-        """The function as it is."""
+        """Return the function unchanged."""
         return function
 
 
 class ModelProbe(NoProbe):
-    """Records the passes of one engine inside `recording`. Outside of it the model has no hooks.
+    """Recorder of the passes of one engine inside `recording`. Outside of it the model has no hooks.
 
-    Activations are [tokens of this rank, rows, hidden] as Megatron computes them, without the padding behind the last token;
-    with sequence parallelism a rank has its part of the tokens. What a recomputation computes again is left out.
+    Activations are [tokens of this rank, rows, hidden] as Megatron computes them, without the padding after the last token;
+    with sequence parallelism a rank has its slice of the tokens. Recomputed activations are not recorded again.
     """
 
     def __init__(self, engine: TrainEngine, sink: Sink, *, modules: bool = True) -> None:
-        """
+        """Create the recorder.
+
         Args:
-            modules: activations and gradients too, not the loss and its inputs alone.
+            modules: activations and gradients too, not only the loss and its inputs.
         """
         self._engine, self._sink, self._modules = engine, sink, modules
-        self._begun: Counter[int] = Counter()  # micro-batches that a chunk has begun in this update
+        self._started: Counter[int] = Counter()  # micro-batches that a chunk has started in this update
         self._inside: set[int] = set()
         self._num_tokens: dict[int, int] = {}
         self._update = 0
@@ -88,7 +89,7 @@ class ModelProbe(NoProbe):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[ModelProbe]:
-        """Passes of the engine in the block are recorded."""
+        """Record passes of the engine in the block."""
         handles = list(self._hooks()) if self._modules else []
         self._engine.on_gradients = self._end_update
         try:
@@ -99,125 +100,125 @@ class ModelProbe(NoProbe):
                 handle.remove()
 
     def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
-        """The function, which also records the loss inputs that it is given."""
+        """Return the function with its loss inputs recorded."""
 
-        def recorded(given: LossInputs) -> Result:
+        def record(inputs: LossInputs) -> Result:
             micro = self._next_loss()
-            for index, output in enumerate(given.outputs):
+            for index, output in enumerate(inputs.outputs):
                 self._add(micro, _HEAD + 1 + index, f"loss_inputs.outputs.{index}", output)
-            self._add(micro, _INPUTS, "loss_inputs.mask", given.mask)
-            for index, (name, column) in enumerate(sorted(given.columns.items())):
+            self._add(micro, _INPUTS, "loss_inputs.mask", inputs.mask)
+            for index, (name, column) in enumerate(sorted(inputs.columns.items())):
                 self._add(micro, _INPUTS + 1 + index, f"loss_inputs.{name}", column)
-            return function(given)
+            return function(inputs)
 
-        return recorded
+        return record
 
     def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
-        """The function, which also records the sum and the count that it returns. It takes what `inputs` makes."""
+        """Return the function with the sum and the count that it returns recorded. It takes results of `inputs`."""
 
-        def recorded(batch: Batch) -> LossOutput:
+        def record(batch: Batch) -> LossOutput:
             result = function(batch)
-            micro = self._begun[-1] - 1
+            micro = self._started[-1] - 1
             self._add(micro, _LOSS, "loss.sum", result.loss_sum)
             self._add(micro, _LOSS + 1, "loss.count", result.count)
             return result
 
-        return recorded
+        return record
 
     # ------------------------------------------------------------------ hooks
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         layout, stage = self._engine.model.plan.layout, parallel_state.get_pipeline_model_parallel_rank()
-        for number, model in enumerate(self._engine.model.models):
+        for chunk, model in enumerate(self._engine.model.models):
             embedding, norm = getattr(model, "embedding", None), model.decoder.final_layernorm
-            yield model.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
+            yield model.register_forward_pre_hook(partial(self._enter, chunk), with_kwargs=True)
             if isinstance(embedding, nn.Module):  # on the first stage
-                yield embedding.register_forward_hook(self._hook(number, _EMBEDDING, "embedding"))
-            for index, layer in zip(layout.chunk_layers(stage, number), model.decoder.layers):
+                yield embedding.register_forward_hook(self._hook(chunk, _EMBEDDING, "embedding"))
+            for index, layer in zip(layout.chunk_layers(stage, chunk), model.decoder.layers):
                 if not isinstance(layer, TransformerLayer) or index is None:
                     continue  # a no-op layer
                 first, name = _LAYERS + index * _PER_LAYER, f"layers.{index}"
-                # built from specs, as which Megatron declares them
+                # modules built from specs, as which Megatron declares them
                 attention, mlp = cast(nn.Module, layer.self_attention), cast(nn.Module, layer.mlp)
-                yield attention.register_forward_hook(self._hook(number, first, f"{name}.attention"))
-                yield mlp.register_forward_hook(self._hook(number, first + 1, f"{name}.mlp"))
-                yield layer.register_forward_hook(self._hook(number, first + 2, f"{name}.output"))
+                yield attention.register_forward_hook(self._hook(chunk, first, f"{name}.attention"))
+                yield mlp.register_forward_hook(self._hook(chunk, first + 1, f"{name}.mlp"))
+                yield layer.register_forward_hook(self._hook(chunk, first + 2, f"{name}.output"))
             if isinstance(norm, nn.Module):  # on the last stage
-                yield norm.register_forward_hook(self._hook(number, _FINAL_NORM, "final_norm"))
-            yield model.register_forward_hook(partial(self._leave, number))
+                yield norm.register_forward_hook(self._hook(chunk, _FINAL_NORM, "final_norm"))
+            yield model.register_forward_hook(partial(self._leave, chunk))
 
-    def _enter(self, chunk: int, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+    def _enter(self, chunk: int, module: nn.Module, inputs: object, named: dict[str, Any]) -> None:
         self._inside.add(chunk)
-        self._num_tokens[chunk] = _num_tokens(named["labels"].micro_batch)
-        self._begun[chunk] += 1
+        self._num_tokens[chunk] = _count_tokens(named["labels"].micro_batch)
+        self._started[chunk] += 1
 
-    def _leave(self, chunk: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, chunk: int, module: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
         self._inside.discard(chunk)
         if getattr(module, "post_process", False):
-            self._add(self._begun[chunk] - 1, _HEAD, "head", torch.stack(output))
+            self._add(self._started[chunk] - 1, _HEAD, "head", torch.stack(output))
 
-    def _hook(self, chunk: int, order: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, chunk: int, position: int, name: str) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+        def record(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if chunk in self._inside:  # a recomputation runs outside of the chunk's forward
                 tensor = output[0] if isinstance(output, tuple) else output
                 first = tensor.size(0) * self._cut.shard if self._cut else 0
                 tensor = tensor[: max(0, self._num_tokens[chunk] - first)]
-                self._add(self._begun[chunk] - 1, order, name, tensor, self._cut)
+                self._add(self._started[chunk] - 1, position, name, tensor, self._cut)
 
         return record
 
     def _next_loss(self) -> int:
-        """Number of the micro-batch whose loss is computed now; the key -1 counts them, since hooks may be off."""
-        self._begun[-1] += 1
-        return self._begun[-1] - 1
+        """Return the index of the micro-batch of the next loss; the key -1 counts them, because hooks may be off."""
+        self._started[-1] += 1
+        return self._started[-1] - 1
 
-    def _add(self, micro: int, order: int, name: str, tensor: Tensor, cut: Cut | None = None) -> None:
+    def _add(self, micro: int, position: int, name: str, tensor: Tensor, cut: Cut | None = None) -> None:
         prefix = f"update_{self._update}.micro_{micro}" if self._trains else f"micro_{micro}"
-        order += (self._update * _MICRO_BATCHES + micro) * _PER_MICRO_BATCH
-        self._sink.add(f"{prefix}.{name}", order, tensor, cut=cut)
+        position += (self._update * _MICRO_BATCHES + micro) * _PER_MICRO_BATCH
+        self._sink.add(f"{prefix}.{name}", position, tensor, cut=cut)
 
     # ------------------------------------------------------------------ gradients
 
     def _end_update(self) -> None:
         if self._modules:
             first = ((self._update + 1) * _MICRO_BATCHES - 1) * _PER_MICRO_BATCH
-            names = (name for op in model_ops(self._engine.model) for name in op.hf)
-            order = {name: first + index for index, name in enumerate(dict.fromkeys(names))}
-            for name, gradient, cut in gradients(self._engine):
-                place = order.get(name, first + len(order))  # adapters come last
-                self._sink.add(f"update_{self._update}.gradients.{name}", place, gradient, cut=cut, everywhere=True)
+            names = (name for op in list_model_ops(self._engine.model) for name in op.hf)
+            positions = {name: first + index for index, name in enumerate(dict.fromkeys(names))}
+            for name, gradient, cut in list_gradients(self._engine):
+                position = positions.get(name, first + len(positions))  # adapters come last
+                self._sink.add(f"update_{self._update}.gradients.{name}", position, gradient, cut=cut, everywhere=True)
         self._update += 1
-        self._begun.clear()
+        self._started.clear()
 
 
 @torch.no_grad()
-def gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | None]]:
-    """(name, gradient, which part of it) of what this rank trains, between the backward pass and the optimizer's step.
+def list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | None]]:
+    """Yield (name, gradient, its cut) of this rank's trained weights, between the backward pass and the optimizer's step.
 
-    Names are those of the HF checkpoint, parts as its tensors are cut, padding left out, so that ranks of another layout have
-    parts of the same tensors. Gradients are those of the whole batch, before clipping. Collective over the training world.
+    Names are those of the HF checkpoint, parts are cut from its tensors, without padding, so that ranks of another layout have
+    parts of the same tensors. Gradients are those of the full batch, before clipping. Collective over the training world.
     """
-    _complete(engine)
-    for weight in local_weights(engine.model):
+    _gather_gradients(engine)
+    for weight in list_local_weights(engine.model):
         gradient = getattr(weight.parameter, "main_grad", None)
         if gradient is not None:
-            yield from _as_hf(weight, gradient)
-    yield from _of_adapters(engine.model)
+            yield from _to_hf(weight, gradient)
+    yield from _list_adapter_gradients(engine.model)
 
 
-def _complete(engine: TrainEngine) -> None:
-    """Every rank has the gradients whole. A distributed optimizer sums each shard on the rank that steps it alone."""
+def _gather_gradients(engine: TrainEngine) -> None:
+    """Gather full gradients on every rank; a distributed optimizer sums each shard only on the rank that steps it."""
     for buffer in engine.gradient_buffers():
         if not buffer.ddp_config.use_distributed_optimizer:
             continue
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shards = list(bucket.grad_data.chunk(group.size()))
-            # the other shards hold sums of this rank alone, which nobody reads any more
+            # the other shards are partial sums, which are not read any more
             dist.all_gather(shards, shards[group.rank()].clone(), group=group)
 
 
-def _as_hf(weight: LocalWeight, gradient: Tensor) -> Iterator[tuple[str, Tensor, Cut | None]]:
+def _to_hf(weight: LocalWeight, gradient: Tensor) -> Iterator[tuple[str, Tensor, Cut | None]]:
     op, count, shard = weight.op, weight.num_shards, weight.shard
     for name, split, part in zip(op.hf, op.splits, op.packing.unpack(gradient)):
         if split.dim is None:
@@ -230,8 +231,8 @@ def _as_hf(weight: LocalWeight, gradient: Tensor) -> Iterator[tuple[str, Tensor,
         yield name, part, cut
 
 
-def _of_adapters(model: BuiltModel) -> Iterator[tuple[str, Tensor, Cut | None]]:
-    """Gradients of low-rank adapters, under Megatron's names; each rank's part is compared with that of the same rank."""
+def _list_adapter_gradients(model: BuiltModel) -> Iterator[tuple[str, Tensor, Cut | None]]:
+    """Yield gradients of low-rank adapters, under Megatron's names; each rank's part is compared with that of the same rank."""
     layout = model.plan.layout
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ep = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
@@ -243,10 +244,10 @@ def _of_adapters(model: BuiltModel) -> Iterator[tuple[str, Tensor, Cut | None]]:
                 yield layout.global_name(name, pp, stage, tp, ep) + suffix, gradient, None
 
 
-def _num_tokens(micro_batch: MicroBatch) -> int:
-    """How many of this rank's tokens come before the padding that ends the micro-batch, which depends on the layout.
+def _count_tokens(micro_batch: MicroBatch) -> int:
+    """Return the number of this rank's tokens before the padding at the end of the micro-batch, which depends on the layout.
 
-    Slices of a context-parallel rank are left as they are: they have padding in their midst.
+    Slices of a context-parallel rank stay unchanged: they have padding inside.
     """
     width = micro_batch.input_ids.size(1)
     if parallel_state.get_context_parallel_world_size() > 1:
@@ -254,4 +255,4 @@ def _num_tokens(micro_batch: MicroBatch) -> int:
     if micro_batch.packed is not None:
         return micro_batch.num_tokens
     rows = micro_batch.input_ids.size(0)
-    return min(width, int(micro_batch.hidden_index.max()) // rows + 2)  # the last token predicts nothing
+    return min(width, int(micro_batch.hidden_index.max()) // rows + 2)  # the last token has no prediction

@@ -1,4 +1,4 @@
-"""How the tokens of a micro-batch lie in memory: packed sequences, their dense view, their context-parallel slices."""
+"""Memory layout of the tokens of a micro-batch: packed sequences, their dense view, their context-parallel slices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
 
-#: a group of sequences is padded to its longest when that wastes at most this share of it
+#: a group of sequences is padded to its maximum length when padding is at most this fraction of it
 _MAX_PADDING = 0.25
 
 
@@ -24,10 +24,10 @@ class DenseGroup:
     Attributes:
         rows: of both blocks.
         width: queries of a row, which are its last tokens.
-        gather: [rows * width] int64; which of the tokens with queries each is. Padding repeats the row's last token, which is
-            harmless under a causal mask because no real token looks at it.
+        gather: [rows * width] int64, index of each among the tokens with queries. Padding repeats the row's last token,
+            harmless under a causal mask because no real token attends to it.
         key_width: tokens of a row.
-        keys: [rows * key_width] int64; the same for the tokens with keys.
+        keys: [rows * key_width] int64; the same among the tokens with keys.
     """
 
     rows: int
@@ -51,113 +51,113 @@ class DenseView:
 
 
 def _block(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """[rows, width] int64; rows of tokens that lie one after the other, the last of which is repeated."""
+    """Return [rows, width] int64: indices of consecutive tokens in each row, the last of which is repeated."""
     return starts[:, None] + torch.minimum(torch.arange(width)[None, :], lengths[:, None] - 1)
 
 
-def dense_view(lengths: Sequence[int], unasked: Sequence[int] | None = None) -> DenseView:
-    """Groups packed sequences so that attention needs a few dense calls instead of one call a sequence.
+def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = None) -> DenseView:
+    """Group packed sequences so that attention needs a few dense calls instead of one call a sequence.
 
     Args:
         lengths: tokens of each sequence, which have keys.
-        unasked: how many at the beginning of each have no query; None: all have one. Rows of a group have as many, so that
-            their queries see equally many keys.
+        keys_only: the number of tokens at the start of each that have no query; None: all have one. Rows of a group have
+            the same number, so that their queries attend to equally many keys.
     """
-    counts = [0] * len(lengths) if unasked is None else unasked
-    num_asked = [length - count for length, count in zip(lengths, counts)]
-    asked, whole = torch.tensor(num_asked), torch.tensor(lengths)
-    starts, key_starts = asked.cumsum(0) - asked, whole.cumsum(0) - whole
-    # longest first: a group is as wide as its first member
+    counts = [0] * len(lengths) if keys_only is None else keys_only
+    num_queries = [length - count for length, count in zip(lengths, counts)]
+    queries, full = torch.tensor(num_queries), torch.tensor(lengths)
+    starts, key_starts = queries.cumsum(0) - queries, full.cumsum(0) - full
+    # in falling order of length: a group is as wide as its first member
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (counts[i], -lengths[i]))
-    restore = torch.empty(sum(num_asked), dtype=torch.int64)
+    restore = torch.empty(sum(num_queries), dtype=torch.int64)
     groups: list[DenseGroup] = []
     offset = 0
     first = 0
     while first < len(order):
-        width, last, real = num_asked[order[first]], first, 0
+        width, last, real = num_queries[order[first]], first, 0
         while last < len(order) and counts[order[last]] == counts[order[first]]:
-            candidate = real + num_asked[order[last]]
+            candidate = real + num_queries[order[last]]
             if candidate < (1.0 - _MAX_PADDING) * width * (last - first + 1):
                 break
             real, last = candidate, last + 1
         members = torch.tensor(order[first:last])
         key_width = lengths[order[first]]
-        gather = _block(starts[members], asked[members], width)
-        real_cells = torch.arange(width)[None, :] < asked[members][:, None]
+        gather = _block(starts[members], queries[members], width)
+        real_cells = torch.arange(width)[None, :] < queries[members][:, None]
         flat = offset + torch.arange(len(members) * width).view(len(members), width)
         restore[gather[real_cells]] = flat[real_cells]
-        keys = gather if unasked is None else _block(key_starts[members], whole[members], key_width)
+        keys = gather if keys_only is None else _block(key_starts[members], full[members], key_width)
         groups.append(DenseGroup(len(members), width, gather.flatten(), key_width, keys.flatten()))
         offset += len(members) * width
         first = last
     return DenseView(groups=tuple(groups), restore=restore)
 
 
-def runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
-    """start, start + 1, ..., start + length - 1 of one run after the other; int64."""
+def expand_ranges(starts: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return start, start + 1, ..., start + length - 1 of one range after the other; int64."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     ends = counts.cumsum(0)
-    # ends - counts is where a run begins in the flat result
+    # ends - counts is the start of a range in the flat result
     return torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which tokens of packed sequences are computed, where sequences begin with the same ones (arXiv 2506.05433).
+    """Prefix sharing: the computed tokens of packed sequences of which some have the same prefix (arXiv 2506.05433).
 
-    A token's hidden state depends on what stands before it alone, so one sequence's stands for that of all others with the same
-    beginning. Only computed tokens have queries; keys and values are those of whole sequences.
+    A token's hidden state depends only on the tokens before it, so that of one sequence represents all others with the same
+    prefix. Only computed tokens have queries; keys and values are those of full sequences.
 
     Attributes:
         lengths: computed tokens of each sequence, its last ones.
-        computed: [n] int64 on the host; which of all tokens, sequences end to end, the computed ones are.
-        stand_ins: [tokens] int64 on the host; which of the computed ones stands for each token.
+        computed: [n] int64 on the host, indices of the computed ones among all tokens of the concatenated sequences.
+        representatives: [tokens] int64 on the host, index of the computed token that represents each token.
         device: where hidden states are.
     """
 
     lengths: tuple[int, ...]
     computed: Tensor
-    stand_ins: Tensor
+    representatives: Tensor
     device: torch.device
 
     @classmethod
     def build(cls, lengths: Sequence[int], shared: Sequence[tuple[int, int]], device: torch.device) -> SharedPrefixes:
-        """Of sequences with these lengths.
+        """Build that of sequences with these lengths.
 
         Args:
-            shared: (number of a sequence that shares nothing itself, how many tokens both begin with) for each; (any, 0) where
-                none is shared.
+            shared: (index of a sequence without shared tokens, number of tokens in the prefix of both) for each; (any, 0)
+                where none is shared.
         """
         counts = [count for _, count in shared]
         left = tuple(length - count for length, count in zip(lengths, counts))
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        computed = runs(starts + torch.tensor(counts), left)
-        stand_ins = torch.empty(sum(lengths), dtype=torch.int64)
-        stand_ins[computed] = torch.arange(len(computed))
-        first = starts[torch.tensor([number for number, _ in shared])]
-        stand_ins[runs(starts, counts)] = stand_ins[runs(first, counts)]
-        return cls(left, computed, stand_ins, device)
+        computed = expand_ranges(starts + torch.tensor(counts), left)
+        representatives = torch.empty(sum(lengths), dtype=torch.int64)
+        representatives[computed] = torch.arange(len(computed))
+        first = starts[torch.tensor([index for index, _ in shared])]
+        representatives[expand_ranges(starts, counts)] = representatives[expand_ranges(first, counts)]
+        return cls(left, computed, representatives, device)
 
     @cached_property
-    def _there(self) -> Tensor:
-        (stand_ins,) = platform.current().to_device([self.stand_ins], self.device)
-        return stand_ins
+    def _on_device(self) -> Tensor:
+        (representatives,) = platform.current().to_device([self.representatives], self.device)
+        return representatives
 
-    def spread(self, x: Tensor) -> Tensor:
-        """[tokens, ...] of all tokens from that of the computed ones."""
-        return x.index_select(0, self._there)
+    def expand(self, x: Tensor) -> Tensor:
+        """Return [tokens, ...] of all tokens from that of the computed ones."""
+        return x.index_select(0, self._on_device)
 
 
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """[tokens / cp_size] int64 positions, in natural packed order, of the tokens a context-parallel rank holds.
+    """Return [tokens / cp_size] int64 positions, in natural packed order, of the tokens of a context-parallel rank.
 
-    Each sequence is cut in 2 * cp_size chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so that all ranks have equal
+    Each sequence is split in 2 * cp_size chunks; rank r has chunks r and 2 * cp_size - 1 - r, so that all ranks have equal
     work under a causal mask. This is Megatron's layout; its rotary embedding expects it.
 
     Raises:
         ValueError: a length is not a multiple of 2 * cp_size.
     """
-    pieces = []
+    chunks = []
     start = 0
     for length in lengths:
         if length % (2 * cp_size):
@@ -166,9 +166,9 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
             )
         chunk = length // (2 * cp_size)
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+            chunks.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
         start += length
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    return torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(kw_only=True)
@@ -176,12 +176,12 @@ class PackedLayout(PackedSeqParams):
     """PackedSeqParams whose boundaries stay on the host, so that no layer has to read them back from the device.
 
     Attributes:
-        lengths: full length in tokens of each sequence, padding included (before any context-parallel cut).
+        lengths: full length in tokens of each sequence, padding included (before any context-parallel split).
         device: where the tokens are.
         to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order.
         to_rank_major: the inverse.
-        shared: which tokens are computed, where not all are; hidden states, queries and keys are of those alone, while
-            `lengths` and boundaries are of whole sequences. Never with context parallelism.
+        shared: the computed tokens under prefix sharing; hidden states, queries and keys are only of those, while `lengths`
+            and boundaries are of full sequences. Never with context parallelism.
     """
 
     lengths: tuple[int, ...]
@@ -192,21 +192,19 @@ class PackedLayout(PackedSeqParams):
 
     @cached_property
     def view(self) -> DenseView:
-        """The dense view of the natural packed order; made when it is asked for, which fused attention does not do."""
+        """Dense view of the natural packed order; built on first use, never for fused attention."""
         shared = self.shared
-        if shared is None:
-            view = dense_view(self.lengths)
-        else:
-            view = dense_view(self.lengths, [whole - own for whole, own in zip(self.lengths, shared.lengths)])
+        keys_only = None if shared is None else [full - computed for full, computed in zip(self.lengths, shared.lengths)]
+        view = build_dense_view(self.lengths, keys_only)
         indexes = [view.restore]
         for group in view.groups:
-            indexes += [group.gather] if shared is None else [group.gather, shared.stand_ins[group.keys]]
-        restore, *there = platform.current().to_device(indexes, self.device)
-        # without sharing a token's key is where its query is
+            indexes += [group.gather] if shared is None else [group.gather, shared.representatives[group.keys]]
+        restore, *on_device = platform.current().to_device(indexes, self.device)
+        # without sharing a token has its key and its query at the same index
         step = 1 if shared is None else 2
         groups = (
             DenseGroup(group.rows, group.width, queries, group.key_width, keys)
-            for group, queries, keys in zip(view.groups, there[::step], there[step - 1 :: step])
+            for group, queries, keys in zip(view.groups, on_device[::step], on_device[step - 1 :: step])
         )
         return DenseView(tuple(groups), restore)
 
@@ -214,9 +212,9 @@ class PackedLayout(PackedSeqParams):
     def build(
         cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1, shared: SharedPrefixes | None = None
     ) -> PackedLayout:
-        """The layout of sequences with these padded lengths, in this order."""
+        """Build the layout of sequences with these padded lengths, in this order."""
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        longest = max(lengths)
+        max_length = max(lengths)
         layout = cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -224,8 +222,8 @@ class PackedLayout(PackedSeqParams):
             # padding counts as tokens of its sequence, so both kinds of boundaries agree
             cu_seqlens_q_padded=cu_seqlens,
             cu_seqlens_kv_padded=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=max_length,
+            max_seqlen_kv=max_length,
             lengths=tuple(lengths),
             device=device,
             shared=shared,
@@ -239,12 +237,12 @@ class PackedLayout(PackedSeqParams):
             layout.to_rank_major, layout.to_natural = platform.current().to_device(both, device)
         return layout
 
-    def natural(self, x: Tensor) -> Tensor:
-        """[tokens, ...] in natural order from rank-major order; only with context parallelism."""
+    def order_naturally(self, x: Tensor) -> Tensor:
+        """Return [tokens, ...] in natural order from rank-major order; only with context parallelism."""
         assert self.to_natural is not None
         return x.index_select(0, self.to_natural)
 
-    def rank_major(self, x: Tensor) -> Tensor:
-        """The inverse of `natural`."""
+    def order_by_rank(self, x: Tensor) -> Tensor:
+        """Undo `order_naturally`."""
         assert self.to_rank_major is not None
         return x.index_select(0, self.to_rank_major)

@@ -11,14 +11,14 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
-    """[n, v] float32, nobody else's; the last `padding` columns (vocabulary padding of this rank) get no probability."""
+    """Return [n, v] float32, a new tensor; the last `padding` columns (vocabulary padding of this rank) get no probability."""
     logits = (hidden @ weight.t()).float()
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -30,10 +30,10 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, so
 
 
 class _VocabLogProbs(torch.autograd.Function):
-    """log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
+    """Function log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
 
-    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, which
-    is why both work in place wherever the values are not needed again.
+    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, so
+    both work in place wherever the values are not needed again.
     """
 
     @staticmethod
@@ -54,27 +54,27 @@ class _VocabLogProbs(torch.autograd.Function):
         log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs)
-        for begin in range(0, tokens, chunk_size):
-            part = slice(begin, begin + chunk_size)
-            logits = _logits(hidden[part], weight, temperature, padding, softcap)
-            local = labels[part] - first
+        for start in range(0, tokens, chunk_size):
+            chunk = slice(start, start + chunk_size)
+            logits = _logits(hidden[chunk], weight, temperature, padding, softcap)
+            local = labels[chunk] - first
             mine = (local >= 0) & (local < vocab)
             # one maximum for all ranks, or their sums of exponentials could not be added
             top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             shifted = logits.sub_(top[:, None])
             weights = shifted.exp()
-            # one rank holds the label, the others add 0
+            # one rank has the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
             sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked])
             total, weighted, picked = _all_reduce(sums, group).unbind(0)
             log_total = total.log()
-            log_probs[part] = picked - log_total
-            log_z[part] = top + log_total
-            entropy[part] = log_total - weighted / total
+            log_probs[chunk] = picked - log_total
+            log_z[chunk] = top + log_total
+            entropy[chunk] = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.settings = (temperature, chunk_size, padding, softcap, first)
-        # what the loss does not use has no gradient, instead of one of zeros that the host would have to look at
+        # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -90,40 +90,40 @@ class _VocabLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        for begin in range(0, hidden.size(0), chunk_size):
-            part = slice(begin, begin + chunk_size)
-            logits = _logits(hidden[part], weight, temperature, padding, softcap)
+        for start in range(0, hidden.size(0), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            logits = _logits(hidden[chunk], weight, temperature, padding, softcap)
             slope = None
             if softcap is not None:
-                # padding has no gradient, so its stand-in value does not matter here
+                # padding has no gradient, so its value does not matter here
                 slope = (logits * temperature).div_(softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
-            log_softmax = logits.sub_(log_z[part, None])
-            # None where entropy is only measured, which is the usual case
+            log_softmax = logits.sub_(log_z[chunk, None])
+            # None where entropy is only measured, as in most runs
             if grad_entropy is None:
-                grad_logits = log_softmax.exp_().mul_(-grad_log_probs[part, None])
+                grad_logits = log_softmax.exp_().mul_(-grad_log_probs[chunk, None])
             else:
                 softmax = log_softmax.exp()
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
-                of_entropy = log_softmax.add_(entropy[part, None]).mul_(softmax).mul_(grad_entropy[part, None])
-                grad_logits = softmax.mul_(-grad_log_probs[part, None]).sub_(of_entropy)
-            local = labels[part] - first
+                of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
+                grad_logits = softmax.mul_(-grad_log_probs[chunk, None]).sub_(of_entropy)
+            local = labels[chunk] - first
             mine = (local >= 0) & (local < vocab)
-            grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
+            grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[chunk] * mine)[:, None])
             if temperature != 1.0:
                 grad_logits /= temperature
             if slope is not None:
                 grad_logits *= slope
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = grad_logits @ weight
+            grad_hidden[chunk] = grad_logits @ weight
             if ctx.needs_input_grad[1]:
-                of_chunk = grad_logits.t() @ hidden[part]
+                of_chunk = grad_logits.t() @ hidden[chunk]
                 grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def vocab_log_probs(
+def compute_vocab_log_probs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -134,17 +134,17 @@ def vocab_log_probs(
     softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution, equal on all ranks of the group.
+    """Compute the log-prob of each label and the entropy of each distribution, equal on all ranks of the group.
 
-    Collective over `group`. The gradient of `hidden` is the rank's part only: the caller sums it over the group (Megatron's
-    `copy_to_tensor_model_parallel_region` in front does that).
+    Collective over `group`. The gradient of `hidden` is only the rank's part: the caller sums it over the group (Megatron's
+    `copy_to_tensor_model_parallel_region` before this does so).
 
     Args:
         hidden: [n, h], the same on all ranks.
         weight: [v / tp, h], the rank's rows of the output embedding.
         labels: [n] int64 token ids.
-        temperature: divides the logits, as sampling did.
-        chunk_size: tokens whose logits exist at one time.
+        temperature: divides the logits, as in sampling.
+        chunk_size: tokens with logits in memory at one time.
         padding: rows at the end of this rank's `weight` that pad the vocabulary.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
 
@@ -154,7 +154,7 @@ def vocab_log_probs(
     return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, group)
 
 
-def choice_logits(
+def compute_choice_logits(
     hidden: Tensor,
     weight: Tensor,
     choices: Sequence[int],
@@ -163,9 +163,9 @@ def choice_logits(
     softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """[len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
+    """Compute [len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
 
-    Arguments and the gradient of `hidden` as in `vocab_log_probs`.
+    Arguments and the gradient of `hidden` as in `compute_vocab_log_probs`.
     """
     vocab = weight.size(0)
     local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)

@@ -1,4 +1,4 @@
-"""Between this rank's Megatron parameters and the tensors of an HF checkpoint."""
+"""This rank's Megatron parameters as rows of the weight table, loaded from the tensors of an HF checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.lora import merged_weights
+from mindspeed_rl.engine.lora import list_merged_weights
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.weights import TensorSource, WeightOp
 
@@ -20,11 +20,11 @@ class LocalWeight:
     """One parameter (or buffer) of this rank.
 
     Attributes:
-        op: what it is made of and how it is cut.
+        op: its row in the table of weights.
         tensor: the parameter's storage; writing to it changes the model.
-        num_shards, shard: into how many pieces the op's axis cuts it, and which of them this rank holds.
+        num_shards, shard: the number of its shards along the op's axis, and the index of this rank's.
         merged: computes the weight with its low-rank adapter added; None where there is no adapter.
-        parameter: what has the storage, with Megatron's marks (its gradient among them).
+        parameter: owner of the storage, with Megatron's marks (its gradient among them).
     """
 
     op: WeightOp
@@ -35,32 +35,32 @@ class LocalWeight:
     parameter: Tensor | None = None
 
     def value(self) -> Tensor:
-        """What the model computes with: a new tensor with the adapter merged, or `tensor` itself without an adapter."""
+        """Return the weight that the model computes with: a new tensor with the adapter merged, or `tensor` without one."""
         return self.tensor if self.merged is None else self.merged()
 
 
-def model_ops(model: BuiltModel) -> list[WeightOp]:
-    """Every weight of the whole model, in forward order, packed as this run stores its experts."""
+def list_model_ops(model: BuiltModel) -> list[WeightOp]:
+    """Return every weight of the full model, in forward order, packed as this run stores its experts."""
     layout = model.plan.layout
     grouped = model.transformer_config.moe_grouped_gemm
     packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
     return model.plan.architecture.weight_ops(model.plan.model_config, packing)
 
 
-def local_weights(model: BuiltModel) -> list[LocalWeight]:
-    """The weights this rank holds, in forward order.
+def list_local_weights(model: BuiltModel) -> list[LocalWeight]:
+    """Return the weights of this rank, in forward order.
 
     Raises:
         RuntimeError: the model has a parameter without a row in its architecture's weight map, or a row has no parameter.
     """
     layout = model.plan.layout
-    by_name = {op.mcore: op for op in model_ops(model)}
+    by_name = {op.mcore: op for op in list_model_ops(model)}
     tp_rank, pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
-    found: list[LocalWeight] = []
+    weights: list[LocalWeight] = []
     for stage, module in enumerate(model.models):
-        merged = merged_weights(module)
-        # the router's expert bias is the one buffer that checkpoints hold
+        merged = list_merged_weights(module)
+        # the router's expert bias is the only buffer in checkpoints
         for name, tensor in [
             *module.named_parameters(),
             *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias")),
@@ -79,14 +79,14 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
             else:
                 shards, shard = layout.tp, tp_rank
             assert shard is not None  # Megatron's groups exist
-            found.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name), tensor))
+            weights.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name), tensor))
     order = {name: index for index, name in enumerate(by_name)}
-    return sorted(found, key=lambda weight: order[weight.op.mcore])
+    return sorted(weights, key=lambda weight: order[weight.op.mcore])
 
 
 @dataclass(frozen=True)
 class WithFreshHead:
-    """A language model's tensors and a score head of zeros: every value is 0 before the first update, under any layout."""
+    """Tensors of a language model and a score head of zeros: every value is 0 before the first update, under any layout."""
 
     source: TensorSource
     hidden_size: int
@@ -98,18 +98,18 @@ class WithFreshHead:
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if name != self.name:
             return self.source.read(name, dim, start, stop)
-        whole = torch.zeros(1, self.hidden_size)
-        return whole if stop is None else whole.narrow(dim, start, stop - start)
+        zeros = torch.zeros(1, self.hidden_size)
+        return zeros if stop is None else zeros.narrow(dim, start, stop - start)
 
 
 @torch.no_grad()
 def load_weights(model: BuiltModel, source: TensorSource) -> None:
-    """Fills this rank's parameters from HF tensors, reading no more than this rank's slices.
+    """Fill this rank's parameters from HF tensors, reading no more than this rank's slices.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or cannot be cut over the tensor-parallel ranks.
+        ValueError: a tensor is missing, has another shape, or cannot be split over the tensor-parallel ranks.
     """
-    for weight in local_weights(model):
+    for weight in list_local_weights(model):
         value = weight.op.read_shard(source, weight.num_shards, weight.shard)
         if value.shape != weight.tensor.shape:
             raise ValueError(

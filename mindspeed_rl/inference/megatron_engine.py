@@ -113,7 +113,7 @@ class MegatronEngine:
         """All sequences go on in step: a shorter prompt has answers where a longer one is still read."""
         prompts = [answer.request.prompt_ids for answer in answers]
         longest = max(len(prompt) + answer.most for prompt, answer in zip(prompts, answers))
-        self._model.begin(len(answers), longest)
+        self._model.reset(len(answers), longest)
         # all rows of Megatron's cache are at one position, so one pass reads what all prompts have
         read = min(map(len, prompts))
         logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
@@ -146,7 +146,7 @@ class MegatronEngine:
         found = []
         for first in range(0, len(prompts), self._most_rows):
             part = prompts[first : first + self._most_rows]
-            self._model.begin(len(part), max(map(len, part)))
+            self._model.reset(len(part), max(map(len, part)))
             log_probs, tokens = self._model.logits_at_ends(part).log_softmax(-1).topk(count)
             found += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]
         return found
@@ -155,7 +155,7 @@ class MegatronEngine:
         """See `Engine.score`. One sequence at a time: its logits are as many as its tokens times the vocabulary."""
         found = []
         for ids, start in zip(sequences, starts):
-            self._model.begin(1, len(ids))
+            self._model.reset(1, len(ids))
             logits = self._model.next_logits(torch.tensor([ids[:-1]]), everywhere=True)[start - 1 :]
             labels = torch.tensor(ids[start:], device=logits.device)
             log_probs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]

@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_m
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.rules.engine_limits import engine_limits
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.runtime.scratch import process_folder
+from mindspeed_rl.runtime.scratch import make_process_folder
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
     source, transform = _with_adapter(source, settings)
     folder = source.companions
     if folder is None:  # the checkpoint's own settings hold the config; vLLM wants it as a file
-        folder = process_folder("mindspeed-rl-config-")
+        folder = make_process_folder("mindspeed-rl-config-")
         write_config(folder, source.hf_config)
     return ModelFiles(folder, source, transform)
 

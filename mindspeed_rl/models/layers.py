@@ -1,4 +1,4 @@
-"""Modules that a few architectures need and Megatron-core does not have."""
+"""Modules that Megatron-core does not have, or not without TransformerEngine and Apex."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     BaseTransformerLayer,
@@ -21,6 +26,9 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
+
+from mindspeed_rl import adaptors
+from mindspeed_rl.models import specs
 
 
 class NoopLayer(MegatronModule, BaseTransformerLayer):
@@ -131,7 +139,7 @@ class WindowedAttention(nn.Module):
         # prefix sharing (engine/sequence_layout.py): only tokens that are computed here have queries
         shared = getattr(packed_seq_params, "shared", None)
         if shared is not None:
-            key, value = shared.spread(key), shared.spread(value)
+            key, value = shared.expand(key), shared.expand(value)
         # the output has a row for every token, padding after the last sequence included
         if (tail := key.size(0) - sum(lengths)) > 0:
             lengths.append(tail)
@@ -154,3 +162,109 @@ class WindowedAttention(nn.Module):
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
         out = (weights @ value).permute(2, 0, 1, 3)
         return out.reshape(out.size(0), out.size(1), -1)
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight, with the constructor of Megatron's own norms.
+
+    Megatron's `finalize_model_grads` sums the gradients of parameters marked `sequence_parallel` over the TP group, which
+    a norm inside a sequence-parallel region needs because each rank sees only a slice of the tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = bool(config.layernorm_zero_centered_gamma)
+        initial = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # checkpoints of such models have the factor less 1
+        weight = self.weight + 1.0 if self.zero_centered else self.weight
+        return adaptors.rms_norm(x, weight, self.eps)
+
+
+# ---------------------------------------------------------------------- recomputed activations
+
+
+class RecomputingMLP(MLP):
+    """A gated MLP without biases that drops the input of linear_fc2 until backward and computes its activation again.
+
+    It is for platforms whose libraries do not have `recompute_activation_function`. The activation is computed from the output
+    of linear_fc1, which backward keeps anyway: one of an MLP's three large activations is saved for an elementwise operation.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, per_token_scale, **unused)
+        inner, bias = self.linear_fc1(hidden_states)
+        assert bias is None and self.config.gated_linear_unit
+        # fp8=False would mean yes, and need TransformerEngine
+        checkpoint = CheckpointWithoutOutput(fp8=None)
+        scale = () if per_token_scale is None else (per_token_scale,)
+        output, output_bias = self.linear_fc2(checkpoint.checkpoint(self._activate, inner, *scale))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, output_bias
+
+    def _activate(self, inner: Tensor, per_token_scale: Tensor | None = None) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        product = self.activation_func(gate) * up
+        return product if per_token_scale is None else (product * per_token_scale.unsqueeze(-1)).to(inner.dtype)
+
+
+class _RecomputingSharedExpertMLP(SharedExpertMLP, RecomputingMLP):  # pyrefly: ignore[inconsistent-inheritance]  (Megatron's)
+    """The experts that every token goes through."""
+
+
+class _RecomputingSequentialMLP(SequentialMLP):
+    """Experts one by one."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        **named: Any,
+    ) -> None:
+        assert pg_collection is not None
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **named)
+        self.local_experts = nn.ModuleList(
+            RecomputingMLP(
+                self.config,
+                submodules,
+                ffn_hidden_size=self.config.moe_ffn_hidden_size,
+                is_expert=True,
+                tp_group=pg_collection.expt_tp,
+            )
+            for _ in range(num_local_experts)
+        )
+
+
+_RECOMPUTING: dict[type, type] = {
+    MLP: RecomputingMLP,
+    SharedExpertMLP: _RecomputingSharedExpertMLP,
+    SequentialMLP: _RecomputingSequentialMLP,
+}
+
+
+def recompute_activations(spec: TransformerBlockSubmodules) -> None:
+    """Replace the MLPs in a block's spec by those that compute their activation function again in backward.
+
+    Raises:
+        ValueError: experts are grouped.
+    """
+
+    def replace(name: str, part: specs.Part) -> specs.Part:
+        module = specs.get_class(part)
+        if module is not None and specs.GROUPED_EXPERTS is not None and issubclass(module, specs.GROUPED_EXPERTS):
+            raise ValueError(
+                "recompute_activation_function: experts in grouped products cannot do it here; set moe_grouped_gemm: false or "
+                "use recompute_granularity."
+            )
+        return part if module not in _RECOMPUTING else specs.replace_class(part, _RECOMPUTING[module])
+
+    specs.substitute_layers(spec, replace)

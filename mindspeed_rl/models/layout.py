@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mindspeed_rl.config import MegatronConfig
-
 _LAYER = re.compile(r"^((?:module\.)*decoder\.layers\.)(\d+)(\..+)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts\.local_experts\.)(\d+)(\..+)$")
 _TE_EXPERT = re.compile(r"^(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -246,18 +244,9 @@ class Layout:
         return name
 
 
-def read_noop_layers(config: MegatronConfig) -> tuple[int, ...]:
-    """Return the positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
-    return _parse_indices(config.noop_layers) or ()
-
-
-def read_layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
-    """Return the number of layers of each pipeline stage, from the key's "16,17,16,15" form."""
-    return _parse_indices(config.num_layer_list)
-
-
-def _parse_indices(value: str | int | list[int] | None) -> tuple[int, ...] | None:
+def parse_ints(value: str | int | list[int] | None) -> tuple[int, ...]:
+    """Return the numbers of a key that has one of the forms "5,95", 5 and [5, 95]; none where it is unset."""
     if value is None or value == "":
-        return None
+        return ()
     items = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     return tuple(int(item) for item in items)

@@ -331,11 +331,6 @@ class WeightOp:
     def __post_init__(self) -> None:
         assert len(self.hf) == len(self.splits) == len(self.shapes), f"{self.mcore}: {self.hf}, {self.splits}, {self.shapes}"
 
-    def to_hf(self, full: Tensor) -> dict[str, Tensor]:
-        """Return the HF tensors from the full Megatron tensor; padding is removed."""
-        tensors = self.packing.unpack(full)
-        return {name: split.join([tensor]) for name, tensor, split in zip(self.hf, tensors, self.splits)}
-
     def read_shard(self, source: TensorSource, num_shards: int, index: int) -> Tensor:
         """Read one rank's shard, straight from HF tensors; only the slices it needs are read."""
         slices = [split.read(source, name, num_shards, index) for name, split in zip(self.hf, self.splits)]

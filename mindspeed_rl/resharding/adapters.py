@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mindspeed_rl.config.placement import engine_adapter_rank
 from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.lora import owned_adapters, save_peft
+from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
-from mindspeed_rl.resharding.exchange import Exchange, world_exchange
+from mindspeed_rl.resharding.exchange import Exchange, build_world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.loading import LoadsWeights
 
@@ -52,14 +52,14 @@ class AdapterFolder:
         Raises:
             WeightDeliveryError: on a rank whose folder differs from what was trained.
         """
-        exchange, device = world_exchange(), next(self._model.models[0].parameters()).device
+        exchange, device = build_world_exchange(), next(self._model.models[0].parameters()).device
         before, self._home = self._home, TemporaryDirectory(prefix="mindspeed-rl-adapter-")
         if before is not None:
             before.cleanup()
         save_peft(self._model, self._settings, self.path if exchange.rank == 0 else "", self._base_model)
         self.num_bytes = 0
         for name in _FILES:
-            told = exchange.tell((self.path / name).read_bytes() if exchange.rank == 0 else None, device)
+            told = exchange.broadcast((self.path / name).read_bytes() if exchange.rank == 0 else None, device)
             self.num_bytes += len(told)
             if exchange.rank:
                 self.path.mkdir(exist_ok=True)
@@ -70,18 +70,18 @@ class AdapterFolder:
     def _check(self, exchange: Exchange, device: torch.device) -> None:
         """Sums over the shards that are trained against the sums of what lies in the folder."""
         mine = [
-            (op.hf, adapter.group.rank(), adapter.cuts_input, bit_sum(adapter.a), bit_sum(adapter.b))
-            for op, adapter in owned_adapters(self._model)
+            (op.hf, adapter.group.rank(), adapter.splits_input, bit_sum(adapter.a), bit_sum(adapter.b))
+            for op, adapter in list_owned_adapters(self._model)
         ]
         wanted: dict[str, tuple[int, int]] = {}
         names: dict[str, list[str]] = {}
-        for text in exchange.gather(json.dumps(mine), device):
-            for hf, shard, cuts_input, a, b in json.loads(text):
+        for text in exchange.all_gather(json.dumps(mine), device):
+            for hf, shard, splits_input, a, b in json.loads(text):
                 modules = [name.removesuffix(".weight") for name in hf]
                 names[modules[0]] = modules
                 known = wanted.get(modules[0], (0, 0))
                 # the matrix that is not cut is on every shard: it counts once
-                both = (a if cuts_input or not shard else 0), (b if not cuts_input or not shard else 0)
+                both = (a if splits_input or not shard else 0), (b if not splits_input or not shard else 0)
                 wanted[modules[0]] = (known[0] + both[0]) & MASK, (known[1] + both[1]) & MASK
         found = {key.removeprefix("base_model.model."): bit_sum(tensor) for key, tensor in self.tensors.items()}
         wrong = [
@@ -104,7 +104,7 @@ _WRAPPED = "base_layer"
 AdapterSums = Mapping[str, tuple[int, int]]
 
 
-def adapter_arguments(rank: int) -> dict[str, Any]:
+def build_adapter_arguments(rank: int) -> dict[str, Any]:
     """What vLLM's engine is built with to take one adapter of this rank at a time."""
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
 
@@ -135,7 +135,7 @@ class BaseLoader:
                 parent._modules[name] = child
 
 
-def held_adapters(model: nn.Module) -> AdapterSums:
+def sum_loaded_adapters(model: nn.Module) -> AdapterSums:
     """What the kernels of this rank read; sums of what it holds, which is a part of the matrices that are cut."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     found: dict[str, tuple[int, int]] = {}
@@ -149,7 +149,7 @@ def held_adapters(model: nn.Module) -> AdapterSums:
     return found
 
 
-def sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> AdapterSums:
+def sum_sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> AdapterSums:
     """What an engine that stores `dtype` holds of the tensors of a PEFT adapter: the scale is in B."""
     found: dict[str, tuple[int, int]] = {}
     for key, a in tensors.items():
@@ -161,7 +161,7 @@ def sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtyp
     return found
 
 
-def differing_adapters(everyone: Sequence[AdapterSums], sent: AdapterSums) -> list[str]:
+def find_differing_adapters(everyone: Sequence[AdapterSums], sent: AdapterSums) -> list[str]:
     """Modules of an engine that do not hold the adapter that was sent.
 
     Args:

@@ -27,8 +27,8 @@ from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.replica import ROW_COLUMNS, Replica, to_rows
-from mindspeed_rl.workers.roles import Role, Roles, micro_batching
+from mindspeed_rl.workers.replica import ROW_COLUMNS, Replica, build_rows
+from mindspeed_rl.workers.roles import Role, Roles, build_micro_batching
 from mindspeed_rl.workers.routing import Routing
 
 _OWN_ROUTING = Routing()
@@ -55,7 +55,7 @@ class ModelWorker(DeviceWorker):
 
     def _batching(self, use: Literal["update", "actor", "ref"], size: int | None) -> MicroBatching:
         """Return the limits of a micro-batch; without `size` its rows are the actor's micro_batch_size."""
-        return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
+        return build_micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
     def _forward(self, phase: Phase, role: Role, batching: MicroBatching, count: int, routing: Routing = _OWN_ROUTING) -> None:
         """Compute the phase's columns for this replica's rows; waits for rows that are not ready."""
@@ -64,7 +64,7 @@ class ModelWorker(DeviceWorker):
             batch = self.replica.fetch(phase.consumer, list(ROW_COLUMNS), rows)
             # without the wait for rows
             with self.timers(phase.timer):
-                output = routing.forward(role.engine, to_rows(batch), batching, rows)
+                output = routing.forward(role.engine, build_rows(batch), batching, rows)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
         if role in self.roles.frozen():
             self._release(role)
@@ -80,7 +80,7 @@ class ModelWorker(DeviceWorker):
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
             # adjacent rows that one replica computes faster
             indexes = self.replica.select(step, lengths, rl.n_samples_per_prompt if rl.use_prefix_grouper else 1)
-            rows = to_rows(self.replica.fetch(phase.consumer, [*ROW_COLUMNS, *columns], indexes), columns)
+            rows = build_rows(self.replica.fetch(phase.consumer, [*ROW_COLUMNS, *columns], indexes), columns)
             yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
 
     def _prepare_step(self, role: Role) -> None:

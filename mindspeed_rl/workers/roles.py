@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
+def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
     """Return the limits of a micro-batch of updates, or of forward passes of the actor or the reference.
 
     Args:
@@ -263,7 +263,7 @@ def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
         run: with its models.
         tokenizer: of the actor.
     """
-    shared = shared_settings(run, tokenizer)
+    shared = build_pass_settings(run, tokenizer)
     # the run's models begin with the actor, whose checkpoint decides where the others resume
     roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
     built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
@@ -272,7 +272,7 @@ def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
     return built
 
 
-def shared_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:
+def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:
     """Return the settings that all roles of a run have in common."""
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int), pad_id
@@ -297,7 +297,7 @@ def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: Pas
     Args:
         run: with its models.
         tokenizer: the actor's, whose ids the model reads.
-        shared: see `shared_settings`.
+        shared: see `build_pass_settings`.
     """
     scoring = make_scoring(run.models["reward"].config, tokenizer, run.rl.process_reward_aggregation)
     # its outputs were not sampled with the actor's temperature

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, ROUTED_LENGTHS, UPDATE_ACTOR, routed_column
+from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, ROUTED_LENGTHS, UPDATE_ACTOR, name_routed_column
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -50,7 +50,7 @@ class _Replay(Routing):
         self._replica, model_config = replica, engine.model.plan.model_config
         self._topk, self._dtype = model_config.moe_router_topk, _choose_dtype(model_config)
         # a column for each stage: experts in the layers of other stages would be most of the transfer
-        self._column = routed_column(parallel_state.get_pipeline_model_parallel_rank())
+        self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
     def for_update(self, rows: Rows) -> Rows:
         return self._add_experts(UPDATE_ACTOR.consumer, rows, [int(index) for index in rows.columns["row"]])
@@ -97,7 +97,7 @@ class RolloutRouting(_Replay):
 REPLAYS = {"R2": RecordedRouting, "R3": RolloutRouting}
 
 
-def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict[str, list[Tensor]]:
+def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict[str, list[Tensor]]:
     """Return the columns of R3: the experts of all tokens up to the last sampled one, by pipeline stage.
 
     Args:
@@ -123,7 +123,7 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
     columns = {ROUTED_LENGTHS: lengths}
     for stage in range(plan.layout.pp):
         layers = [layer for chunk in plan.routed_layers(stage) for layer in chunk]
-        columns[routed_column(stage)] = [row[:, layers].flatten().to(dtype) for row in rows]
+        columns[name_routed_column(stage)] = [row[:, layers].flatten().to(dtype) for row in rows]
     return columns
 
 

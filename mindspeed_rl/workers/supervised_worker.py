@@ -22,7 +22,7 @@ from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.roles import PassSettings, Role, micro_batching
+from mindspeed_rl.workers.roles import PassSettings, Role, build_micro_batching
 from mindspeed_rl.workers.stages.stage import make_stage, shares
 
 
@@ -58,7 +58,7 @@ class SupervisedWorker(DeviceWorker):
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
         rl = cfg.rl_config
         packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
-        self.batching = MicroBatching(size) if rl is None else micro_batching(rl, "update", size)
+        self.batching = MicroBatching(size) if rl is None else build_micro_batching(rl, "update", size)
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
         self.role = Role("megatron_training", self.run.models["actor"], passes, steps_per_iteration=1)

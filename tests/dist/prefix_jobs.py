@@ -55,7 +55,7 @@ def record(setting: Setting) -> dict[str, Any]:
         rows = my_rows(grouped_rows())
         with engine.routed.recording() as recording:
             engine.forward(rows, setting.batching)
-        routing = engine.routed.recorded_rows(recording, rows)
+        routing = engine.routed.gather_recording(recording, rows)
         engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
         found = by_row_and_layer(engine, routing, len(grouped_rows()))
         assert {layer for _, layer in found} <= set(ROUTED_LAYERS)

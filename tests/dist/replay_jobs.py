@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
@@ -82,7 +82,7 @@ def record(setting: Setting) -> dict[str, Any]:
         rows = my_rows(all_rows())
         with engine.routed.recording() as recording:
             engine.forward(rows, setting.batching)
-        routing = engine.routed.recorded_rows(recording, rows)
+        routing = engine.routed.gather_recording(recording, rows)
         replay = engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
         plain = engine.measure(rows, setting.batching, weighted_loss)
         return {
@@ -111,7 +111,7 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
     """What R2 hands to the update, of rows in another order, by row and layer; through a transfer dock, in one process."""
     with engine_of(setting) as engine:
         rows, numbers = all_rows(), list(range(8))
-        plane = LocalPlane(8, [ROUTED_LENGTHS, routed_column(0)])
+        plane = LocalPlane(8, [ROUTED_LENGTHS, name_routed_column(0)])
         routing = RecordedRouting(engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
         routing.forward(engine, rows, setting.batching, numbers)
         order = [5, 2, 7, 0, 1, 3, 6, 4]

@@ -34,7 +34,7 @@ from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.exchange import build_world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -73,7 +73,7 @@ class Pair:
             self._push = WeightPush(
                 self.stream.trained,
                 found,
-                world_exchange(),
+                build_world_exchange(),
                 replica=replica,
                 derived=DERIVED,
                 repacked=repacked,
@@ -146,9 +146,9 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
 
 def _shared_number() -> int:
     """The process id of rank 0, on every rank."""
-    box = [os.getpid()]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    tensor_slice = [os.getpid()]
+    dist.broadcast_object_list(tensor_slice, src=0)
+    return tensor_slice[0]
 
 
 @contextlib.contextmanager

@@ -100,12 +100,12 @@ def main() -> None:
 
     from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
     from mindspeed_rl.engine import parallel
-    from mindspeed_rl.engine.batching import Rows
+    from mindspeed_rl.engine.batching import MicroBatching, Rows
     from mindspeed_rl.engine.build import batch_shape, build_model
     from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
     from mindspeed_rl.engine.offload import Offloader
-    from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
-    from mindspeed_rl.engine.weights import load_weights, model_ops
+    from mindspeed_rl.engine.train_engine import TrainEngine
+    from mindspeed_rl.engine.weights import load_weights, list_model_ops
     from mindspeed_rl.models.plan import plan_model
     from mindspeed_rl.models.weights import MemorySource
     from mindspeed_rl.resharding.transfer import WeightStream
@@ -142,7 +142,7 @@ def main() -> None:
     parallel.init_model_parallel(config, plan.layout.vpp, 120.0)
     parallel.seed_all(1)
     model = build_model(config, plan, trainable=True)
-    shapes = {name: shape for op in model_ops(model) for name, shape in zip(op.hf, op.shapes)}
+    shapes = {name: shape for op in list_model_ops(model) for name, shape in zip(op.hf, op.shapes)}
     hf_tensors = {name: tensor(name, tuple(shape)) for name, shape in shapes.items()}
     load_weights(model, MemorySource(hf_tensors))
     shape = batch_shape(

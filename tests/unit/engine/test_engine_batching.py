@@ -11,11 +11,12 @@ import torch
 from mindspeed_rl.engine.batching import (
     BatchShape,
     MicroBatch,
+    MicroBatching,
     Rows,
     build_micro_batch,
+    measure_width,
     split_micro_batches,
     split_rows,
-    width_of,
 )
 
 CPU = torch.device("cpu")
@@ -133,13 +134,13 @@ def test_each_sequence_of_a_row_lies_on_its_own_and_predicts_into_the_rows_colum
 def test_all_sequences_of_a_row_are_in_one_micro_batch(packed: bool) -> None:
     rows = rows_of_sequences(3)
     shape = BatchShape(packed)
-    for limits in ({"micro_batch_size": 2, "token_budget": None}, {"micro_batch_size": 1, "token_budget": 60}):
-        parts = split_rows(rows, shape, **limits)
+    for batching in (MicroBatching(2), MicroBatching(1, 60)):
+        parts = split_rows(rows, shape, batching)
         assert sorted(row for part in parts for row in part) == list(range(6))
         for part in parts:
             tokens = [length for row in part for length in rows.sequence_lengths[row]]
             used = sum(tokens) if packed else len(tokens) * max(tokens)
-            assert len(part) <= 2 if limits["token_budget"] is None else used <= 60
+            assert len(part) <= 2 if batching.token_budget is None else used <= 60
 
 
 def test_every_size_is_the_multiple_that_the_layout_needs() -> None:
@@ -171,15 +172,15 @@ def test_a_padded_micro_batch_can_have_a_fixed_width() -> None:
 
 def test_micro_batches_without_a_budget_are_consecutive_rows() -> None:
     shape = BatchShape(packed=True)
-    assert split_micro_batches([3] * 5, shape, micro_batch_size=2, token_budget=None) == [[0, 1], [2, 3], [4]]
+    assert split_micro_batches([3] * 5, shape, MicroBatching(2, None)) == [[0, 1], [2, 3], [4]]
 
 
 def test_the_budget_counts_the_padding_of_context_parallelism() -> None:
     shape = BatchShape(packed=True, cp_size=2, sequence_multiple=4)
-    parts = split_micro_batches([5, 5, 5], shape, micro_batch_size=1, token_budget=16)
+    parts = split_micro_batches([5, 5, 5], shape, MicroBatching(1, 16))
     assert sorted(map(len, parts)) == [1, 2]  # 8 tokens each with padding: two fit, three would have without it
     with pytest.raises(ValueError, match="sample 0 has 8 tokens"):
-        split_micro_batches([5], shape, micro_batch_size=1, token_budget=7)
+        split_micro_batches([5], shape, MicroBatching(1, 7))
 
 
 @pytest.mark.parametrize("total_multiple", [1, 2, 4])
@@ -188,7 +189,7 @@ def test_a_built_micro_batch_holds_the_budget_with_all_its_padding(total_multipl
         rows = random_rows(seed)
         for cp_size in (1, 2):
             shape = BatchShape(True, cp_size, 0, 2 * cp_size if cp_size > 1 else 1, total_multiple)
-            for part in split_micro_batches(rows.lengths, shape, micro_batch_size=1, token_budget=27):
+            for part in split_micro_batches(rows.lengths, shape, MicroBatching(1, 27)):
                 micro_batch = build_micro_batch(rows, part, shape, CPU)
                 assert micro_batch.input_ids.size(1) * cp_size <= 27
 
@@ -198,11 +199,11 @@ def test_a_padded_micro_batch_holds_the_budget_too(total_multiple: int) -> None:
     for seed in range(10):
         rows = random_rows(seed)
         shape = BatchShape(False, total_multiple=total_multiple)
-        parts = split_micro_batches(rows.lengths, shape, micro_batch_size=1, token_budget=32)
+        parts = split_micro_batches(rows.lengths, shape, MicroBatching(1, 32))
         assert sorted(sum(parts, [])) == list(range(6))
         assert all(build_micro_batch(rows, part, shape, CPU).input_ids.numel() <= 32 for part in parts)
     with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
-        split_micro_batches([3, 9], BatchShape(False), micro_batch_size=1, token_budget=8)
+        split_micro_batches([3, 9], BatchShape(False), MicroBatching(1, 8))
 
 
 def rows_of_prompts(seed: int) -> Rows:
@@ -229,7 +230,7 @@ def test_a_prompt_in_common_is_computed_once_but_for_its_last_token() -> None:
     assert micro_batch.labels.tolist() == [11, 12, 13, 14]
     assert micro_batch.packed.lengths == (5, 4, 4, 3)
     assert micro_batch.num_tokens == 9
-    whole = micro_batch.packed.shared.spread(micro_batch.input_ids[0])
+    whole = micro_batch.packed.shared.expand(micro_batch.input_ids[0])
     assert whole.tolist() == [5, 6, 7, 11, 12, 5, 6, 7, 13, 5, 6, 8, 14, 1, 1, 1]
     assert micro_batch.packed.shared.lengths == (5, 2, 2, 3)
 
@@ -242,14 +243,14 @@ def test_a_micro_batch_of_shared_prompts_predicts_what_one_of_whole_rows_does(se
         shape = BatchShape(True, total_multiple=total_multiple, pad_id=7, shares_prefixes=True)
         shared = build_micro_batch(rows, range(9), shape, CPU)
         assert sorted(predictions(shared)) == sorted(predictions(plain))
-        assert shared.input_ids.size(1) == width_of(rows, range(9), shape) < plain.input_ids.size(1)
+        assert shared.input_ids.size(1) == measure_width(rows, range(9), shape) < plain.input_ids.size(1)
         assert shared.input_ids.size(1) % total_multiple == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_of_one_prompt_meet_in_a_micro_batch_and_hold_the_budget(seed: int) -> None:
     rows, shape = rows_of_prompts(seed), BatchShape(True, total_multiple=2, shares_prefixes=True)
-    parts = split_rows(rows, shape, micro_batch_size=1, token_budget=31, max_rows=None, min_count=1)
+    parts = split_rows(rows, shape, MicroBatching(1, 31))
     assert sorted(sum(parts, [])) == list(range(9))
     assert all(build_micro_batch(rows, part, shape, CPU).input_ids.size(1) <= 31 for part in parts)
     assert sum(len({row % 3 for row in part}) for part in parts) <= 3 + len(parts) - 1  # a cut splits one prompt's rows at most

@@ -17,11 +17,11 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.explain.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
-from mindspeed_rl.engine.recompute import RecomputingMLP
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.layers import RecomputingMLP
 from mindspeed_rl.models.plan import plan_model
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
@@ -152,7 +152,7 @@ def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tp_pp_dp", [False, True])
 def test_ranks_are_ordered_as_the_run_file_and_the_plan_say(tp_pp_dp: bool) -> None:
-    order = parallel.rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
+    order = parallel.get_rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
     ours = parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
     ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order)
     for axis in ("tp", "dp", "pp"):

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.offload import Offloader
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.platform.streams import SideStream
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
@@ -128,14 +128,14 @@ def test_copies_run_beside_what_computes_and_are_waited_for_where_they_are_neede
     stream.log.clear()
     offloader = engine.offloader
     held = [tensor.detach().clone() for tensor in optimizer_state(engine)]
-    offloader.begin_offload(optimizer=True)
+    offloader.start_offload(optimizer=True)
     out = list(stream.log)
     assert out[0] == "issue" and set(out[1:]) == {"copy"}  # nobody waits yet
     assert all(tensor.untyped_storage().size() for tensor in optimizer_state(engine))
     offloader.offload(optimizer=True)
     assert stream.log == out  # not copied twice
     assert not any(tensor.untyped_storage().size() for tensor in optimizer_state(engine))
-    offloader.begin_onload(optimizer=True)
+    offloader.start_onload(optimizer=True)
     assert stream.log == out * 2
     offloader.onload(params=True, grads=True)  # what is on the device waits for nothing
     assert stream.log == out * 2
@@ -146,7 +146,7 @@ def test_copies_run_beside_what_computes_and_are_waited_for_where_they_are_neede
 
 def test_what_was_copied_early_is_copied_again_once_it_has_changed(make_engine: Callable[..., TrainEngine]) -> None:
     rested, busy = stepped(make_engine, {"bf16": True}), stepped(make_engine, {"bf16": True})
-    rested.offloader.begin_offload(optimizer=True)
+    rested.offloader.start_offload(optimizer=True)
     for engine in (rested, busy):
         engine.train_step(ROWS, MicroBatching(1), negative_log_prob)
     rested.offloader.offload(optimizer=True)

@@ -10,7 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rl.engine import parallel, random_state
+from mindspeed_rl.engine import parallel
 
 
 def draws() -> list[object]:
@@ -28,11 +28,11 @@ def test_all_generators_continue_where_they_were_saved(training_world: None, tmp
     parallel.seed_all(5)
     random.gauss(0, 1)
     np.random.normal()
-    save_file(random_state.capture(), tmp_path / "random.safetensors")
+    save_file(parallel.capture_rng_state(), tmp_path / "random.safetensors")
     first, second = draws(), draws()
     assert first != second
     parallel.seed_all(99)
-    random_state.restore(load_file(tmp_path / "random.safetensors"))
+    parallel.restore_rng_state(load_file(tmp_path / "random.safetensors"))
     assert [draws(), draws()] == [first, second]
 
 
@@ -40,5 +40,5 @@ def test_capturing_draws_nothing(training_world: None) -> None:
     parallel.seed_all(5)
     expected = draws()
     parallel.seed_all(5)
-    random_state.capture()
+    parallel.capture_rng_state()
     assert draws() == expected

@@ -10,12 +10,12 @@ import torch
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.build import build_model
-from mindspeed_rl.engine.weights import load_weights, model_ops
+from mindspeed_rl.engine.weights import list_model_ops, load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.resharding.bit_sums import bit_sum
-from mindspeed_rl.resharding.exchange import world_exchange
-from mindspeed_rl.resharding.proof import piece_sums
+from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.proof import compute_chunk_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 DEEPSEEK3 = {
@@ -36,7 +36,7 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     config = MegatronConfig(bf16=True)
     parallel.seed_all(1)
     model = build_model(config, plan_model(config, tmp_path), trainable=True)
-    tensors = {name: torch.randn(shape) for op in model_ops(model) for name, shape in zip(op.hf, op.shapes)}
+    tensors = {name: torch.randn(shape) for op in list_model_ops(model) for name, shape in zip(op.hf, op.shapes)}
     tensors[BIAS] = torch.tensor([3.0001, 3.0002, 3.0003, 3.0004])  # all the same in bfloat16
     load_weights(model, MemorySource(tensors))
     stream = WeightStream(model)
@@ -44,6 +44,6 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
     assert pushed["model.norm.weight"].dtype == torch.bfloat16
     plan, dtypes = stream.whole_plan(torch.bfloat16)
-    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu")).wait()
-    sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
+    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
+    sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}

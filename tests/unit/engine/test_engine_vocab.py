@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rl.engine.vocab import vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_vocab_log_probs
 
 
 def reference(
@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_log_softmax(
     hidden, weight, labels = inputs(padding=padding)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    got = vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=padding, softcap=softcap)
+    got = compute_vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=padding, softcap=softcap)
     expected = reference(*theirs, labels, temperature, padding, softcap)
     direction = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
     for (log_probs, entropy), row in ((got, direction), (expected, direction.double())):
@@ -50,8 +50,8 @@ def test_values_and_gradients_equal_log_softmax(
 @pytest.mark.parametrize("chunk_size", [1, 5, 11, 1000])
 def test_the_chunk_size_does_not_change_the_result(chunk_size: int) -> None:
     hidden, weight, labels = inputs()
-    whole = vocab_log_probs(hidden, weight, labels)
-    parts = vocab_log_probs(hidden, weight, labels, chunk_size=chunk_size)
+    whole = compute_vocab_log_probs(hidden, weight, labels)
+    parts = compute_vocab_log_probs(hidden, weight, labels, chunk_size=chunk_size)
     for ours, theirs in zip(parts, whole):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -60,7 +60,7 @@ def test_padded_rows_get_no_probability_and_no_gradient() -> None:
     hidden, weight, labels = inputs(padding=4)
     weight[-4:] = 100.0  # the largest logits of all, were they real
     weight.requires_grad_()
-    log_probs, entropy = vocab_log_probs(hidden, weight, labels, padding=4)
+    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels, padding=4)
     expected = reference(hidden, weight.detach(), labels, 1.0, 4, None)
     torch.testing.assert_close(log_probs.detach(), expected[0], rtol=1e-5, atol=1e-6)
     (log_probs.sum() + entropy.sum()).backward()
@@ -70,7 +70,7 @@ def test_padded_rows_get_no_probability_and_no_gradient() -> None:
 def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     hidden, weight, labels = inputs(tokens=0)
     weight.requires_grad_()
-    log_probs, entropy = vocab_log_probs(hidden, weight, labels)
+    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels)
     assert log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
@@ -79,7 +79,7 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
 def test_huge_logits_stay_finite() -> None:
     hidden, weight, labels = inputs()
     hidden = (hidden * 1e3).requires_grad_()
-    log_probs, entropy = vocab_log_probs(hidden, weight, labels)
+    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.isfinite().all() and entropy.isfinite().all() and hidden.grad.isfinite().all()
 
@@ -87,7 +87,7 @@ def test_huge_logits_stay_finite() -> None:
 def test_half_precision_inputs_are_computed_in_float32_and_keep_their_gradient_type() -> None:
     hidden, weight, labels = inputs()
     half = [hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()]
-    log_probs, _ = vocab_log_probs(*half, labels)
+    log_probs, _ = compute_vocab_log_probs(*half, labels)
     expected, _ = reference(half[0].detach().float(), half[1].detach().float(), labels, 1.0, 0, None)
     assert log_probs.dtype == torch.float32
     torch.testing.assert_close(log_probs.detach(), expected, rtol=0, atol=0.1)

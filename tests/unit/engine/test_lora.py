@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, load_checkpoint
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, has_base_weights, load_checkpoint
 from mindspeed_rl.engine.lora import adapters_disabled, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
-from mindspeed_rl.engine.weights import load_weights, local_weights
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import list_local_weights, load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.bit_sums import bit_sum
-from mindspeed_rl.resharding.exchange import world_exchange
-from mindspeed_rl.resharding.proof import WeightDeliveryError, piece_sums
+from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError, compute_chunk_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 pytestmark = pytest.mark.usefixtures("training_world")
@@ -161,7 +161,7 @@ def test_merging_is_w_plus_scale_times_b_a(dense: Path) -> None:
     layer = engine.model.models[0].decoder.layers[1].mlp.linear_fc2
     expected = layer.weight.double() + 8 / 4 * layer.lora_b.double() @ layer.lora_a.double()
     name = "decoder.layers.1.mlp.linear_fc2.weight"
-    value = next(weight for weight in local_weights(engine.model) if weight.op.mcore == name).value()
+    value = next(weight for weight in list_local_weights(engine.model) if weight.op.mcore == name).value()
     torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=0)
 
 
@@ -172,8 +172,8 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
     plan, dtypes = stream.whole_plan(torch.bfloat16)
-    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu")).wait()
-    sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
+    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
+    sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert_same(base_of(engine), before)
     name = "model.layers.0.mlp.down_proj.weight"
     base = before["decoder.layers.0.mlp.linear_fc2.weight"]
@@ -308,7 +308,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(dense: Path, tmp_path: Path, only_ada
     engine.train_step(ROWS, EACH, negative_log_prob)
     CheckpointSaver(engine, tmp_path).save(1, {})
     engine.train_step(ROWS, EACH, negative_log_prob)
-    assert holds_base(tmp_path) is not only_adapters
+    assert has_base_weights(tmp_path) is not only_adapters
     # with the base in the checkpoint, whatever the model held before does not matter
     weights = hf_weights(dense)
     if not only_adapters:
@@ -389,12 +389,12 @@ def test_a_folder_for_the_rollout_engine_is_proven_against_the_adapters_that_tra
     # what lies in the folder is not what is trained any more
     next(p for name, p in engine.model.models[0].named_parameters() if "lora_B" in name).data[0, 0] += 1e-3
     with pytest.raises(WeightDeliveryError, match="differ from those trained in 1 layers, for example model.layers.0"):
-        folder._check(world_exchange(), torch.device("cpu"))
+        folder._check(build_world_exchange(), torch.device("cpu"))
     folder.write()
     assert not first.exists() and set(folder.tensors) == set(tensors)
     folder.tensors.popitem()
     with pytest.raises(WeightDeliveryError, match="differ from those trained"):
-        folder._check(world_exchange(), torch.device("cpu"))
+        folder._check(build_world_exchange(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- mistakes

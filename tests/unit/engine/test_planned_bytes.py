@@ -17,17 +17,18 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 import tiny_models
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
-from mindspeed_rl.engine.build import build_model, planned_config
-from mindspeed_rl.engine.norm import RMSNorm
+from mindspeed_rl.engine.build import build_model, plan_transformer_config
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec
+from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.planner.shapes import role_plan, stage_elements
+from mindspeed_rl.planner.shapes import plan_role, count_stage_elements
 
 MODELS = "llama31-tied qwen2 qwen3 mixtral qwen2-moe qwen3-moe deepseek2-lite deepseek3 gemma2 glm4".split()
 
@@ -42,7 +43,7 @@ def test_planned_parameters_are_those_of_the_built_model(name: str, training_wor
     config = MegatronConfig(bf16=False, load=str(tmp_path))
     parallel.seed_all(1)
     built = build_model(config, plan_model(config, tmp_path), trainable=False)
-    (planned,) = stage_elements(role_plan(config), config)
+    (planned,) = count_stage_elements(plan_role(config), config)
     parameters = dict(built.models[0].named_parameters())
     experts = sum(value.numel() for key, value in parameters.items() if ".experts." in key and "shared_experts" not in key)
     assert planned.expert == experts
@@ -62,9 +63,10 @@ class _WithoutMemory(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))
 def test_a_shipped_block_is_counted_as_the_model_that_megatron_builds(name: str, training_world: None) -> None:
-    config = MegatronConfig(**BLOCKS[name], bf16=False)
-    plan = role_plan(config)
-    transformer = planned_config(config, plan)
+    keys = {key: value for key, value in BLOCKS[name].items() if key not in IGNORED["MegatronConfig"]}
+    config = MegatronConfig(**keys, bf16=False)
+    plan = plan_role(config)
+    transformer = plan_transformer_config(config, plan)
     transformer.perform_initialization = False
     spec = layer_spec(plan.model_config, transformer, norm=RMSNorm, core_attention=CoreAttention, layout=plan.layout)
     with _WithoutMemory():
@@ -79,7 +81,7 @@ def test_a_shipped_block_is_counted_as_the_model_that_megatron_builds(name: str,
             reward_class=ValueModel,
         )
     parameters = dict(built.named_parameters())
-    (planned,) = stage_elements(plan, config)
+    (planned,) = count_stage_elements(plan, config)
     assert planned.parameters == sum(value.numel() for value in parameters.values())
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.dumps.record import Cut
-from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.probe import ModelProbe
-from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.engine.train_engine import TrainEngine
 
 
 class Kept:

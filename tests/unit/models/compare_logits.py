@@ -33,8 +33,8 @@ from safetensors.torch import load_file
 from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.engine.attention import CoreAttention
-from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
+from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
 

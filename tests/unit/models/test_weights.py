@@ -53,7 +53,7 @@ def test_fused_qkv_holds_each_group_s_queries_then_its_key_then_its_value() -> N
     full = op.read_shard(source, 1, 0)
     assert torch.equal(full, torch.stack(rows))
     assert torch.equal(op.read_shard(source, 2, 1), torch.stack(rows[12:]))
-    back = op.to_hf(full)
+    back = op.shards_to_hf([full])
     assert torch.equal(back["q"], q) and torch.equal(back["k"], k) and torch.equal(back["v"], v)
 
 
@@ -87,7 +87,7 @@ def test_vocabulary_padding_repeats_the_last_row_and_is_removed_again() -> None:
     assert [op.read_shard(source, 4, rank).flatten().tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 4], [4, 4]]
     full = op.read_shard(source, 1, 0)
     assert full.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
-    assert torch.equal(op.to_hf(full)["embed"], embedding)
+    assert torch.equal(op.shards_to_hf([full])["embed"], embedding)
 
 
 def test_grouped_gemm_weights_follow_the_documented_reshape() -> None:
@@ -100,7 +100,7 @@ def test_grouped_gemm_weights_follow_the_documented_reshape() -> None:
     tensors = {f"g{e}": gate[e] for e in range(experts)} | {f"u{e}": up[e] for e in range(experts)}
     weight1 = op.read_shard(MemorySource(tensors), 1, 0)
     assert torch.equal(weight1, stacked.reshape(hidden, -1))
-    assert torch.equal(op.to_hf(weight1)["u1"], up[1])
+    assert torch.equal(op.shards_to_hf([weight1])["u1"], up[1])
     op2 = WeightOp(
         "weight2", ("d0", "d1"), ((hidden, ffn),) * 2, GroupedFc2(experts), (COLUMNS,) * 2, axis="etp", experts=(0, 1)
     )

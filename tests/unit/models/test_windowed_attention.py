@@ -31,7 +31,7 @@ def test_shared_prompts_change_no_output_and_no_gradient(window: int | None, sof
     computed = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     apart = [x.detach().clone().requires_grad_() for x in computed]
     out = attention(*computed, packed_seq_params=PackedLayout.build(LENGTHS, CPU, shared=shared))
-    whole = attention(*(x[shared.stand_ins] for x in apart), packed_seq_params=PackedLayout.build(LENGTHS, CPU))
+    whole = attention(*(x[shared.representatives] for x in apart), packed_seq_params=PackedLayout.build(LENGTHS, CPU))
     torch.testing.assert_close(out, whole[shared.computed])
     direction = torch.randn(out.shape, generator=generator)
     out.backward(direction)

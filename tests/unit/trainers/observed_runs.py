@@ -21,7 +21,7 @@ from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.runtime.cluster import build_worker_environment
 from mindspeed_rl.trainers.prompt_loader import prompt_settings
-from mindspeed_rl.workers.roles import micro_batching
+from mindspeed_rl.workers.roles import build_micro_batching
 
 Tree = dict[str, dict[str, Any]]
 
@@ -68,9 +68,9 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     yield (
         "limits",
         [
-            micro_batching(rl, "update", 1),
-            micro_batching(rl, "actor", 1),
-            micro_batching(rl, "ref", 1),
+            build_micro_batching(rl, "update", 1),
+            build_micro_batching(rl, "actor", 1),
+            build_micro_batching(rl, "ref", 1),
         ],
     )
     yield "spelled", (rl.n_samples_per_prompt, rl.init_kl_coef, rl.epochs, rl.verifier_function, rl.verifier_weight)
