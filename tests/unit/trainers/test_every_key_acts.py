@@ -76,18 +76,16 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
-    "workers/actor_worker.py": "cliprange_value actor_forward_micro_batch_size ref_forward_micro_batch_size "
-    "offload_train_optimizer offload_train_grad offload_train_param",
+    "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
     # the last ones act with a Megatron-LM source tree alone; without it a warning says that they are left off
     "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "coc_mode coc_parallel_num coc_fused_kernel recompute_activation_function swap_attention reuse_fp32_param",
     "adaptors/vllm_ascend.py": "expert_map_path",
-    "config/placement.py": "enable_expert_parallel infer_expert_parallel_size",
-    "config/sizes.py": "reference_resource reward_resource critic_resource rollout_resource use_integrated_worker "
-    "vllm_server_port infer_pipeline_parallel_size num_npus "
-    "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
+    "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource critic_resource "
+    "rollout_resource use_integrated_worker vllm_server_port infer_pipeline_parallel_size num_npus",
+    "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler",
@@ -125,9 +123,10 @@ ELSEWHERE: dict[str, str] = {
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
     "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys train_epochs max_prompt_length",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
-    "trainers/rollout.py": "blocking dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
+    "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
-    "trainers/rollout_modes.py": "trainer_mode num_warmup_batches partial_rollout partial_rollout_max_split",
+    "trainers/rollout_modes.py": "blocking trainer_mode num_warmup_batches partial_rollout partial_rollout_max_split",
+    "trainers/model_plans.py": "share_backbone refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
@@ -135,15 +134,15 @@ ELSEWHERE: dict[str, str] = {
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length tool_response_truncate_side",
-    "workers/reward.py": "trajectory_reward trajectory_reward_weight verifier_reads",
+    "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path",
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
-    "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter share_backbone process_reward_aggregation "
+    "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
-    "workers/model_worker.py": "use_dp_batch_balance",
+    "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
-    "workers/routing.py": "router_replay",
+    "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
@@ -153,7 +152,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset",
-    "workers/supervised_worker.py": "no_pad_to_seq_lengths refer_model_iter",
+    "workers/supervised_worker.py": "no_pad_to_seq_lengths",
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
@@ -194,9 +193,9 @@ def with_key(tree: Tree, path: tuple[str, ...], name: str, value: Any) -> Tree:
 
 def can_be_seen(group: type, field: dataclasses.Field[Any], folders: dict[str, Path]) -> bool:
     """Whether some value of the key changes what some run leads to."""
-    path, needs = GROUPS[group], field.metadata["needs"]
+    path, needs = GROUPS[group], field.metadata["key"].needs
     for model, tree in BASES:
-        start = with_key(tree, path, needs[0], needs[1][0]) if needs else tree
+        start = with_key(tree, path, needs[0], needs[1][0]) if needs and isinstance(needs[1], tuple) else tree
         before = observed(start, folders[model])
         for value in values_of(group, field):
             after = observed(with_key(start, path, field.name, value), folders[model])
@@ -210,8 +209,8 @@ def keys() -> list[tuple[type, dataclasses.Field[Any]]]:
     found = []
     for group in GROUPS:
         for field in dataclasses.fields(group):
-            needs = field.metadata["needs"]
-            silent = field.metadata["no_effect"] or field.name in refused or (needs and needs[0] in refused)
+            needs, no_effect = field.metadata["key"].needs, field.metadata["key"].no_effect
+            silent = no_effect or field.name in refused or (needs and needs[0] in refused)
             if not silent and field.name != "sampling_config":
                 found.append((group, field))
     return found

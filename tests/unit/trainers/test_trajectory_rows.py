@@ -22,7 +22,7 @@ from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_sources import Requests, StreamingSource
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, version_spans
-from mindspeed_rl.workers.responses import response_columns, response_metrics
+from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 
 
 def prompt(number: int) -> PromptItem:
@@ -46,7 +46,7 @@ SPLIT = Trajectory(
 
 
 def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
-    columns = response_columns([SPLIT, Trajectory.from_response((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
+    columns = build_response_columns([SPLIT, Trajectory.from_response((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
     assert columns["responses"][0].tolist() == [11, 12, 21, 13, 14]
     assert columns["response_mask"][0].tolist() == [True, True, False, True, True]
     assert columns["rollout_log_probs"][0].tolist() == [-0.25, -0.25, 0.0, -0.25, -0.25]
@@ -58,7 +58,7 @@ def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
 
 
 def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
-    results = response_metrics([SPLIT, SPLIT]).results()
+    results = compute_response_metrics([SPLIT, SPLIT]).results()
     assert results["rollout/tokens"] == 8 and results["response_length/mean"] == 5 and results["prompt_length/max"] == 2
     assert results["tool_call_num/mean"] == results["tool_call_num/max"] == 1 and results["turns/mean"] == 3
     assert results["tool_calls_failed/timeout"] == 2
