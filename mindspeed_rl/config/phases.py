@@ -178,12 +178,12 @@ _ROUTING_FROM = {"R2": ACTOR_LOG_PROBS, "R3": GENERATE}
 ROUTED_LENGTHS = "routed_lengths"
 
 
-def routed_column(stage: int) -> str:
+def name_routed_column(stage: int) -> str:
     """Return the column with the experts of a row's tokens in a pipeline stage: no stage reads those of others."""
     return f"routed_experts_{stage}"
 
 
-def worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
+def list_worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
     """Return the columns that workers put into the data plane, by its consumers: what only reads puts none.
 
     Args:
@@ -194,5 +194,5 @@ def worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
         source = _ROUTING_FROM.get(cfg.rl_config.router_replay.mode)
         if source is not None:
             stages = range(cfg.actor_config.pipeline_model_parallel_size)
-            columns[source.consumer] += (ROUTED_LENGTHS, *(routed_column(stage) for stage in stages))
+            columns[source.consumer] += (ROUTED_LENGTHS, *(name_routed_column(stage) for stage in stages))
     return columns

@@ -17,7 +17,7 @@ from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
-from mindspeed_rl.workers.agents import make_tool_box, parser_name
+from mindspeed_rl.workers.agents import build_tool_box, choose_parser
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.protocol import RolloutEngine
@@ -81,7 +81,7 @@ class AgentEngine:
             )
         rl = settings.rl()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
-        box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)
+        box = None if settings.tools is None else build_tool_box(rl, prompt_format.tokenizer, turns)
         limits = TrajectoryLimits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
             prompt_format.tokenizer,
@@ -90,7 +90,7 @@ class AgentEngine:
             box,
             settings.multi_turn_scheduler,
             settings.environment,
-            parser_name(rl, turns),
+            choose_parser(rl, turns),
         )
         self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), box)
         self._inner: Engine | None = None

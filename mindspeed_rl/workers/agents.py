@@ -1,11 +1,11 @@
-"""From rows of the data plane to the tasks of agent loops, and the loop that a run file asks for."""
+"""The agent loop of a run file, with its tools, and its tasks: from rows of the data plane, or from prompts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
@@ -21,17 +21,19 @@ from mindspeed_rl.tools.interface import ToolBox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolBox
-from mindspeed_rl.workers.responses import sampling_seed
+from mindspeed_rl.workers.responses import get_sampling_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Result = TypeVar("Result")
 
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
 
 
-def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
-    """Who makes the samples of this run, in this process. Nothing is started yet.
+def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
+    """Build the runner that makes the samples of this run, in this process. Nothing is started yet.
 
     Raises:
         ValueError: a key of the loop, of its tools or of its plug-in is wrong.
@@ -40,8 +42,8 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     name = rl.agent_loop_name
     if name == "single_turn":
         return AgentRunner(SingleTurn())
-    turns = chat_turns(run, tokenizer)
-    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, turns)
+    turns = build_chat_turns(run, tokenizer)
+    tool_box = None if rl.tool_config_path is None else build_tool_box(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
         turns=turns,
@@ -49,22 +51,24 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
-        tool_parser=parser_name(rl, turns),
+        tool_parser=choose_parser(rl, turns),
     )
     return AgentRunner(load_agent_loop(name)(settings), tool_box)
 
 
-def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> ToolBox:
-    """The tools of `tool_config_path`. Nothing is started yet.
+def build_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> ToolBox:
+    """Build the tools of `tool_config_path`. Nothing is started yet.
 
     Args:
-        turns: of the chat template, by which calls are read where no parser is named; None where nothing is to be read.
+        rl: the group of the run file.
+        tokenizer: counts the tokens of responses.
+        turns: of the chat template, whose format of calls is read where no parser is named; None where nothing is read.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
     """
     assert rl.tool_config_path is not None
-    name = parser_name(rl, turns)
+    name = choose_parser(rl, turns)
     thinks = turns is not None and turns.opens_thought
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
@@ -77,11 +81,11 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     )
 
 
-def parser_name(rl: RLConfig, turns: ChatTurns | None) -> str:
-    """How the model writes calls: as the run file says, else as the chat template does.
+def choose_parser(rl: RLConfig, turns: ChatTurns | None) -> str:
+    """Return the parser of the model's calls: the one of the run file, else that of the chat template.
 
     Raises:
-        ValueError: the name is surely wrong.
+        ValueError: the name is certainly wrong.
     """
     name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
     check_parser_name(name)
@@ -89,62 +93,60 @@ def parser_name(rl: RLConfig, turns: ChatTurns | None) -> str:
 
 
 def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
-    """Looks for whatever would only be found out in the first rollout: loop, plug-ins, chat template, how prompts end.
+    """Check before the first rollout what it needs: loop, plug-ins, chat template, the end of prompts.
 
     Args:
+        run: the resolved run.
+        tokenizer: of the actor.
         prompt_ids: of a prompt of the data set.
 
     Raises:
         ValueError: names what is wrong.
     """
-    agents = make_agents(run, tokenizer)
+    agents = build_agents(run, tokenizer)
     loop = run.rl.agent_loop_name
     if loop == "single_turn":
         return
+    turns = build_chat_turns(run, tokenizer)
     if loop == "environment":
-        asyncio.run(_started_and_ended(agents))  # a program that does not load
-    turns = chat_turns(run, tokenizer)
-    if loop != "environment":  # which may begin with messages of its own
+
+        async def start_and_close() -> None:
+            try:
+                await agents.start()
+            finally:
+                await agents.close()
+
+        # a program that does not load raises here
+        asyncio.run(start_and_close())
+    else:  # an environment may start with messages of its own
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
     # a template that cannot write such a turn raises here
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
 
 
-async def _started_and_ended(agents: AgentRunner) -> None:
-    try:
-        await agents.start()
-    finally:
-        await agents.close()
-
-
 def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:
-    """Reads what the rows say of tools, where they say anything.
+    """Check the columns of the rows that name tools, where there are any.
 
     Raises:
-        ValueError: a row names a tool, an option or an argument that there is not; says where, and what there is.
+        ValueError: a row names a tool, an option or an argument that does not exist; with its place, and those that do.
     """
     columns = set(prompts[0]["columns"])  # as those of all rows
     if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
         return
 
-    async def look() -> None:
-        box = make_tool_box(rl, tokenizer)
-        await box.start()
-        try:
-            for number in range(len(prompts)):
-                try:
-                    box.read_row(prompts[number]["columns"])
-                except ValueError as error:
-                    raise ValueError(f"{prompts.where(number)}: {error}") from error
-        finally:
-            await box.close()
+    async def check(box: ToolBox) -> None:
+        for index in range(len(prompts)):
+            try:
+                box.read_row(prompts[index]["columns"])
+            except ValueError as error:
+                raise ValueError(f"{prompts.where(index)}: {error}") from error
 
-    asyncio.run(look())
+    _run_with_tools(rl, tokenizer, check)
 
 
-def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """What prompts tell the model of the tools. Starts them, which servers tell their schemas for, and ends them again.
+def read_tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the schemas of the tools for the prompts. The tools run for it: those on servers get their schemas from there.
 
     Raises:
         ValueError: a tool is wrong or cannot be started.
@@ -152,24 +154,35 @@ def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[
     if rl.tool_config_path is None or not rl.multi_turn_enable:
         return []
 
-    async def asked() -> list[dict[str, Any]]:
-        box = make_tool_box(rl, tokenizer)
+    async def read(box: ToolBox) -> list[dict[str, Any]]:
+        tools = box.open({})
+        schemas = tools.schemas
+        await tools.close()
+        return schemas
+
+    return _run_with_tools(rl, tokenizer, read)
+
+
+def _run_with_tools(
+    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[ToolBox], Coroutine[Any, Any, Result]]
+) -> Result:
+    """Return the result of the coroutine, during which the tools run."""
+
+    async def run() -> Result:
+        box = build_tool_box(rl, tokenizer)
         await box.start()
         try:
-            tools = box.open({})
-            schemas = tools.schemas
-            await tools.close()
-            return schemas
+            return await work(box)
         finally:
             await box.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(run())
 
 
-def chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
-    """What the run's chat template writes between turns.
+def build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
+    """Build the renderer of turns with the run's chat template.
 
-    It is the one of `prompt_type`, else the tokenizer's own, else what raw prompts without a template have.
+    The template is the one of `prompt_type`, else the tokenizer's own, else that of raw prompts.
 
     Raises:
         ValueError: there is no such template.
@@ -182,27 +195,30 @@ def chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
     return ChatTurns(template, tokenizer, thinking=thinking, has_tools=run.rl.tool_config_path is not None)
 
 
-def row_tasks(run: Run, batch: Batch, rows: Sequence[int], draw: int, sampling: Sampling) -> list[Task]:
-    """The tasks of rows of the data plane.
+def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: int, sampling: Sampling) -> list[Task]:
+    """Return the tasks of rows of the data plane.
 
     Args:
+        run: the resolved run.
         batch: has TASK_COLUMNS, or the first of them.
-        draw: number of the draw of prompts, a part of the seeds.
+        rows: indexes at the data plane.
+        rollout_index: of the rollout in the run, a part of the seeds.
+        sampling: of the responses.
     """
-    group, seed = run.plan.n_samples_per_prompt, sampling_seed(run)
+    group, seed = run.plan.n_samples_per_prompt, get_sampling_seed(run)
     labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
     extra = objects(batch["extra"]) if "extra" in batch else [{}] * len(rows)
     return [
-        Task(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group), label, columns)
+        Task(tuple(ids.tolist()), sampling, sample_seed(seed, rollout_index, row // group, row % group), label, columns)
         for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
     ]
 
 
-def item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
-    """One task a prompt, for evaluations; a prompt's seed is that of its number."""
+def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
+    """Return one task a prompt, for evaluations; the seed of a prompt is that of its index."""
     if greedy:
         sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
     return [
-        Task(tuple(item["prompt_ids"]), sampling, sample_seed(seed, number, 0, 0), item["label"], item["columns"])
-        for number, item in enumerate(items)
+        Task(tuple(item["prompt_ids"]), sampling, sample_seed(seed, index, 0, 0), item["label"], item["columns"])
+        for index, item in enumerate(items)
     ]

@@ -12,7 +12,7 @@ from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.roles import Roles, build_reward_model, build_role, shared_settings
+from mindspeed_rl.workers.roles import Roles, build_pass_settings, build_reward_model, build_role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class ReferenceWorker(ReferencePhases):
         """
         super().__init__(run, rank, "reference")
         tokenizer = _join_world(run, "ref")
-        self.roles = Roles(reference=build_role(run, "ref", shared_settings(run, tokenizer)))
+        self.roles = Roles(reference=build_role(run, "ref", build_pass_settings(run, tokenizer)))
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.add_hooks(resumed_at or 0)
 
@@ -44,7 +44,7 @@ class CriticWorker(CriticPhases):
         """Join the critic's world and build it; see `ReferenceWorker`."""
         super().__init__(run, rank, "critic")
         tokenizer = _join_world(run, "critic")
-        self.roles = Roles(critic=build_role(run, "critic", shared_settings(run, tokenizer)))
+        self.roles = Roles(critic=build_role(run, "critic", build_pass_settings(run, tokenizer)))
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.add_hooks(resumed_at or 0)
 
@@ -67,7 +67,7 @@ class RewardModelWorker(RewardModelPhases):
         """Join the reward model's world and build it."""
         super().__init__(run, rank, "reward_model")
         tokenizer = _join_world(run, "reward")
-        role, scoring = build_reward_model(run, tokenizer, shared_settings(run, tokenizer))
+        role, scoring = build_reward_model(run, tokenizer, build_pass_settings(run, tokenizer))
         self.roles = Roles(reward=role, scoring=scoring)
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.add_hooks(0)

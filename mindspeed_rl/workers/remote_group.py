@@ -25,7 +25,7 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_hosts
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -116,7 +116,7 @@ class RemoteGroup:
         self._prepared = [process.prepare.remote(self._address) for process in self.processes]
 
     def _read_files(self, paths: Sequence[str]) -> list[HostFiles]:
-        return self.wait(SET_UP, [process.look_at.remote(list(paths)) for process in self.processes])
+        return self.wait(SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes])
 
     def start_workers(self, *arguments: object, steps: StartSteps | None = None) -> None:
         """Join the workers in their world and build their models from these arguments.
@@ -234,7 +234,7 @@ def start_group(
         plane=plane,
         monitor=WaitMonitor.from_run(run),
         # on the driver's own machine alone there is nothing to compare
-        check_files=None if is_own_cluster() else partial(check_hosts, run, saves=kind.saves),
+        check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,
     )
 

@@ -17,7 +17,7 @@ from mindspeed_rl.workers.update_plan import split_rows
 ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
-def to_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
+def build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
     """Return the engine's rows from data-plane columns.
 
     Args:

@@ -1,4 +1,4 @@
-"""The rows and figures that responses become, whoever generated them."""
+"""Sampling of training responses, and the columns and metrics of responses, on whatever engine they were generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """What the data plane holds of trajectories that have ended, a row each.
+def build_response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return the data plane's columns of complete trajectories, a row each.
 
-    `responses` and what is aligned to it are all tokens behind the prompts; `response_mask` says which of them the actor drew,
-    and nobody else decides that.
+    `responses` and the columns aligned to it are all tokens after the prompts; `response_mask` is True on those that the actor
+    sampled, and is made nowhere else.
     """
     return {
         "responses": [torch.tensor(one.token_ids, dtype=torch.int64) for one in trajectories],
@@ -36,8 +36,8 @@ def response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]
     }
 
 
-def response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Lengths, how many were cut off, and what the trajectories have counted."""
+def compute_response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return lengths, the fraction of truncated responses, and the trajectories' own metrics."""
     metrics = Metrics()
     metrics.add_spread("response_length", [len(one.token_ids) for one in trajectories])
     metrics.add_spread("prompt_length", [one.sequence_lengths[0] for one in trajectories])
@@ -56,29 +56,25 @@ def response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     return metrics
 
 
-def training_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How training responses are drawn."""
+def build_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Return the sampling of training responses."""
     eos_id = tokenizer.eos_token_id
     assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
+    # generation_config.json may name more end tokens than the tokenizer's one
+    path = source.hf_folder / "generation_config.json"
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    stops = named if isinstance(named, list) else [] if named is None else [named]
     return Sampling(
         temperature=keys.temperature,
         max_tokens=keys.max_tokens,
-        # generation_config.json may name end tokens besides the tokenizer's one
-        stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
+        stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *stops})),
         top_p=keys.top_p,
         top_k=keys.top_k,
         min_p=keys.min_p,
     )
 
 
-def sampling_seed(run: Run) -> int:
-    """What the seeds of all samples begin with."""
+def get_sampling_seed(run: Run) -> int:
+    """Return the number that the seeds of all samples are derived from."""
     base = run.generate.sampling_config.seed
     return run.config.actor_config.seed if base is None else base
-
-
-def _generation_stops(source: ModelSource) -> list[int]:
-    """End tokens that generation_config.json names."""
-    path = source.hf_folder / "generation_config.json"
-    stops = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return [] if stops is None else stops if isinstance(stops, list) else [stops]

@@ -4,38 +4,147 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import CHECK_REWARDS, RULE_REWARDS, SCORE_NOW, Phase
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects
+from mindspeed_rl.observability import heartbeat
+from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
+from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.rewards import ACCURACIES
-from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample
+from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
-from mindspeed_rl.workers.reward import RewardWorker
+from mindspeed_rl.runtime.reports import WorkerReport
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 _LOG = logging.getLogger(__name__)
-#: reward workers that a run replaces before it gives up: what kills more of them is no accident
-_MOST_REPLACED = 5
+#: reward workers that a run replaces before it gives up: the cause of more losses is no accident
+_MAX_REPLACED = 5
+
+
+class RewardWorker:
+    """Rule rewards of one node, from a pool of killable processes, during generation or after it.
+
+    `RewardGroup` makes this class a Ray actor.
+    """
+
+    def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str, index: int) -> None:
+        redirect_output(run.folder / "logs" / f"reward_{index}.log")
+        set_up_logging(run.folder / "run.log", worker=f"reward {index}", console=False)
+        heartbeat.start(run.folder, f"reward worker {index}", interval_s=run.fault_tolerance.heartbeat_interval_s)
+        self.run, self.plan, self.plane = run, run.plan, plane
+        self.max_tokens = run.config.response_limit
+        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
+        self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
+        self.timers = Timers(worker=f"reward {index}")
+
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> list[str]:
+        """Score one made-up response, so that a broken reward function stops the run before the first rollout.
+
+        Returns:
+            Names of the functions whose score is an accuracy.
+        """
+        answer = self.tokenizer.encode(label or "", add_special_tokens=False)
+        if self.run.rl.multi_turn_enable:
+            trajectory = Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0})
+            columns = {**columns, **trajectory.reward_columns()}
+        self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
+        return self.pool.accuracies
+
+    def score(self, rows: list[int], again: bool = False) -> WorkerReport:
+        """Give rows their rewards; waits for responses that are still being generated.
+
+        A score that failed and is to be dropped is NaN: its row does not train.
+
+        Args:
+            rows: indexes at the data plane.
+            again: a worker that was lost may have scored some of them.
+        """
+        size = max(1, self.plan.dispatch_sizes[RULE_REWARDS.dispatch_key])
+        names = ["prompt_ids", "responses", "labels", "extra", "truncated", "trajectories"]
+        for start in range(0, len(rows), size):
+            indexes = rows[start : start + size]
+            batch, _ = self.plane.get(RULE_REWARDS.consumer, names, indexes=indexes, timeout_s=self.run.deadlines.rows_s)
+            # without the wait for responses
+            with self.timers(RULE_REWARDS.timer), heartbeat.doing(f"scoring {len(indexes)} responses"):
+                samples = [
+                    self._sample(prompt.tolist(), response.tolist(), label, {**extra, **columns}, bool(truncated))
+                    for prompt, response, label, extra, truncated, columns in zip(*(batch[name] for name in names))
+                ]
+                results = self._score(samples, objects(batch["trajectories"]))
+                totals = [math.nan if result.total is None else result.total for result in results]
+                self.plane.put({"rewards": totals, "reward_results": results}, indexes, overwrite=again)
+        return WorkerReport(intervals=self.timers.drain())
+
+    def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
+        """Return the scores of trajectories of prompts."""
+        columns = [trajectory.reward_columns() for trajectory in trajectories]
+        samples = []
+        for item, trajectory, added in zip(items, trajectories, columns):
+            truncated = trajectory.finish == "length"
+            row = {**item["columns"], **added}
+            samples.append(self._sample(item["prompt_ids"], trajectory.token_ids, item["label"], row, truncated))
+        with heartbeat.doing(f"scoring {len(samples)} responses"):
+            return self._score(samples, columns)
+
+    def _score(self, samples: list[RewardSample], columns: Sequence[Mapping[str, Any]]) -> list[RewardResult]:
+        """Return the scores of the reward functions, with the rewards that the trajectories earned."""
+        rl = self.run.rl
+        results = self.pool.score(samples, timeout_s=self.run.deadlines.seconds["rewards"])
+        return add_trajectory_rewards(results, columns, which=rl.trajectory_reward, weight=rl.trajectory_reward_weight)
+
+    def _sample(
+        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
+    ) -> RewardSample:
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        read_ids = response_ids
+        if self.run.rl.verifier_reads == "last_turn":  # the row of a single response has no such column
+            read_ids = response_ids[columns.get("last_turn_start", 0) :]
+        response = self.tokenizer.decode(read_ids, skip_special_tokens=True)
+        assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
+        return RewardSample(
+            prompt=prompt,
+            response=response,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            label=label,
+            columns=columns,
+            truncated=truncated,
+            max_response_length=self.max_tokens,
+        )
+
+    def close(self) -> None:
+        """Terminate the pool's processes."""
+        self.pool.close()
 
 
 class RewardGroup:
-    """One reward worker a node, each scoring its share of the rows.
+    """One reward worker a node, each of which scores a part of the rows.
 
     Attributes:
-        accuracies: names of functions that say whether an answer is right; the run's own ones after `check`.
+        accuracies: names of functions whose score is an accuracy; those of the user too after `check`.
     """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:
         self._run, self._plane, self._tokenizer_path = run, plane, tokenizer_path
-        self._watch = WaitMonitor.from_run(run)
+        self._monitor = WaitMonitor.from_run(run)
         self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
         env = build_worker_environment(run.config, run.platform, run.num_nodes)
@@ -46,67 +155,68 @@ class RewardGroup:
             "scheduling_strategy": "SPREAD",
         }
         self._remote = ray.remote(RewardWorker).options(**options)
-        self._names = [f"reward worker {number}" for number in range(run.num_nodes)]
-        self._actors = [self._start(number) for number in range(run.num_nodes)]
+        self._names = [f"reward worker {index}" for index in range(run.num_nodes)]
+        self._actors = [self._start_worker(index) for index in range(run.num_nodes)]
 
-    def _start(self, number: int) -> ActorHandle[RewardWorker]:
-        remove_status_files(self._run.folder, [self._names[number]])
-        return cast_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
+    def _start_worker(self, index: int) -> ActorHandle[RewardWorker]:
+        remove_status_files(self._run.folder, [self._names[index]])
+        return cast_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, index))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
-        """Every reward function gives a score to a sample."""
+        """Score a sample with every reward function."""
         futures = [self._actors[0].check.remote(prompt_ids, label, columns)]
-        (found,) = wait_all(futures, ["reward worker"], "check", None, self._watch)
-        self.accuracies |= frozenset(found)
+        (accuracies,) = wait_all(futures, ["reward worker"], CHECK_REWARDS.name, None, self._monitor)
+        self.accuracies |= frozenset(accuracies)
 
     def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
-        """Scores of given trajectories, in order."""
-        share = -(-len(items) // len(self._actors))
+        """Return the scores of trajectories of prompts, in order."""
+        size = -(-len(items) // len(self._actors))
 
-        def ask(number: int, again: bool) -> Any:
-            parts = (part[number * share : (number + 1) * share] for part in (items, trajectories))
-            return self._actors[number].score_now.remote(*parts)
+        def call(index: int, again: bool) -> ObjectRef[Any]:
+            mine = slice(index * size, (index + 1) * size)
+            return self._actors[index].score_now.remote(items[mine], trajectories[mine])
 
-        parts: list[Any] = self._ask_all("score_now", ask).wait()
-        return [result for part in parts for result in part]
+        by_worker: list[Any] = self._call_all(SCORE_NOW, call).wait()
+        return [result for results in by_worker for result in results]
 
     def start(self, num_rows: int) -> Pending:
-        """Starts scoring; rows are taken as soon as they are generated."""
-        share = -(-num_rows // len(self._actors))
+        """Start to score; rows are taken as soon as they are generated."""
+        size = -(-num_rows // len(self._actors))
 
-        def ask(number: int, again: bool) -> Any:
-            return self._actors[number].score.remote(list(range(number * share, min(num_rows, (number + 1) * share))), again)
+        def call(index: int, again: bool) -> ObjectRef[Any]:
+            rows = list(range(num_rows)[index * size : (index + 1) * size])
+            return self._actors[index].score.remote(rows, again)
 
-        return self._ask_all("score", ask)
+        return self._call_all(RULE_REWARDS, call)
 
-    def _ask_all(self, method: str, ask: Callable[[int, bool], Any]) -> Pending:
-        """The workers are asked, and asked again where one is replaced meanwhile: nothing is lost with a worker."""
+    def _call_all(self, phase: Phase, call: Callable[[int, bool], ObjectRef[Any]]) -> Pending:
+        """Run a phase on all workers, and again on one that is replaced: nothing is lost with a worker."""
 
-        def replace_worker(name: str) -> Any | None:
-            number = self._names.index(name) if name in self._names else None
-            if number is None or not self._replace(number):
-                return None
-            return ask(number, True)
+        def replace_worker(name: str) -> ObjectRef[Any] | None:
+            index = self._names.index(name) if name in self._names else None
+            return call(index, True) if index is not None and self._replace(index) else None
 
-        futures = [ask(number, False) for number in range(len(self._actors))]
-        return Pending(futures, self._names, method, self._plane, self._watch, replace_worker)
+        futures = [call(index, False) for index in range(len(self._actors))]
+        return Pending(futures, self._names, phase.name, self._plane, self._monitor, replace_worker)
 
-    def _replace(self, number: int) -> bool:
-        """Another worker is there in place of this one; False when too many were replaced already."""
-        if self._num_replaced == _MOST_REPLACED:
+    def _replace(self, index: int) -> bool:
+        """Start another worker in place of this one; returns False when too many were replaced already."""
+        if self._num_replaced == _MAX_REPLACED:
             return False
         self._num_replaced += 1
-        with contextlib.suppress(Exception):
-            ray.kill(self._actors[number])
-        terminate_processes(self._run.folder, [self._names[number]], grace_s=0.0)
-        self._actors[number] = self._start(number)
-        left = _MOST_REPLACED - self._num_replaced
-        _LOG.warning("%s was lost and is replaced (%d more may be)", self._names[number], left)
+        # one that is dead cannot be killed
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self._actors[index])
+        terminate_processes(self._run.folder, [self._names[index]], grace_s=0.0)
+        self._actors[index] = self._start_worker(index)
+        left = _MAX_REPLACED - self._num_replaced
+        _LOG.warning("%s was lost and is replaced (%d more may be)", self._names[index], left)
         return True
 
     def close(self) -> None:
-        """Ends the workers and their pools."""
-        with contextlib.suppress(Exception):
+        """Terminate the workers and their pools."""
+        # a worker that died or hangs cannot close its pool
+        with contextlib.suppress(RayError):
             ray.get([actor.close.remote() for actor in self._actors], timeout=10)
         for actor in self._actors:
             ray.kill(actor)

@@ -42,10 +42,10 @@ from mindspeed_rl.rollout.loading import LoadsWeights
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.runtime.reports import add_bytes
-from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
-from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
-from mindspeed_rl.workers.routing import rollout_routing
+from mindspeed_rl.runtime.reports import add_sync_bytes
+from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_tasks, build_row_tasks
+from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
+from mindspeed_rl.workers.routing import build_routing_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class RolloutReplica:
             run_id: unique to the run and equal on all its ranks.
         """
         config, actor = run.generate, run.models["actor"]
-        sampling = training_sampling(config.sampling_config, actor.source, tokenizer)
+        sampling = build_sampling(config.sampling_config, actor.source, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         replays = run.rl.router_replay.mode == "R3"
         key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
@@ -115,7 +115,7 @@ class RolloutReplica:
             assert model_config.num_moe_experts is not None
             folder = Path(config.eplb_token_save_path)
             self._expert_counts = ExpertCounts(folder, self.rank, model_config.moe_layers, model_config.num_moe_experts)
-        self.agents = make_agents(run, self._tokenizer)
+        self.agents = build_agents(run, self._tokenizer)
         self.host.run_without_steps(self.agents.start)
 
     # ------------------------------------------------------------------ weights
@@ -144,7 +144,7 @@ class RolloutReplica:
         assert self._push is not None
         # the first rank writes the folder, the others receive it
         folder_bytes = 0 if adapters is None or not self.rank else adapters.num_bytes
-        add_bytes(metrics, self._push.received_bytes + folder_bytes, self._push.needed_bytes + folder_bytes)
+        add_sync_bytes(metrics, self._push.received_bytes + folder_bytes, self._push.needed_bytes + folder_bytes)
 
     def _write(self, model: nn.Module, stream: WeightStream, base_only: bool) -> None:
         load = BaseLoader(model) if base_only else cast(LoadsWeights, model).load_weights
@@ -231,16 +231,16 @@ class RolloutReplica:
             yield self._generate_batch(rollout_index, rows, batch)
 
     async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
-        tasks = row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
+        tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
         trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
         assert self.plane is not None
-        columns = response_columns(trajectories)
+        columns = build_response_columns(trajectories)
         if self._plan is not None:
-            columns |= rollout_routing(self._plan, trajectories)
+            columns |= build_routing_columns(self._plan, trajectories)
         if self._expert_counts is not None:
             self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
-        return response_metrics(trajectories)
+        return compute_response_metrics(trajectories)
 
     def continue_responses(self, responses: Sequence[PartialResponse], num_tokens: int) -> list[Generated] | None:
         """Continue every n-th response, from this replica's index on, by up to `num_tokens` tokens.
@@ -271,7 +271,7 @@ class RolloutReplica:
             seed: the seeds of the samples are derived from it.
             greedy: temperature 0; otherwise the sampling of the training rollouts.
         """
-        tasks = item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
+        tasks = build_item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
 
         async def generate_all() -> list[Trajectory]:
             trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))

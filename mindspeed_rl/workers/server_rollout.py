@@ -23,13 +23,13 @@ from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
-from mindspeed_rl.runtime.reports import WorkerReport, add_bytes
+from mindspeed_rl.runtime.reports import WorkerReport, add_sync_bytes
 from mindspeed_rl.serving.engine_pool import ServerPool
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
-from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
+from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_tasks, build_row_tasks
 from mindspeed_rl.workers.remote_group import RemoteGroup
-from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
+from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
 
 Result = TypeVar("Result")
 
@@ -63,8 +63,8 @@ class ServerRollout:
         actor = run.config.actor_config
         source = find_model(actor, "actor_config")
         tokenizer = load_tokenizer_of(actor, source)
-        self.sampling = training_sampling(run.generate.sampling_config, source, tokenizer)
-        self.agents = make_agents(run, tokenizer)
+        self.sampling = build_sampling(run.generate.sampling_config, source, tokenizer)
+        self.agents = build_agents(run, tokenizer)
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
@@ -106,7 +106,7 @@ class ServerRollout:
         metrics.add_min("rollout/proven_parameters", num_proven)
         metrics.add_max("rollout/weight_version", version)
         metrics.add_min("rollout/servers", len(servers.pool.names))
-        add_bytes(metrics, servers.weights.received_bytes, servers.weights.needed_bytes)
+        add_sync_bytes(metrics, servers.weights.received_bytes, servers.weights.needed_bytes)
         return [*reports, WorkerReport(metrics)]
 
     def recover(self) -> None:
@@ -189,7 +189,7 @@ class ServerRollout:
         )
         # evaluations have used the servers too, and are no part of the rollout
         pool.drain_busy()
-        tasks = row_tasks(run, batch, indexes, rollout_index, self.sampling)
+        tasks = build_row_tasks(run, batch, indexes, rollout_index, self.sampling)
         running = {asyncio.create_task(self.agents.sample(pool, task)): index for index, task in zip(indexes, tasks)}
         metrics = Metrics()
         try:
@@ -198,8 +198,8 @@ class ServerRollout:
                 await asyncio.sleep(_COLLECT_S)  # those that end together travel together
                 done = {running.pop(task): task for task in list(running) if task.done()}
                 trajectories = [done[index].result() for index in sorted(done)]
-                await loop.run_in_executor(self._writer, self._plane.put, response_columns(trajectories), sorted(done))
-                metrics.merge(response_metrics(trajectories))
+                await loop.run_in_executor(self._writer, self._plane.put, build_response_columns(trajectories), sorted(done))
+                metrics.merge(compute_response_metrics(trajectories))
         finally:
             for task in running:
                 task.cancel()
@@ -208,7 +208,7 @@ class ServerRollout:
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, all as one share; see `RolloutReplica.generate_responses`."""
-        tasks = item_tasks(items, self.sampling, seed, greedy=greedy)
+        tasks = build_item_tasks(items, self.sampling, seed, greedy=greedy)
 
         async def sample_all() -> list[Trajectory]:
             return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))

@@ -31,7 +31,7 @@ class UpdatePlan:
     records_log_probs: bool = False
 
 
-def mini_batches(
+def plan_mini_batches(
     num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
 ) -> list[list[int]]:
     """Rows of each optimizer step of an iteration, in order.

@@ -11,16 +11,16 @@ from rollout_jobs import pair_of
 from torch import Tensor, nn
 from training_jobs import Setting
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.workers.replica import Replica, to_rows
-from mindspeed_rl.workers.responses import response_columns
-from mindspeed_rl.workers.routing import RolloutRouting, rollout_routing
+from mindspeed_rl.workers.replica import Replica, build_rows
+from mindspeed_rl.workers.responses import build_response_columns
+from mindspeed_rl.workers.routing import RolloutRouting, build_routing_columns
 
 _PROMPTS = ([5, 9, 40, 17, 22, 61, 3, 77, 30, 31] * 30, [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38])
 _TOLD = [12, 90, 55]
@@ -73,12 +73,12 @@ def agree(setting: Setting) -> dict[str, Any]:
         nudge(pair.rollout.get_model())
         cached = _count_cached(pair.rollout)
         trajectories = _trajectories(pair.rollout)
-        routing = rollout_routing(pair.engine.model.plan, trajectories)
-        plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, routed_column(0)])
+        routing = build_routing_columns(pair.engine.model.plan, trajectories)
+        plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, name_routed_column(0)])
         numbers = list(range(len(trajectories)))
         plane.put(routing, numbers)
-        rows = to_rows(
-            {name: pack(values) for name, values in response_columns(trajectories).items() if name != "trajectories"}
+        rows = build_rows(
+            {name: pack(values) for name, values in build_response_columns(trajectories).items() if name != "trajectories"}
         )
         own = pair.engine.forward(rows, setting.batching)
         replay = RolloutRouting(pair.engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]

@@ -15,10 +15,10 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import MemorySource, WeightOp
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.exchange import Exchange, world_exchange
-from mindspeed_rl.resharding.layouts import stage_of, training_boxes, training_places
+from mindspeed_rl.resharding.exchange import Exchange, build_world_exchange
+from mindspeed_rl.resharding.layouts import find_stage, rank_positions, training_slices
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.transfer import Sources
 
 
@@ -110,15 +110,15 @@ class Side:
         self.layout = Layout(num_layers=model_config.num_layers, num_experts=num_experts, **case.train)
         packing = ExpertPacking("grouped", self.layout.num_expert_groups) if case.grouped else None
         self.ops = architecture.weight_ops(model_config, packing)
-        self.exchange = exchange or world_exchange()
+        self.exchange = exchange or build_world_exchange()
         rank, world = self.exchange.rank, self.exchange.size
         trainers = case.train_ranks or world
-        self.places = training_places(self.layout, trainers)
+        self.places = rank_positions(self.layout, trainers)
         self.shards = self._make_shards(rank) if rank < trainers else []
         shapes = {name: shape for op in self.ops for name, shape in zip(op.hf, op.shapes)}
-        held = training_boxes(self.ops, self.layout, self.places)
+        held = training_slices(self.ops, self.layout, self.places)
         sources = Sources(self.shards, {}) if self.shards else None
-        self.trained = Trained(held, shapes, sources, torch.device("cpu"), case.bucket_bytes)
+        self.trained = TrainedWeights(held, shapes, sources, torch.device("cpu"), case.bucket_bytes)
         self.engine: EngineModel | None = None
         found: Destinations | None = None
         first = case.train_ranks or 0
@@ -150,7 +150,7 @@ class Side:
         for op in self.ops:
             count, index = (self.layout.expert_tp_size, place.etp) if op.axis == "etp" else (self.layout.tp, place.tp)
             mine = not op.experts or op.experts[0] // self.layout.experts_per_group == place.experts
-            if stage_of(op, self.layout) == place.pp and mine:
+            if find_stage(op, self.layout) == place.pp and mine:
                 dtype = torch.float32 if op.buffer else self.case.dtype
                 found.append(Shard(op, op.read_shard(empty, count, index).to(dtype).clone(), count, index))
         return found
@@ -203,7 +203,7 @@ def deliver(case: Case) -> dict[str, Any]:
         report["parameters"] = 0 if side.engine is None else len(dict(side.engine.named_parameters()))
         report["loaded whole"] = sorted(side.destinations.whole) if side.destinations else []
         report["needed"] = side.push.needed_bytes
-        report["planned"] = side.push.plan.received().get(side.exchange.rank, 0)
+        report["planned"] = side.push.plan.moves.bytes_by_rank("target").get(side.exchange.rank, 0)
         dist.barrier()
         return report
     finally:

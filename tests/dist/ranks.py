@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import Forked, Kind, fork_server
-from ports import free_port
+from ports import find_free_port
 
 #: after one rank has failed, how long the others may take to fail as well before they are ended
 _GRACE_S = 3.0
@@ -66,7 +66,7 @@ class Ranks:
         """
         if not self._processes:
             self._start()
-        port = free_port()
+        port = find_free_port()
         connections = [process.connection for process in self._processes]
         for connection in connections:
             connection.send((job.__module__, job.__qualname__, port, settings))

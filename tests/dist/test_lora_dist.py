@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from megatron_release import GROUPED_EXPERTS
-from ports import free_port
+from ports import find_free_port
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in models.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / name)
-    port = str(free_port())
+    port = str(find_free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
     logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
     processes = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from ports import free_port
+from ports import find_free_port
 from tokenizers import Tokenizer, models
 
 PROGRAM = Path(__file__).with_name("lora_rl_program.py")
@@ -44,7 +44,7 @@ def save_model(folder: Path) -> None:
 @pytest.mark.parametrize("lora_push", ["merged", "adapter"])
 def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: Path, lora_push: str) -> None:
     save_model(tmp_path / "model")
-    port = str(free_port())
+    port = str(find_free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     result = tmp_path / "result.json"
     done = subprocess.run(

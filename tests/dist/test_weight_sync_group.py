@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_model import EngineModel, EngineRank
-from ports import free_port
+from ports import find_free_port
 from push_jobs import Case, Side, weights_of
 from test_weight_push import MOE, TIED
 
@@ -67,7 +67,7 @@ class Engine:
 
 def together(work: Callable[[int, WeightSyncGroup], Any]) -> list[Any]:
     """What each member says, trainers first; each is a thread with a group of its own."""
-    meeting = Rendezvous.from_json(Rendezvous("127.0.0.1", free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
+    meeting = Rendezvous.from_json(Rendezvous("127.0.0.1", find_free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
 
     def member(rank: int) -> Any:
         group = WeightSyncGroup(meeting, rank)
@@ -103,7 +103,7 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
             push.write(model)
             proof = push.compare(model)
             assert proof.differing == {}
-            sent = push.plan.sent().get(rank, 0)
+            sent = push.plan.moves.bytes_by_rank("source").get(rank, 0)
             differs = [] if rank < TRAINERS else engines[rank - TRAINERS].differs(tensors)
             said.append((push.received_bytes, sent, differs))
         return said

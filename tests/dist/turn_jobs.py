@@ -16,8 +16,8 @@ from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
-from mindspeed_rl.workers.replica import to_rows
-from mindspeed_rl.workers.responses import response_columns
+from mindspeed_rl.workers.replica import build_rows
+from mindspeed_rl.workers.responses import build_response_columns
 
 #: of each trajectory: of each sequence: tokens of the prompt, then of what is drawn and told by turns
 SHAPES = (
@@ -57,11 +57,11 @@ ADVANTAGES = (1.0, -0.7, 0.4, 1.6)
 
 def rows_of(given: list[Trajectory], advantages: list[float]) -> Rows:
     """As the workers make rows of what the data plane holds."""
-    columns = {name: pack(values) for name, values in response_columns(given).items() if name != "trajectories"}
+    columns = {name: pack(values) for name, values in build_response_columns(given).items() if name != "trajectories"}
     masks = [mask.clone() for mask in columns["response_mask"]]
     columns |= {"scored_mask": masks, "loss_mask": masks}
     columns["advantages"] = [value * mask.float() for value, mask in zip(advantages, masks)]
-    return to_rows(columns, ["advantages", "scored_mask", "loss_mask"])
+    return build_rows(columns, ["advantages", "scored_mask", "loss_mask"])
 
 
 def whole() -> Rows:

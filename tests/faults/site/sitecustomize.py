@@ -179,7 +179,7 @@ def sources_module(module: ModuleType) -> None:
 
 PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.runtime.process": process_module,
-    "mindspeed_rl.workers.reward": reward_module,
+    "mindspeed_rl.workers.reward_group": reward_module,
     "mindspeed_rl.dataplane.transfer_dock": dock_module,
     "mindspeed_rl.trainers.rl": loop_module,
     "mindspeed_rl.engine.train_engine": engine_module,

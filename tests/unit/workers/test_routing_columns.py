@@ -12,7 +12,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
-from mindspeed_rl.workers.routing import rollout_routing
+from mindspeed_rl.workers.routing import build_routing_columns
 
 MODELS = Path(__file__).parents[2] / "data" / "models"
 
@@ -34,7 +34,7 @@ def drawn(count: int, experts: np.ndarray | None) -> Generated:
 def test_each_stage_gets_its_layers_one_byte_an_expert(tmp_path: Path) -> None:
     plan = plan_of("Qwen3-30B-A3B", tmp_path, pipeline_model_parallel_size=2)  # 48 layers, 8 of 128 experts
     experts = routing(5, 48, 8)
-    columns = rollout_routing(plan, [Trajectory.from_response((1, 2), drawn(4, experts))])
+    columns = build_routing_columns(plan, [Trajectory.from_response((1, 2), drawn(4, experts))])
     assert [lengths.tolist() for lengths in columns["routed_lengths"]] == [[5]]
     for stage, layers in ((0, slice(0, 24)), (1, slice(24, 48))):
         (found,) = columns[f"routed_experts_{stage}"]
@@ -45,7 +45,7 @@ def test_each_stage_gets_its_layers_one_byte_an_expert(tmp_path: Path) -> None:
 def test_layers_without_experts_have_no_place(tmp_path: Path) -> None:
     plan = plan_of("DeepSeek-R1", tmp_path)  # 61 layers, the first three without experts, 8 of 256
     experts = routing(3, 61, 8)
-    (found,) = rollout_routing(plan, [Trajectory.from_response((1,), drawn(3, experts))])["routed_experts_0"]
+    (found,) = build_routing_columns(plan, [Trajectory.from_response((1,), drawn(3, experts))])["routed_experts_0"]
     assert found.tolist() == experts[:, 3:].flatten().tolist()
 
 
@@ -61,14 +61,14 @@ def test_tokens_keep_the_experts_of_the_turn_that_computed_them_first(tmp_path: 
     )
     rewritten = TokenSequence((1, 1, 1), (Segment.from_generated(drawn(1, routing(3, 48, 8, first=9))),))
     sample = Trajectory((TokenSequence((1, 2), segments), rewritten), "stop")
-    columns = rollout_routing(plan, [sample])
+    columns = build_routing_columns(plan, [sample])
     assert columns["routed_lengths"][0].tolist() == [8, 3]
     expected = np.concatenate([first, second[4:], routing(3, 48, 8, first=9)])
     assert columns["routed_experts_0"][0].tolist() == expected.flatten().tolist()
     assert all(segment.routing is None for segment in sample.drop_routing().segments)
 
 
-def test_an_engine_that_says_nothing_is_an_error(tmp_path: Path) -> None:
+def test_an_engine_without_experts_is_an_error(tmp_path: Path) -> None:
     plan = plan_of("Qwen3-30B-A3B", tmp_path)
-    with pytest.raises(RuntimeError, match="router_replay: the rollout engine did not say"):
-        rollout_routing(plan, [Trajectory.from_response((1,), drawn(2, None))])
+    with pytest.raises(RuntimeError, match="router_replay: the rollout engine did not report"):
+        build_routing_columns(plan, [Trajectory.from_response((1,), drawn(2, None))])
