@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.kl import kl_penalty
-from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
+from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
@@ -127,7 +127,7 @@ class Advantages:
             metrics.merge(staleness_metrics(versions, version))
             metrics.add_mean("rollout/old_tokens_masked", (response_mask & ~young).sum().item(), response_mask.sum().item())
         if objective.overlong_filter:
-            loss_mask = overlong_filter(loss_mask, ragged(batch["truncated"]).tensor().bool())
+            loss_mask = filter_overlong(loss_mask, ragged(batch["truncated"]).tensor().bool())
         if objective.masks_by_entropy:
             entropies = ragged(batch["entropies"]).pad(0.0, width)
             shards = [(entropies, loss_mask)]

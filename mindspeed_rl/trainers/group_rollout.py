@@ -17,7 +17,7 @@ from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, write_record
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
-from mindspeed_rl.workers.responses import response_metrics
+from mindspeed_rl.workers.responses import compute_response_metrics
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 _IN_FLIGHT = "in_flight"
@@ -134,11 +134,11 @@ class GroupRollout(Rollout):
         self._plane.put(columns, range(len(groups) * repeat))
         scored = [] if "rewards" in columns else self._rewards.start(len(groups) * repeat).wait()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        return [*scored, WorkerReport(response_metrics(trajectories))]
+        return [*scored, WorkerReport(compute_response_metrics(trajectories))]
 
     def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
         """Add the reward model's score to rows that are too few, as a rule, to be dispatched as those of an iteration."""
-        if not self._model_rewards.exist:
+        if self._model_rewards.scorers is None:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)
         items = [group.item for group in groups for _ in group.samples]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -15,28 +16,32 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.fleet import Fleet
 
 
+@dataclass(frozen=True)
 class ModelRewards:
-    """Scores by the reward model that the workers hold; without one, nothing is added.
+    """Scores by a reward model.
 
     Attributes:
-        exist: False where functions alone score.
+        scorers: workers with the model; None where functions alone score: nothing is added.
+        weight: of the model's score in the total.
+        timeout_s: longest wait for rows.
     """
 
-    def __init__(self, scorers: Fleet | None, plane: DataPlane, *, weight: float, timeout_s: float) -> None:
-        self._scorers, self._plane, self._weight, self._timeout_s = scorers, plane, weight, timeout_s
-        self.exist = scorers is not None
+    scorers: Fleet | None
+    plane: DataPlane
+    weight: float
+    timeout_s: float
 
     def run(self, num_rows: int) -> list[WorkerReport]:
         """Add the model's score, as the last part, to `rewards` and `reward_results` of the first rows."""
-        if self._scorers is None:
+        if self.scorers is None:
             return []
-        reports = self._scorers.compute_model_rewards(num_rows)
+        reports = self.scorers.compute_model_rewards(num_rows)
         rows = range(num_rows)
-        batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
+        batch, _ = self.plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self.timeout_s)
         scores = ragged(batch["rm_scores"]).tensor().tolist()
-        results = add_model_scores(objects(batch["reward_results"]), scores, weight=self._weight)
+        results = add_model_scores(objects(batch["reward_results"]), scores, weight=self.weight)
         # the reward functions have filled these cells before
-        self._plane.put({"rewards": reward_totals(results), "reward_results": results}, rows, overwrite=True)
+        self.plane.put({"rewards": reward_totals(results), "reward_results": results}, rows, overwrite=True)
         metrics = Metrics()
         metrics.add_spread("reward_model/score", scores)
         return [*reports, WorkerReport(metrics)]
@@ -45,14 +50,14 @@ class ModelRewards:
         self, results: Sequence[RewardResult], items: Sequence[PromptItem], responses: Sequence[list[int]]
     ) -> list[RewardResult]:
         """Return the results of given responses with the model's score of each."""
-        if self._scorers is None:
+        if self.scorers is None:
             return list(results)
         prompts = [list(item["prompt_ids"]) for item in items]
-        replicas = [part for part in self._scorers.score(prompts, list(responses)) if part is not None]
+        replicas = [part for part in self.scorers.score(prompts, list(responses)) if part is not None]
         scores = [0.0] * len(prompts)
         for replica, part in enumerate(replicas):
             scores[replica :: len(replicas)] = part
-        return add_model_scores(results, scores, weight=self._weight)
+        return add_model_scores(results, scores, weight=self.weight)
 
 
 def reward_totals(results: Sequence[RewardResult]) -> list[float]:

@@ -18,7 +18,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.trainers.model_rewards import reward_totals
-from mindspeed_rl.workers.responses import response_columns
+from mindspeed_rl.workers.responses import build_response_columns
 
 _FORMAT = "mindspeed_rl.in_flight"
 
@@ -62,7 +62,7 @@ class PromptGroup:
 
 def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
-    columns = response_columns([trajectory for group in groups for trajectory in group.trajectories])
+    columns = build_response_columns([trajectory for group in groups for trajectory in group.trajectories])
     if all(group.results is not None for group in groups):
         results = [result for group in groups for result in group.results or ()]
         columns["rewards"] = reward_totals(results)

@@ -17,7 +17,7 @@ from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.trainers.model_plans import plan_models
-from mindspeed_rl.workers.agents import tool_schemas
+from mindspeed_rl.workers.agents import read_tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]
 def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the prompts to train on, and those of the evaluations: a second dataset, or the part that `split` holds back."""
     actor = run.config.actor_config
-    tools = tool_schemas(run.rl, tokenizer)
+    tools = read_tool_schemas(run.rl, tokenizer)
     full = _open_run_prompts(run, "data_path", tokenizer, tools)
     train, validation, _ = split_shares(actor.split)
     prompts = full if train == 1 else full.part(0, train)

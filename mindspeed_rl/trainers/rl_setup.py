@@ -23,7 +23,7 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.phases import worker_columns
+from mindspeed_rl.config.phases import list_worker_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 #: users of the data plane in this loop, and the columns that each puts
 DATA_PLANE_USERS = {
     "trainer": PromptLoader.COLUMNS,
-    **worker_columns(),
+    **list_worker_columns(),
     "dynamic_sampling": (),
     "compute_advantage": Advantages.COLUMNS,
     "metrics": (),
@@ -243,7 +243,7 @@ def open_data_plane(run: Run) -> DataPlane:
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     else:
         options = {"result_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": build_runtime_env({})}
-    users = {**DATA_PLANE_USERS, **worker_columns(run.config)}
+    users = {**DATA_PLANE_USERS, **list_worker_columns(run.config)}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 
 

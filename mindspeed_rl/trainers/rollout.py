@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.algorithms.masks import groups_with_signal, rows_of_groups
+from mindspeed_rl.algorithms.masks import find_groups_with_signal, list_group_rows
 from mindspeed_rl.config import RLConfig, Run
-from mindspeed_rl.config.phases import GENERATE, RULE_REWARDS, worker_columns
+from mindspeed_rl.config.phases import GENERATE, RULE_REWARDS, list_worker_columns
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
@@ -100,7 +100,7 @@ class FilteredRollout(Rollout):
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, synchronous, model_rewards
         self._filter = group_filter
         self._timeout_s = run.deadlines.rows_s
-        rollout = worker_columns(run.config)["actor_rollout"]
+        rollout = list_worker_columns(run.config)["actor_rollout"]
         # merged rows are put anew, so all columns that the rollout put have to be read back
         self._columns = [*SCORED_COLUMNS, *(name for name in rollout if name not in SCORED_COLUMNS)]
         self._next_rollout = 0
@@ -173,8 +173,8 @@ class GroupFilter:
         else:
             results = objects(batch["reward_results"])
             scores = torch.tensor([float(result.parts.get(name, math.nan)) for result in results])
-        varies = groups_with_signal(scores, self.group_size)
-        indexes = (rows_of_groups(groups, self.group_size).tolist() for groups in (varies, ~varies))
+        varies = find_groups_with_signal(scores, self.group_size)
+        indexes = (list_group_rows(groups, self.group_size).tolist() for groups in (varies, ~varies))
         good, others = ({name: take(column, rows) for name, column in batch.items()} for rows in indexes)
         return good, others
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
-from mindspeed_rl.algorithms.policy_losses import update_ratios
+from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, decode_tokens, is_due
 from mindspeed_rl.observability.curves import round_values
-from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.timers import Interval, compute_throughput
+from mindspeed_rl.observability.timers import compute_throughput
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 
@@ -32,7 +31,7 @@ class RolloutLogger(RunLogger):
     """Write one record an iteration, and the completions that are due."""
 
     def __init__(self, run: Run, outputs: LogOutputs, plane: DataPlane, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(outputs, self._derive_throughput)
+        super().__init__(outputs, self._derive_throughput, self._write_completions)
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
@@ -84,18 +83,8 @@ class RolloutLogger(RunLogger):
             )
         self._pending = batch, completions
 
-    def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
-        """See `RunLogger.hold`; the completions are recorded now: a run that repeats the iteration writes them again."""
-        self._write_completions()
-        super().hold(iteration, metrics, intervals)
-
-    def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
-        """Record the iteration, and its completions."""
-        self._write_completions()
-        super().write(iteration, metrics, intervals)
-
     def _write_completions(self) -> None:
-        """Record the kept rows, with the ratios of the update."""
+        """Record the kept rows, with the ratios of the update; a run that repeats the iteration writes them again."""
         if self._pending is None:
             return
         batch, completions = self._pending
@@ -113,7 +102,7 @@ class RolloutLogger(RunLogger):
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         advantages, mask = batch.advantages[:count], batch.inputs.response_mask[:count]
         new, old = (ragged(rows[name]).pad(0.0, advantages.size(1)) for name in columns)
-        ratios, clipped = update_ratios(
+        ratios, clipped = compute_update_ratios(
             PolicyBatch(new, advantages, mask, batch.loss_mask[:count], old_log_probs=old), objective
         )
         updated = []

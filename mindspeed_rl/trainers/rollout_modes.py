@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
@@ -20,7 +21,7 @@ from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, Rollout, SynchronousRollout
 from mindspeed_rl.workers.fleet import Fleet
-from mindspeed_rl.workers.responses import sampling_seed
+from mindspeed_rl.workers.responses import get_sampling_seed
 from mindspeed_rl.workers.reward_group import RewardGroup
 from mindspeed_rl.workers.server_rollout import ServerRollout
 
@@ -39,7 +40,7 @@ def build_rollout(
     Args:
         model_rewards: adds its scores before groups are filtered.
     """
-    rl, plan, run_seed = run.rl, run.plan, sampling_seed(run)
+    rl, plan, run_seed = run.rl, run.plan, get_sampling_seed(run)
     group_filter = GroupFilter.from_config(rl, plan.n_samples_per_prompt)
 
     def derive_seed(prompt: int, sample: int) -> int:
@@ -59,8 +60,7 @@ def build_rollout(
         ordered = [replicas[index % len(replicas)][index // len(replicas)] for index in range(len(responses))]
         return [report for report, _ in continued], ordered
 
-    def build_requests(sampling: Sampling) -> Requests:
-        return Requests(loader.item, derive_seed, sampling, plan.n_samples_per_prompt)
+    build_requests = partial(Requests, loader.item, derive_seed, group_size=plan.n_samples_per_prompt)
 
     source: StreamingSource | PartialSource
     if rl.trainer_mode != "sync":
@@ -71,7 +71,7 @@ def build_rollout(
             host.servers.pool,
             host.agents,
             host.servers.loop,
-            build_requests(host.sampling),
+            build_requests(sampling=host.sampling),
             admission,
             score,
             interrupts=rl.trainer_mode == "async" and rl.partial_rollout,
@@ -82,7 +82,7 @@ def build_rollout(
         )
     elif rl.partial_rollout_max_split > 1:
         max_tokens = run.generate.sampling_config.max_tokens
-        requests = build_requests(Sampling(0.0, max_tokens, ()))  # the engine has the temperature
+        requests = build_requests(sampling=Sampling(0.0, max_tokens, ()))  # the engine has the temperature
         slice_tokens = math.ceil(max_tokens / rl.partial_rollout_max_split)
         source = PartialSource(continue_in_order, requests, admission, slice_tokens)
     else:

@@ -54,15 +54,21 @@ class RunLogger:
         note: shows a line to the user.
     """
 
-    def __init__(self, outputs: LogOutputs, derive: Callable[[dict[str, float]], dict[str, float]]) -> None:
+    def __init__(
+        self,
+        outputs: LogOutputs,
+        derive: Callable[[dict[str, float]], dict[str, float]],
+        before_record: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the timeline.
 
         Args:
             derive: makes further figures of an iteration's metrics and timings.
+            before_record: called before an iteration is recorded.
         """
         self.first_evaluation: Mapping[str, float] = {}
         self.note = outputs.progress.note
-        self._outputs, self._derive = outputs, derive
+        self._outputs, self._derive, self._before_record = outputs, derive, before_record
         self._timeline = Timeline(outputs.folder / "timeline.json")
         for observer in outputs.observers:
             observer.on_start()
@@ -94,6 +100,7 @@ class RunLogger:
             observer.on_figures(iteration, results)
 
     def _compute_figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
+        self._before_record()
         results = metrics.results() | compute_timings(intervals)
         return results | self._derive(results)
 

@@ -1,16 +1,16 @@
-"""What is due in which iteration, and with which coefficients: everything of a run that is a function of its number."""
+"""The schedule of a run: phases and coefficients as functions of the iteration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.algorithms.kl import kl_controller
+from mindspeed_rl.algorithms.kl import build_kl_controller
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.keys.megatron import evaluates
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import resolve_admission
-from mindspeed_rl.workers.update_plan import UpdatePlan, mini_batches
+from mindspeed_rl.workers.update_plan import UpdatePlan, plan_mini_batches
 
 
 class DisagreementError(RuntimeError):
@@ -18,12 +18,14 @@ class DisagreementError(RuntimeError):
 
 
 class Schedule:
-    """Read by the loop; holds the little state that changes over iterations.
+    """The schedule that the loop reads, with the little state that changes over iterations.
 
     Attributes:
         kl: controller of the KL coefficient.
         admission: how far the rollout may be ahead of training.
-        needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
+        objective: the loss and its inputs.
+        needs_reference, needs_old_log_probs, has_critic: forward passes of an iteration.
+        evaluates_first: there is something to evaluate on: a dataset for it, or the part that `split` holds back.
     """
 
     def __init__(self, run: Run) -> None:
@@ -33,7 +35,7 @@ class Schedule:
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
-        self.kl = kl_controller(objective)
+        self.kl = build_kl_controller(objective)
         self.admission = resolve_admission(run)
         # the tokens are sampled from the weights that train on them
         self._on_policy = plan.on_policy and self.admission.bound == 0
@@ -44,75 +46,69 @@ class Schedule:
         self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:
-        """Rows of each optimizer step of the iteration."""
-        return mini_batches(
+        """Return the rows of each optimizer step of the iteration."""
+        return plan_mini_batches(
             self._plan.num_train_samples,
             self._plan.mini_batch_size,
             self._plan.epochs,
             group_size=self._plan.n_samples_per_prompt,
-            # apart by more than a run has iterations, so that runs of neighbouring seeds share no shuffle
+            # the factor is larger than any number of iterations, so that runs of neighbouring seeds share no shuffle
             shuffle_seed=self._actor.seed * 1_000_003 + iteration if self._rl.shuffle_mini_batch else None,
         )
 
     def update_plan(self, iteration: int, entropy_threshold: float | None) -> UpdatePlan:
-        """What the actor's update of this iteration consists of."""
-        return UpdatePlan(
-            steps=self.steps(iteration),
-            kl_coef=self.kl.coef,
-            entropy_threshold=entropy_threshold,
-            columns=("advantages", "rollout_log_probs", "scored_mask", "loss_mask", *self._optional_columns()),
-            iteration=iteration,
-            records_log_probs=self.writes_ratios(iteration),
-        )
-
-    def _optional_columns(self) -> list[str]:
-        """What the policy loss reads in this run besides what it always reads."""
-        read = {
+        """Return the plan of the actor's update in this iteration."""
+        optional = {
             "old_log_probs": self.needs_old_log_probs,
             "ref_log_probs": self.objective.loss_reads_reference,
             "entropies": "entropies" in self.objective.needs,
         }
-        return [name for name, is_read in read.items() if is_read]
+        columns = ["advantages", "rollout_log_probs", "scored_mask", "loss_mask"]
+        return UpdatePlan(
+            steps=self.steps(iteration),
+            kl_coef=self.kl.coef,
+            entropy_threshold=entropy_threshold,
+            columns=(*columns, *(name for name, is_read in optional.items() if is_read)),
+            iteration=iteration,
+            records_log_probs=self.writes_ratios(iteration),
+        )
 
     def computes_old_log_probs(self, iteration: int) -> bool:
-        """True when the update needs them, or the rollout is saved with them."""
-        return self.needs_old_log_probs or self.saves_rollout(iteration)
+        """Return True when the update needs them, or the rollout is saved with them."""
+        interval = self._rl.save_rollouts_interval
+        is_saved = interval > 0 and iteration % interval == 0
+        return self.needs_old_log_probs or is_saved
 
     def writes_ratios(self, iteration: int) -> bool:
-        """True where completions are written of an update whose ratios are not all 1."""
+        """Return True where completions are written of an update whose ratios are not all 1."""
         rl = self._rl
         due = rl.log_completions and is_due(iteration + 1, rl.log_completions_interval)
         return due and self.needs_old_log_probs and self.trains_actor(iteration)
 
-    def saves_rollout(self, iteration: int) -> bool:
-        """True in the first and every `save_rollouts_interval`-th iteration after it."""
-        interval = self._rl.save_rollouts_interval
-        return interval > 0 and iteration % interval == 0
-
     def trains_actor(self, iteration: int) -> bool:
-        """False while only the critic learns."""
+        """Return False while only the critic learns."""
         return not self.has_critic or iteration >= self._rl.critic_warmup
 
     def syncs_reference(self, iteration: int) -> bool:
-        """True every `ref_model_sync_steps` iterations with `sync_ref_model`."""
+        """Return True every `ref_model_sync_steps` iterations with `sync_ref_model`."""
         rl = self._rl
         return rl.sync_ref_model and self.needs_reference and (iteration + 1) % rl.ref_model_sync_steps == 0
 
     def saves(self, iteration: int) -> bool:
-        """True every `save_interval` iterations and after the last."""
+        """Return True every `save_interval` iterations and after the last."""
         config = self._actor
         if not config.save:
             return False
         return iteration + 1 == self.train_iters or bool(config.save_interval and (iteration + 1) % config.save_interval == 0)
 
     def evaluates(self, iteration: int) -> bool:
-        """True every `eval_interval` iterations and after the last."""
+        """Return True every `eval_interval` iterations and after the last."""
         if not self.evaluates_first:
             return False
         return iteration + 1 == self.train_iters or (iteration + 1) % self._actor.eval_interval == 0
 
     def after_update(self, iteration: int, metrics: Metrics) -> None:
-        """Moves the KL coefficient, and checks that trainer and rollout engine agree.
+        """Update the KL coefficient, and check that trainer and rollout engine agree.
 
         Raises:
             DisagreementError: their log-probs differ by more than `log_probs_diff_limit`.
@@ -123,7 +119,7 @@ class Schedule:
                 self.kl.update(results[name], self.num_train_samples)
                 metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
-        # later steps of an iteration compare a policy that has moved on
+        # later steps of an iteration compare a policy that has been updated
         if limit is not None and difference is not None and self._on_policy and difference > limit:
             raise DisagreementError(
                 f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
@@ -131,9 +127,9 @@ class Schedule:
             )
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """What a resumed run needs besides weights, as plain values."""
+        """Return the state that a resumed run needs besides weights, as plain values."""
         return {"iteration": iteration, "kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         self.kl.load_state_dict(state["kl"])
