@@ -7,7 +7,7 @@ import random
 import socket
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that nobody listens on, out of reach of outgoing connections, one of which could take it meanwhile."""
     for port in random.SystemRandom().sample(range(20000, 32000), 200):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Bytes of a device by owner, measured at the borders of phases, and what is said when they do not suffice."""
+"""Bytes of a device by owner, measured at the ends of phases, and the error of a phase that runs out of memory."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from mindspeed_rl import platform
 from mindspeed_rl.observability.metrics import Metrics
 
 _GIB = float(1 << 30)
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 class DeviceMemoryError(RuntimeError):
-    """A phase asked for more memory than there is.
+    """A phase needs more memory than the device has.
 
     Attributes:
-        phase: in the planner's words.
+        phase: as the planner names it.
         owners: bytes by owner at that moment.
     """
 
     def __init__(self, phase: str, owners: Mapping[str, int]) -> None:
         self.phase, self.owners = phase, dict(owners)
-        largest = sorted(self.owners.items(), key=lambda item: -item[1])[:_MOST_NAMED]
+        largest = sorted(self.owners.items(), key=lambda item: -item[1])[:_MAX_NAMED]
         super().__init__(
             f"out of memory in phase {phase}: {', '.join(f'{owner} {count / _GIB:.2f} GiB' for owner, count in largest)}."
         )
 
-    # Ray pickles what a worker raises, and an exception is rebuilt from its message alone otherwise
+    # Ray pickles the errors of a worker, and an exception is rebuilt from its message alone otherwise
     def __reduce__(self) -> tuple[type[DeviceMemoryError], tuple[str, dict[str, int]]]:
         return type(self), (self.phase, self.owners)
 
 
 def find_memory_error(error: BaseException | None) -> DeviceMemoryError | None:
-    """The one among the causes of an error, also behind what Ray wraps a worker's error in."""
+    """Return the memory error among the causes of an error, also inside Ray's error of a worker."""
     while error is not None:
-        for found in (error, getattr(error, "cause", None)):
-            if isinstance(found, DeviceMemoryError):
-                return found
+        for cause in (error, getattr(error, "cause", None)):
+            if isinstance(cause, DeviceMemoryError):
+                return cause
         error = error.__cause__
     return None
 
 
 @contextlib.contextmanager
-def building() -> Iterator[None]:
-    """Running out of memory while models and engine are built is said in the same words; owners are told apart only later.
+def convert_memory_errors() -> Iterator[None]:
+    """Convert the device's error while models and engine are built, before their owners are known.
 
     Raises:
-        DeviceMemoryError: in place of the device's own words for it.
+        DeviceMemoryError: in place of the device's own error.
     """
     device = platform.current()
     try:
@@ -56,51 +56,54 @@ def building() -> Iterator[None]:
         if not device.is_out_of_memory(error):
             raise
         built = int(device.memory_stats().allocated_gib * _GIB)
-        raise DeviceMemoryError("start", {"what was built until then": built}) from error
+        raise DeviceMemoryError("start", {"models and engine so far": built}) from error
 
 
 class PhaseMemory:
-    """The ledger of one device: (phase, what passes through it, metrics) -> context of the phase.
+    """The ledger of one device: (phase, transient owner, metrics) -> context of the phase.
 
-    Metrics are `memory/<phase>/<owner>_gib`. What comes and goes within a phase (activations, steps of the engine, buckets of a
-    push) is what memory rose to beyond that of the owners.
+    Metrics are `memory/<phase>/<owner>_gib`. Memory that exists only within the phase (activations, steps of the engine,
+    buckets of a weight sync) is the peak minus that of the owners.
     """
 
     def __init__(self, owners: Callable[[], Mapping[str, int]]) -> None:
-        """
+        """Keep the function that measures the owners.
+
         Args:
-            owners: bytes of what stays longer than a phase, as it lies on the device when asked.
+            owners: returns the bytes on the device now of everything that exists longer than a phase.
         """
         self._owners = owners
         self.peak_gib: float = 0.0
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, passing: str, metrics: Metrics) -> Iterator[None]:
-        """Measures a phase.
+    def __call__(self, phase: str, transient: str, metrics: Metrics) -> Iterator[None]:
+        """Measure a phase.
+
+        Args:
+            phase: as the planner names it.
+            transient: owner of the memory that exists only within the phase.
+            metrics: takes the result.
 
         Raises:
-            DeviceMemoryError: in place of the device's own words for it.
+            DeviceMemoryError: in place of the device's own error.
         """
         device = platform.current()
         device.reset_peak_memory()
-        # what no owner is known for, the runtime's own among it
-        rest = int(device.memory_stats().allocated_gib * _GIB) - sum(self._owners().values())
+        # memory without an owner, that of the device's runtime included
+        unowned = int(device.memory_stats().allocated_gib * _GIB) - sum(self._owners().values())
         try:
             yield
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
-            raise DeviceMemoryError(phase, self._now(passing, rest)) from error
-        for owner, count in self._now(passing, rest).items():
-            metrics.add_max(f"memory/{_word(phase)}/{_word(owner)}_gib", count / _GIB)
+            raise DeviceMemoryError(phase, self._measure(transient, unowned)) from error
+        for owner, count in self._measure(transient, unowned).items():
+            phase_key, owner_key = (name.replace(" ", "_").lower() for name in (phase, owner))
+            metrics.add_max(f"memory/{phase_key}/{owner_key}_gib", count / _GIB)
 
-    def _now(self, passing: str, rest: int) -> dict[str, int]:
-        held = dict(self._owners())
+    def _measure(self, transient: str, unowned: int) -> dict[str, int]:
+        owners = dict(self._owners())
         peak = platform.current().memory_stats().peak_gib
         self.peak_gib = max(self.peak_gib, peak)
-        held[passing] = max(0, int(peak * _GIB) - rest - sum(held.values()))
-        return held
-
-
-def _word(name: str) -> str:
-    return name.replace(" ", "_").lower()
+        owners[transient] = max(0, int(peak * _GIB) - unowned - sum(owners.values()))
+        return owners

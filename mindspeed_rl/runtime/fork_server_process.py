@@ -1,4 +1,4 @@
-"""The process of a fork server: it imports, then makes a copy of itself for whoever asks; see `fork_server`."""
+"""The process of a fork server: it imports libraries, then makes a copy of itself for each request; see `fork_server`."""
 
 from __future__ import annotations
 
@@ -16,52 +16,79 @@ import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.importing import collecting_seldom, without
 
 
-def serve(words: str) -> str | None:
-    """The server's life, which has no end of its own. Returns in the copies only, each with the script that it is to run.
+class _Settings(TypedDict):
+    """The argument of the process; see `ForkServer.start`."""
 
-    None where nothing can be forked on this device, or where the process that started the server has ended.
+    platform: str
+    adapted: list[adaptors.Scope]
+    modules: list[str]
+    socket: str
+    parent: int
+
+
+class _Request(TypedDict):
+    """A client's request; see `fork_client`."""
+
+    script: list[str]
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    limits: dict[str, list[int]]
+    oom_score_adj: str
+    niceness: int
+
+
+def serve(text: str) -> str | None:
+    """Run the server, which does not end. Return in the copies only, each with the script that it is to run.
+
+    None where this device does not allow forks, or where the process that started the server has ended.
+
+    Args:
+        text: `_Settings` as JSON.
     """
-    told = json.loads(words)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would be left to end it
-    if os.getppid() != told["parent"]:
+    settings = cast("_Settings", json.loads(text))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that started it
+    if os.getppid() != settings["parent"]:
         return None
-    name = platform.named(told["platform"])
+    name = platform.named(settings["platform"])
     if not platform.platform_class(name).forks:
         return None
     device = platform.select(name)
     os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
-    # Megatron imports wandb where it finds it, for loggers that it is never given: half a second, and two folders in TMPDIR
-    with _without_ray(), without("wandb"), collecting_seldom():
-        for scope in told["adapted"]:
+    # Megatron imports wandb where it is installed, for loggers that are not used: half a second, and two folders in TMPDIR
+    with _hide_ray(), without("wandb"), collecting_seldom():
+        for scope in settings["adapted"]:
             adaptors.apply(scope)
-        for module in told["modules"]:
+        for module in settings["modules"]:
             import_module(module)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"{len(threads)} threads run after the imports; a fork would have only one of them.")
     gc.collect(1)
     gc.freeze()  # else the first collection of each copy would write to all pages that they share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies: Ray watches them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no wait for the copies: Ray watches them
     with socket.socket(socket.AF_UNIX) as listening:
-        made = Path(told["socket"] + ".new")
-        listening.bind(str(made))
+        temporary = Path(settings["socket"] + ".new")
+        listening.bind(str(temporary))
         listening.listen(64)
-        made.rename(told["socket"])
-        request = _next_copy(listening)
+        temporary.rename(settings["socket"])
+        request = _fork_for_requests(listening)
     _become(request)
     return sys.argv[0]
 
 
 @contextlib.contextmanager
-def _without_ray() -> Iterator[None]:
-    """Ray reads the environment when it is imported, and each copy has its own: which Ray process watches it, and the token
-    that lets it in. What did without Ray in the block is imported anew where it is asked for."""
+def _hide_ray() -> Iterator[None]:
+    """Hide Ray from the imports in the block; modules that did without it are imported anew where they are needed.
+
+    Ray reads the environment when it is imported, and each copy has its own: which Ray process watches it, and its token.
+    """
     before = set(sys.modules)
     with without("ray"):
         yield
@@ -73,18 +100,18 @@ def _without_ray() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _next_copy(listening: socket.socket) -> dict[str, Any]:
-    """Forks for each request; returns in the copies only, with what was asked for."""
+def _fork_for_requests(listening: socket.socket) -> _Request:
+    """Fork for each request; return in the copies only, with the request."""
     while True:
         connection, _ = listening.accept()
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(10)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-            with connection.makefile("rb") as told:
-                request = json.load(told)
+            with connection.makefile("rb") as file:
+                request = cast("_Request", json.load(file))
             if os.fork() == 0:
-                for number, descriptor in enumerate(descriptors):
-                    os.dup2(descriptor, number)
+                for target, descriptor in enumerate(descriptors):
+                    os.dup2(descriptor, target)
                     os.close(descriptor)
                 connection.sendall(b"f")
                 return request
@@ -92,8 +119,8 @@ def _next_copy(listening: socket.socket) -> dict[str, Any]:
                 os.close(descriptor)
 
 
-def _become(request: dict[str, Any]) -> None:
-    """This copy becomes what the client would have been before its script."""
+def _become(request: _Request) -> None:
+    """Turn this copy into the process that the client would have been before its script."""
     os.setpgid(0, 0)  # Ray ends the group of a worker with it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
@@ -101,27 +128,27 @@ def _become(request: dict[str, Any]) -> None:
     _show_environment(request["environment"])
     sys.path[:] = request["path"]
     os.chdir(request["folder"])
-    for name, limits in request["limits"].items():
+    for name, (soft, hard) in request["limits"].items():
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(getattr(resource, name), tuple(limits))
+            resource.setrlimit(getattr(resource, name), (soft, hard))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
-    tempfile.tempdir = None  # found anew from TMPDIR
+    tempfile.tempdir = None  # to be read again from TMPDIR
     random.seed()
     sys.argv = request["script"]
 
 
 def _show_environment(environment: dict[str, str]) -> None:
-    """Others (`ps e`, /proc) see the environment of this copy, as far as there is room, and not the server's."""
+    """Write this copy's environment over the server's, as far as it fits, for other processes (`ps e`, /proc)."""
     with open("/proc/self/stat") as file:
         fields = file.read().rpartition(")")[2].split()
-    # env_start and env_end of proc(5), behind the two fields before the parenthesis
+    # env_start and env_end of proc(5), two fields after the parenthesis
     first, end = int(fields[47]), int(fields[48])
-    room, shown = end - first, b""
+    size, text = end - first, b""
     for name, value in environment.items():
         entry = os.fsencode(f"{name}={value}") + b"\0"
-        if len(shown) + len(entry) <= room:
-            shown += entry
+        if len(text) + len(entry) <= size:
+            text += entry
     if first:
-        ctypes.memmove(first, shown.ljust(room, b"\0"), room)
+        ctypes.memmove(first, text.ljust(size, b"\0"), size)

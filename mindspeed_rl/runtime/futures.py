@@ -167,8 +167,8 @@ class Wait:
         late = next((item for item in self._read_statuses() if item.is_late), None)
         awaited = str(late) if late is not None else _join_names(self._missing)
         text = (
-            f"no progress for {format_duration(idle_s)}: {self._phase} waits for {awaited}; it ends in {format_duration(left_s)} "
-            f"(rl_config.deadlines.{self._deadline})"
+            f"no progress for {format_duration(idle_s)}: {self._phase} waits for {awaited}; it ends in "
+            f"{format_duration(left_s)} (rl_config.deadlines.{self._deadline})"
         )
         if self._monitor.folder is not None:
             text += f"; mindspeed-rl doctor --hang {self._monitor.folder} shows what every process is doing"

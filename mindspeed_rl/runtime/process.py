@@ -21,29 +21,29 @@ from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
-from mindspeed_rl.runtime.device_memory import building
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, look_at
+from mindspeed_rl.runtime.device_memory import convert_memory_errors
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, read_host_files
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
-COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
+_COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
 
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What is true of all processes of a group.
+    """The settings of all processes of a group.
 
     Attributes:
-        target: "module:Class" of the worker; its module is imported when the process is ready for it.
-        adapted: which libraries the target imports, in the words of `adaptors.apply`.
-        keys: of the model that the workers hold, for adaptors; None without a Megatron model.
+        target: "module:Class" of the worker; its module is imported when the process is prepared.
+        adapted: scopes of `adaptors.apply` for the libraries that the target imports.
+        keys: of the workers' model, for adaptors; None without a Megatron model.
         platform: name of the device kind.
         world_size: processes of the group.
-        num_nodes: machines they are spread over.
-        folder: of the run; takes run.log and logs/.
-        title: what messages call such a worker, before its rank.
+        num_nodes: machines of the group.
+        folder: of the run; for run.log and logs/.
+        title: name of such a worker in messages, before its rank.
         log_name: its log file is `<log_name>_<rank>.log`.
-        heartbeat_interval_s: between two signs of life.
-        collective_timeout_s: longest that ranks wait for each other.
+        heartbeat_interval_s: between two heartbeats.
+        collective_timeout_s: longest wait of ranks for each other.
     """
 
     target: str
@@ -67,20 +67,20 @@ class WorkerProcess:
         self._worker: Any = None
 
     def address(self) -> tuple[str, int]:
-        """This host's address and a free port on it, for the rendezvous of all ranks."""
+        """Return this host's address and a free port on it, for the rendezvous of all ranks."""
         # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
-        return host, free_port(host)
+        return host, find_free_port(host)
 
-    def look_at(self, paths: Sequence[str]) -> HostFiles:
-        """What this process sees at these paths."""
-        return look_at(paths)
+    def read_host_files(self, paths: Sequence[str]) -> HostFiles:
+        """Return sizes and checksums of the files at these paths; see `shared_filesystem.read_host_files`."""
+        return read_host_files(paths)
 
     def prepare(self, master: tuple[str, int]) -> None:
-        """The libraries that the worker needs are imported and adapted.
+        """Import and adapt the libraries of the worker.
 
         Args:
-            master: what `address` of rank 0 returned.
+            master: result of `address` on rank 0.
         """
         settings = self._settings
         name = f"{settings.log_name}_{self._rank}"
@@ -89,17 +89,21 @@ class WorkerProcess:
         device = platform.select(settings.platform)
         # the recorders read these when the first group is made
         os.environ.update({name: value for name, value in device.recorder_env.items() if name not in os.environ})
-        os.environ[COLLECTIVE_TIMEOUT] = str(settings.collective_timeout_s)
+        os.environ[_COLLECTIVE_TIMEOUT] = str(settings.collective_timeout_s)
         heartbeat.start(
             settings.folder,
             f"{settings.title} {self._rank}",
             interval_s=settings.heartbeat_interval_s,
             recorder=device.collective_record,
         )
+        local_rank = self._rank % -(-settings.world_size // settings.num_nodes)
+        if device.ray_resource is not None:
+            # the device that Ray assigned: another job may have the first ones of the node
+            local_rank = device.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, []))
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(settings.world_size),
-            LOCAL_RANK=str(self._device_index(device)),
+            LOCAL_RANK=str(local_rank),
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
         )
@@ -107,36 +111,28 @@ class WorkerProcess:
             prepare_process(settings.adapted, settings.keys)
             import_module(settings.target.partition(":")[0])
 
-    def start(self, arguments: tuple[Any, ...]) -> None:
-        """The worker is built: `target(*arguments, rank=rank)`; collective over the group, behind `prepare`."""
+    def start(self, arguments: tuple[object, ...]) -> None:
+        """Build the worker: `target(*arguments, rank=rank)`; collective over the group, after `prepare`."""
         module, _, name = self._settings.target.partition(":")
-        with heartbeat.doing("set_up: building models"), building():
+        with heartbeat.doing("set_up: building models"), convert_memory_errors():
             self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
-        # What was built lives as long as the process, so the garbage collector need not look at it again: in a process that
-        # is no copy these are 750,000 objects with Megatron and vLLM, and half a second for each full collection.
+        # these objects live as long as the process, so the garbage collector need not visit them again: in a process that
+        # is no copy these are 750,000 objects with Megatron and vLLM, and half a second for each full collection
         gc.collect()
         gc.freeze()
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """What the worker's method returns; see the methods of the groups for who calls what."""
+    def call(self, method: str, *arguments: object) -> Any:
+        """Return the result of the worker's method; see the groups of workers for the methods."""
         with heartbeat.doing(method):
             return getattr(self._worker, method)(*arguments)
 
-    def _device_index(self, device: platform.Platform) -> int:
-        """Number of this worker's device in its process: the one Ray assigned, where devices are a Ray resource.
-
-        Ranks are counted from 0 on each node, but another job may hold the first devices.
-        """
-        if device.ray_resource is None:
-            return self._rank % -(-self._settings.world_size // self._settings.num_nodes)
-        return device.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, []))
-
 
 def prepare_process(adapted: tuple[adaptors.Scope, ...], keys: MegatronConfig | None) -> None:
-    """Adaptors of the selected platform are in place, as they must be before Megatron or vLLM is imported.
+    """Apply the adaptors of the selected platform, before Megatron or vLLM is imported.
 
     Args:
-        adapted, keys: see `ProcessSettings`.
+        adapted: see `ProcessSettings`.
+        keys: see `ProcessSettings`.
     """
     for library in adapted:
         adaptors.apply(library)
@@ -144,9 +140,11 @@ def prepare_process(adapted: tuple[adaptors.Scope, ...], keys: MegatronConfig | 
         adaptors.configure(keys)
 
 
-def free_port(host: str) -> int:
-    """A port nobody listens on, below those the kernel gives to outgoing connections (32768 and up): one of these could take
-    it in the seconds until the rendezvous listens there."""
+def find_free_port(host: str) -> int:
+    """Return a free port below those that the kernel gives to outgoing connections (32768 and up).
+
+    One of these could be taken in the seconds before the rendezvous listens there.
+    """
     for port in random.SystemRandom().sample(range(20000, 32000), 200):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""What workers tell the driver."""
+"""Results that workers return to the driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl.observability.timers import Interval
 
 @dataclass
 class WorkerReport:
-    """What a worker says after a phase: its part of the metrics, and when it did what."""
+    """The result of a phase on a worker: its part of the metrics, and its intervals."""
 
     metrics: Metrics = field(default_factory=Metrics)
     intervals: list[Interval] = field(default_factory=list)
@@ -18,12 +18,12 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What a supervised run learns from.
+    """The data of a supervised run.
 
     Attributes:
-        unit: what is counted: samples, pairs, solutions.
+        unit: of the counts: samples, pairs, solutions.
         num_train, num_held_out: items to train and to evaluate on.
-        num_too_long: items of the data left out because they exceed seq_length.
+        num_too_long: items left out because they exceed seq_length.
     """
 
     unit: str
@@ -37,7 +37,7 @@ class DataSummary:
         return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")
 
 
-def add_bytes(metrics: Metrics, received: int, needed: int) -> None:
-    """Adds what a weight push brought to engines, and the least that a push of all weights can bring."""
+def add_sync_bytes(metrics: Metrics, received: int, needed: int) -> None:
+    """Add the bytes that engines received in a weight sync, and the minimum for all weights."""
     metrics.add_sum("rollout/push_received_gib", received / 2**30)
     metrics.add_sum("rollout/push_needed_gib", needed / 2**30)

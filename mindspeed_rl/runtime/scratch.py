@@ -1,7 +1,7 @@
-"""Temporary folders that go with their process, also where it is killed: the next one that makes such a folder removes them.
+"""Temporary folders that are removed with their process; those of a killed process are removed by the next one.
 
-Each holds a file with the number of its owner, which the owner keeps locked. The kernel lets go of the lock however the owner
-ends, and no other process that later has the number is taken for it.
+Each has a file with the pid of its owner, which the owner locks. The kernel releases the lock however the owner ends, and a
+later process with the same pid does not have it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _OWNER = ".mindspeed-rl-owner"
-#: a folder whose file is not locked after so long has lost its owner, and is not just being made
+#: a folder whose file is unlocked after this time has lost its owner; a younger one may be in the making
 _NEW_S = 60.0
 
 
 @dataclass(frozen=True)
-class Orphan:
+class _Orphan:
     """A folder whose owner is gone.
 
     Attributes:
-        owner: the number that its process had.
+        folder: its path.
+        owner: pid of its process.
     """
 
     folder: Path
@@ -36,14 +37,15 @@ class Orphan:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A folder that is gone after the block; what killed processes have left is removed first.
+    """Make a folder for the block; before, remove those that killed processes have left.
 
     Args:
-        parent: the system's place for such folders when None.
+        prefix: of its name.
+        parent: the system's folder for temporary files when None.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_orphans(place)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    remove_orphans(parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     with (folder / _OWNER).open("w", encoding="ascii") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # flushed, because it is read while the file is open here
@@ -54,36 +56,36 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def process_folder(prefix: str) -> Path:
-    """As `scratch_folder`, until this process ends."""
+def make_process_folder(prefix: str) -> Path:
+    """Make a scratch folder until the end of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(scratch_folder(prefix))
 
 
-def list_scratch_folders() -> list[Path]:
-    """Where such folders are made."""
+def list_scratch_parents() -> list[Path]:
+    """Return the folders in which scratch folders are made."""
     return sorted({path for path in (Path("/tmp"), Path(tempfile.gettempdir())) if path.is_dir()})
 
 
-def find_orphans(place: Path) -> list[Orphan]:
-    """Folders of this user whose owners are gone."""
-    found = []
-    for path in sorted(place.glob(f"*/{_OWNER}")):
+def find_orphans(parent: Path) -> list[_Orphan]:
+    """Return the folders of this user whose owners are gone."""
+    orphans = []
+    for path in sorted(parent.glob(f"*/{_OWNER}")):
         with contextlib.suppress(OSError, ValueError):
-            # of the name itself: in a folder for all users others may make links to what is ours
-            about = path.parent.lstat()
-            if about.st_uid == os.getuid() and time.time() - about.st_ctime > _NEW_S and not _is_locked(path):
-                found.append(Orphan(path.parent, int(path.read_text(encoding="ascii"))))
-    return found
+            # of the name itself: in a folder for all users others may make links to our files
+            stat = path.parent.lstat()
+            if stat.st_uid == os.getuid() and time.time() - stat.st_ctime > _NEW_S and not _is_locked(path):
+                orphans.append(_Orphan(path.parent, int(path.read_text(encoding="ascii"))))
+    return orphans
 
 
-def remove_orphans(place: Path) -> list[Orphan]:
-    """They are gone; returns those that there were."""
-    found = find_orphans(place)
-    for orphan in found:
+def remove_orphans(parent: Path) -> list[_Orphan]:
+    """Remove these folders; return them."""
+    orphans = find_orphans(parent)
+    for orphan in orphans:
         shutil.rmtree(orphan.folder, ignore_errors=True)
-    return found
+    return orphans
 
 
 def _is_locked(path: Path) -> bool:

@@ -17,7 +17,7 @@ from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.planner.prediction import predict
-from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, building, find_memory_error
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, convert_memory_errors, find_memory_error
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.run_folder import advise_on_memory
 
@@ -69,11 +69,11 @@ def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Excep
 
 
 def test_models_that_do_not_fit_while_they_are_built_say_so() -> None:
-    said = r"^out of memory in phase start: what was built until then .* GiB\.$"
-    with pytest.raises(DeviceMemoryError, match=said) as raised, building():
+    said = r"^out of memory in phase start: models and engine so far .* GiB\.$"
+    with pytest.raises(DeviceMemoryError, match=said) as raised, convert_memory_errors():
         raise MemoryError("no")
-    assert 0 < raised.value.owners["what was built until then"] < 1 << 40
-    with pytest.raises(KeyError), building():
+    assert 0 < raised.value.owners["models and engine so far"] < 1 << 40
+    with pytest.raises(KeyError), convert_memory_errors():
         raise KeyError("x")
 
 

@@ -78,7 +78,7 @@ def test_folders_of_the_same_name_that_say_no_owner_are_left_alone(tmp_path: Pat
 
 
 def test_a_folder_of_a_process_goes_when_it_ends(tmp_path: Path) -> None:
-    program = "from mindspeed_rl.runtime.scratch import process_folder; print(process_folder('config-').is_dir())"
+    program = "from mindspeed_rl.runtime.scratch import make_process_folder; print(make_process_folder('config-').is_dir())"
     words = [sys.executable, "-c", program]
     ended = subprocess.run(words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert ended.stdout == "True\n" and list(tmp_path.iterdir()) == []
@@ -88,7 +88,7 @@ def test_the_doctor_names_what_was_left(tmp_path: Path, old: None, monkeypatch: 
     killed, left = start_owner(tmp_path)
     killed.kill()
     killed.wait()
-    monkeypatch.setattr("mindspeed_rl.cli.doctor.checks.list_scratch_folders", lambda: [tmp_path])
+    monkeypatch.setattr("mindspeed_rl.cli.doctor.checks.list_scratch_parents", lambda: [tmp_path])
     (found,) = [finding for finding in check_host({}) if finding.name == "left behind"]
     assert found.status == "warn" and f"{left} (of process {killed.pid}, which is gone)" in found.text
     assert left.is_dir()

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.runtime import shared_filesystem as same_files
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_hosts, look_at
+from mindspeed_rl.runtime import shared_filesystem
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files, read_host_files
 
 
 class _Config:
@@ -31,7 +31,7 @@ class _Run:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_files, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(shared_filesystem, "_PATIENCE_S", 0.0)
 
 
 @pytest.fixture()
@@ -46,11 +46,11 @@ def machines(tmp_path: Path, *folders: str) -> Callable[[Sequence[str]], list[Ho
     """Processes, one for each folder, that see it in the place of the driver's."""
 
     def ask(paths: Sequence[str]) -> list[HostFiles]:
-        looks: list[Any] = []
+        files: list[Any] = []
         for number, folder in enumerate(folders):
             moved = [path.replace(str(tmp_path / "here"), str(tmp_path / folder)) for path in paths]
-            looks.append(HostFiles(f"host-{number}", look_at(moved).looks))
-        return looks
+            files.append(HostFiles(f"host-{number}", read_host_files(moved).files))
+        return files
 
     return ask
 
@@ -65,14 +65,14 @@ def copied(run: Run, tmp_path: Path) -> Path:
 
 
 def test_a_shared_disk_is_right_and_nothing_is_left_on_it(run: Run, tmp_path: Path) -> None:
-    notices = check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "here"), saves=["actor_config"])
+    notices = check_shared_files(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "here"), saves=["actor_config"])
     assert notices == []
     assert list((tmp_path / "here" / "run").iterdir()) == [] == list((tmp_path / "here" / "save").iterdir())
 
 
 def test_all_that_is_missing_on_a_machine_is_named_at_once_and_once(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
-        check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
+        check_shared_files(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
     said = str(raised.value)
     model = tmp_path / "here" / "model"
     assert f"megatron_training.load: {model} does not exist on host-1 (worker 1)" in said
@@ -84,13 +84,15 @@ def test_a_copy_that_is_another_model_is_named_by_file(run: Run, tmp_path: Path,
     there = copied(run, tmp_path) / name
     there.write_bytes(there.read_bytes()[:-1] + (b"]" if name == "config.json" else b""))
     with pytest.raises(ValueError, match=re.escape(f"model has another {name} on host-1 (worker 1)")):
-        check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
+        check_shared_files(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
 
 
 def test_a_machine_may_write_to_a_disk_of_its_own_and_the_user_hears_of_it(run: Run, tmp_path: Path) -> None:
     copied(run, tmp_path)
     names = ["worker 0", "worker 1", "worker 2"]
-    notices = check_hosts(run, names, machines(tmp_path, "here", "there", "there"), saves=["actor_config", "critic_config"])
+    notices = check_shared_files(
+        run, names, machines(tmp_path, "here", "there", "there"), saves=["actor_config", "critic_config"]
+    )
     assert [notice.partition(" is on a disk of its own on host-1, host-2: ")[0] for notice in notices] == [
         f"run_dir: {tmp_path / 'here' / 'run'}",
         f"actor_config.save: {tmp_path / 'here' / 'save'}",
@@ -104,11 +106,11 @@ def test_a_run_that_goes_on_may_find_its_checkpoints_in_parts(run: Run, tmp_path
     Path(run.config.actor_config.save).mkdir()
     Path(run.config.actor_config.save, "latest_checkpointed_iteration.txt").write_text("1")
     names = ["worker 0", "worker 1"]
-    assert len(check_hosts(run, names, machines(tmp_path, "here", "there"), saves=["actor_config"])) == 2
+    assert len(check_shared_files(run, names, machines(tmp_path, "here", "there"), saves=["actor_config"])) == 2
 
 
 def test_the_first_rank_saves_where_the_command_looks_for_checkpoints(run: Run, tmp_path: Path) -> None:
     copied(run, tmp_path)
     with pytest.raises(ValueError, match=r"actor_config.save: .* is another folder .* on host-0 \(worker 0\)"):
-        check_hosts(run, ["worker 0"], machines(tmp_path, "there"), saves=["actor_config"])
-    assert len(check_hosts(run, ["worker 0"], machines(tmp_path, "there"), saves=[])) == 1  # of the logs
+        check_shared_files(run, ["worker 0"], machines(tmp_path, "there"), saves=["actor_config"])
+    assert len(check_shared_files(run, ["worker 0"], machines(tmp_path, "there"), saves=[])) == 1  # of the logs
