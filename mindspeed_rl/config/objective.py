@@ -203,7 +203,7 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
                 sentences.append(f"{where}: its record names {', '.join(unknown)}, no number of an objective")
                 continue
             try:
-                record.text(numbers)
+                record.format_formula(numbers)
             except (KeyError, ValueError, TypeError) as error:
                 sentences.append(f"{where}: its formula cannot be filled: {type(error).__name__} {error}")
     return sentences
@@ -312,7 +312,7 @@ def formula(cfg: RunConfig) -> str:
 
 def _text(record: Algorithm, numbers: dict[str, Any]) -> str:
     """The record's formula, or what stands for it."""
-    text = record.text(numbers)
+    text = record.format_formula(numbers)
     return f"{record.target} (brings no formula)" if text is None else text
 
 

@@ -108,7 +108,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def with_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def apply_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a run with other values of some keys, given by dotted name."""
     changed = {name: copy.deepcopy(value) for name, value in normalize(tree).items()}
     for key, value in changes.items():

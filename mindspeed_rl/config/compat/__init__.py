@@ -1,7 +1,7 @@
 """Names of other projects and of earlier releases, and commands of ms-swift and verl as run files.
 
-The names of a key elsewhere (TRL, ms-swift, verl, slime, OpenRLHF) are at its declaration in `config/keys`. The tables here hold
-those that belong to no single key; they are read only to answer an unknown name and to import a command.
+The names of a key elsewhere (TRL, ms-swift, verl, slime, OpenRLHF) are at its declaration in `config/keys`. The tables here
+hold those that belong to no single key; they are read only to answer an unknown name and to import a command.
 """
 
 from __future__ import annotations

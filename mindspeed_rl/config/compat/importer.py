@@ -1,11 +1,11 @@
-"""A run of another project in our keys: what each of its options became, and which have no equivalent."""
+"""The run file that a command of another project becomes, with a note about each of its options."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -15,11 +15,19 @@ from mindspeed_rl.config.errors import ConfigError, find_longest_end
 from mindspeed_rl.config.keys import collect_names
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import validate
-from mindspeed_rl.config.rules.violation import written
-from mindspeed_rl.config.run_files import with_values
+from mindspeed_rl.config.rules.violation import format_value
+from mindspeed_rl.config.run_files import apply_values
 
 #: changes of single keys after which an import that still violates a rule is refused
 _MAX_CHANGES = 8
+#: keys of megatron_training that belong to the actor alone: a critic has its own
+_ACTOR_KEYS = ("load", "save", "finetune", "lr")
+#: recomputation of whole layers, as gradient checkpointing elsewhere does
+RECOMPUTE_LAYERS = {
+    "megatron_training.recompute_granularity": "full",
+    "megatron_training.recompute_method": "uniform",
+    "megatron_training.recompute_num_layers": 1,
+}
 
 
 @dataclass
@@ -27,101 +35,102 @@ class Import:
     """A run file in the making.
 
     Attributes:
-        project: where the command comes from, such as "ms-swift".
+        project: the project of the command, such as "ms-swift".
         tree: the run file, groups and keys.
-        became: option as it was written -> what it is here.
-        without: option as it was written -> why it is not in the run file.
-        added: key -> why it is there though no option says so.
+        translated: option as it was written -> its keys here.
+        omitted: option as it was written -> the reason why it is not in the run file.
+        added: key -> the reason why it is there although no option sets it.
     """
 
     project: str
-    tree: dict[str, Any] = field(default_factory=dict)
-    became: dict[str, str] = field(default_factory=dict)
-    without: dict[str, str] = field(default_factory=dict)
+    tree: dict[str, dict[str, object]] = field(default_factory=dict)
+    translated: dict[str, str] = field(default_factory=dict)
+    omitted: dict[str, str] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
 
-    def put(self, option: str, values: Mapping[str, Any], note: str = "") -> None:
-        """`option` became these dotted keys; a second option may add keys to the first one's."""
+    def set(self, path: str, value: object) -> None:
+        """Set the dotted key to the value."""
+        self.tree = apply_values(self.tree, {_place(path): value})
+
+    def get(self, path: str) -> object:
+        """Return the value of a dotted key; None where it is not set."""
+        value: object = self.tree
+        for name in _place(path).split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def translate(self, option: str, values: Mapping[str, object], note: str = "") -> None:
+        """Set the dotted keys that an option becomes."""
         for path, value in values.items():
             self.set(path, value)
-        said = ", ".join(f"{_place(path)}: {written(value)}" for path, value in values.items())
-        self.became[option] = said + (f" ({note})" if note else "")
+        text = ", ".join(f"{_place(path)}: {format_value(value)}" for path, value in values.items())
+        self.translated[option] = text + (f" ({note})" if note else "")
 
-    def add(self, path: str, value: Any, why: str) -> None:
-        """A key that no option says, unless one did."""
-        if self.get(path) is None:
-            self.set(path, value)
-            self.added[_place(path)] = f"{written(value)}, {why}"
-
-    def set(self, path: str, value: Any) -> None:
-        """The dotted key has the value."""
-        *groups, name = _place(path).split(".")
-        holder = self.tree
-        for group in groups:
-            holder = holder.setdefault(group, {})
-        holder[name] = value
-
-    def get(self, path: str) -> Any:
-        """The value of a dotted key; None where it is not set."""
-        found: Any = self.tree
-        for name in _place(path).split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
-
-    def by_name(self, option: str, value: Any) -> bool:
-        """Translate an option that only has another name here, or none; False when no table knows it.
+    def translate_by_name(self, option: str, value: object) -> bool:
+        """Translate an option that differs by its name alone, or has no equivalent; return False for an unknown one.
 
         Args:
             option: dotted or plain, as the project calls it.
         """
         names = collect_names()
-        path, why = find_longest_end(option, names.elsewhere), find_longest_end(option, NO_EQUIVALENT)
-        path = names.here.get(option.rpartition(".")[2]) if path is None and why is None else path
+        # groups of verl share last names, which the tables distinguish by dotted ones
+        path, reason = find_longest_end(option, names.elsewhere), find_longest_end(option, NO_EQUIVALENT)
+        path = names.here.get(option.rpartition(".")[2]) if path is None and reason is None else path
         if path is not None:
-            self.put(option, {path: translated(path, value)})
-        elif why is not None:
-            self.without[option] = why
-        return path is not None or why is not None
+            values = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {})
+            is_text = isinstance(value, (bool, str))  # "grpo" of an estimator is "group_norm"
+            self.translate(option, {path: values.get(str(value).lower(), value) if is_text else value})
+        elif reason is not None:
+            self.omitted[option] = reason
+        return path is not None or reason is not None
 
-    def unknown(self, option: str) -> None:
-        """The option is in no table."""
+    def omit_unknown(self, option: str) -> None:
+        """Note that no table has the option."""
         names = collect_names().here
-        near = registry.nearest(option.rpartition(".")[2], names)
-        hint = f"; the nearest key is {names[near]}" if near else ""
-        self.without[option] = f"not known to this version{hint}"
+        similar = registry.nearest(option.rpartition(".")[2], names)
+        hint = f"; the nearest key is {names[similar]}" if similar else ""
+        self.omitted[option] = f"not known to this version{hint}"
 
-    def finished(self) -> Import:
-        """Itself, with what the rules between keys ask for.
+    def add_default(self, path: str, value: object, reason: str) -> None:
+        """Set a key that no option sets; keep it where one does."""
+        if self.get(path) is None:
+            self.set(path, value)
+            self.added[_place(path)] = f"{format_value(value)}, {reason}"
+
+    def satisfy_rules(self) -> Import:
+        """Return the import after the changes of single keys that make its run file valid.
 
         Raises:
             ConfigError: a value does not fit its key, or no near values satisfy the rules.
         """
-        tried: list[Mapping[str, Any]] = []
+        tried: list[Mapping[str, object]] = []
         while violations := validate(build_run_config(self.tree)):
             # batch sizes depend on everything else and come first, so that they are changed last
-            options = [option for violation in reversed(violations) for option in violation.nearest if option not in tried]
+            options = [option for violation in reversed(violations) for option in violation.suggestions if option not in tried]
             if not options or len(tried) == _MAX_CHANGES:
                 raise ConfigError([str(violation) for violation in violations])
             tried.append(options[0])
             for path, value in options[0].items():
-                self.added[path] = f"{written(self.get(path))} -> {written(value)}, so that the sizes divide as they must here"
-            self.tree = with_values(self.tree, options[0])
+                change = f"{format_value(self.get(path))} -> {format_value(value)}"
+                self.added[path] = f"{change}, so that the sizes divide as they must here"
+            self.tree = apply_values(self.tree, options[0])
         return self
 
-    def text(self, command: str) -> str:
-        """The run file, with the command it was made of and what it leaves out in front of it."""
-        head = [f"# From {self.project}:", *(f"#   {line}" for line in _lines(command))]
-        head += [f"# not taken over: {option}: {why}" for option, why in self.without.items()]
+    def render(self, command: str) -> str:
+        """Return the text of the run file, after comments with its command and with the options that are omitted."""
+        lines = [line.strip() for line in command.replace("\\\n", "\n").splitlines() if line.strip()]
+        head = [f"# From {self.project}:", *(f"#   {line}" for line in lines)]
+        head += [f"# not taken over: {option}: {reason}" for option, reason in self.omitted.items()]
         body = yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join(head) + "\n" + body
 
-    def told(self) -> str:
-        """What became of every option, for a terminal."""
+    def summarize(self) -> str:
+        """Return a table of all options for a terminal."""
         parts = []
         for title, rows in (
-            (f"Options of {self.project} and what they became", self.became),
-            ("Options without an equivalent", self.without),
-            ("Keys that no option says", self.added),
+            (f"Options of {self.project} and their keys", self.translated),
+            ("Options without an equivalent", self.omitted),
+            ("Keys that no option sets", self.added),
         ):
             if rows:
                 width = min(max(len(name) for name in rows), 44)
@@ -129,30 +138,26 @@ class Import:
         return "\n\n".join(parts)
 
 
-#: keys of megatron_training that are the actor's alone: a critic has its own
-_ACTORS = ("load", "save", "finetune", "lr")
-
-
 def _place(path: str) -> str:
-    """Where a key stands in the run file."""
+    """Return the dotted name of a key in the run file."""
     group, _, name = path.partition(".")
-    return f"actor_config.{name}" if group == "megatron_training" and name in _ACTORS else path
+    return f"actor_config.{name}" if group == "megatron_training" and name in _ACTOR_KEYS else path
 
 
-def _lines(command: str) -> list[str]:
-    return [line.strip() for line in command.replace("\\\n", "\n").splitlines() if line.strip()]
+def split_command(command: str) -> list[str]:
+    """Return the words of a command line.
+
+    Raises:
+        ConfigError: its quotes do not match.
+    """
+    try:
+        return shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError([f"the command line cannot be read: {error}"]) from None
 
 
-def translated(path: str, value: Any) -> Any:
-    """The value as it is said here: "grpo" of an estimator is "group_norm"; what is said alike stays."""
-    table = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {})
-    if isinstance(value, bool):
-        return table.get(str(value).lower(), value)
-    return table.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def scalar(text: str) -> Any:
-    """A value of a command line as YAML reads it, with 1e-6 a number, None and "null" nothing, True and "true" true."""
+def read_scalar(text: str) -> bool | int | float | str | list[object] | None:
+    """Return a value of a command line as YAML reads it, with 1e-6 a number, None and "null" nothing, "True" true."""
     if text in ("None", "none", "null"):
         return None
     try:
@@ -167,16 +172,27 @@ def scalar(text: str) -> Any:
         # float takes "nan" and "infinity", which are names here
         return number if math.isfinite(number) else value
     # YAML makes dates and mappings of some texts, which no option means
-    return text if value is None or not isinstance(value, (bool, int, float, list)) else value
+    return value if isinstance(value, (bool, int, float, list)) else text
 
 
-def lora_targets(names: Iterable[str]) -> list[str]:
-    """Megatron's layers for the projections that PEFT names; "all-linear" is all of them."""
+def read_count(name: str, value: object) -> int:
+    """Return the value of an option that counts something.
+
+    Raises:
+        ConfigError: it is not a whole number, or below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError([f"{name} is {value!r}, but must be a whole number, at least 1"])
+    return value
+
+
+def find_lora_targets(names: Iterable[str]) -> list[str]:
+    """Return Megatron's layers for the projections that PEFT names; "all-linear" is all of them."""
     layers = {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "linear_qkv"),
-        "linear_proj": ("o_proj", "linear_proj"),
-        "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
-        "linear_fc2": ("down_proj", "linear_fc2"),
+        "linear_qkv": {"q_proj", "k_proj", "v_proj", "qkv_proj", "linear_qkv", "all-linear"},
+        "linear_proj": {"o_proj", "linear_proj", "all-linear"},
+        "linear_fc1": {"gate_proj", "up_proj", "linear_fc1", "all-linear"},
+        "linear_fc2": {"down_proj", "linear_fc2", "all-linear"},
     }
-    asked = set(names)
-    return [ours for ours, theirs in layers.items() if "all-linear" in asked or asked & set(theirs)]
+    requested = set(names)
+    return [layer for layer, projections in layers.items() if requested & projections]

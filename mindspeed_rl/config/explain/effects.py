@@ -12,7 +12,7 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig, evaluates
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.objective import named_estimator
-from mindspeed_rl.config.rules.violation import written
+from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.config.run import RunConfig
 
 #: rounds of generation above which a rollout is called slow
@@ -90,7 +90,7 @@ def _check_needs(group: object, needs: Needs) -> str:
     if values == "set":
         return "" if actual else "the model has no experts" if other == "num_experts" else f"{other} is not set"
     holds = actual != 1 if values == "above 1" else actual in values or isinstance(actual, str) and ":" in actual
-    return "" if holds else f"{other} is {written(actual)}"
+    return "" if holds else f"{other} is {format_value(actual)}"
 
 
 def _find_dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, readers
+from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, list_readers
 from mindspeed_rl.catalogue.records import Bounds, exact
 from mindspeed_rl.config.keys import GROUPS, collect_keys, find_range
 from mindspeed_rl.config.keys.generate import SamplingConfig
@@ -216,7 +216,7 @@ def _describe_key(path: str, key: Key, language: Language) -> str:
         parts.append(phrases["stages"].format(", ".join(key.stages)))
     if path.startswith("rl_config.") and key.needs is None:
         for algorithms, phrase in ((POLICY_LOSSES, "losses"), (ADVANTAGES, "estimators")):
-            if listed := readers(algorithms, path.removeprefix("rl_config.")):
+            if listed := list_readers(algorithms, path.removeprefix("rl_config.")):
                 parts.append(phrases[phrase].format(", ".join(listed)))
     if key.supervised:
         parts.append(phrases["supervised"])

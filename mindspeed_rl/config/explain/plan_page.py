@@ -43,7 +43,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
                 "rule": item.rule,
                 "keys": dict(item.keys),
                 "message": item.message,
-                "nearest": [dict(option) for option in item.nearest],
+                "nearest": [dict(option) for option in item.suggestions],
             }
             for item in violations
         ],

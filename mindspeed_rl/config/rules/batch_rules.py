@@ -1,24 +1,28 @@
-"""Every rule between the numbers of a batch plan, as one generator over `Sizes`."""
+"""All rules between the numbers of a batch plan, as one generator over `Sizes`, and the nearest values that satisfy them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.config.placement import Layout, Number
 from mindspeed_rl.config.sizes import DISPATCH_KEYS, Sizes, round_number
 
+#: the search for the nearest values tries this many neighbours, then multiples of the plan's own units
+_SCAN = 512
+
 
 @dataclass(frozen=True)
-class Breach:
-    """A broken rule; `names` are the keys (as `Sizes.with_value` takes them) that can mend it."""
+class SizeViolation:
+    """A broken rule of sizes; `names` are the keys, as `Sizes.with_value` takes them, that may satisfy it."""
 
     rule: str
     names: tuple[str, ...]
     text: Callable[[dict[str, str]], str]
 
 
-def breaches(sizes: Sizes) -> Iterator[Breach]:
+def find_size_violations(sizes: Sizes) -> Iterator[SizeViolation]:
     """Yield every broken rule, the most basic first.
 
     The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
@@ -28,7 +32,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
     if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
-        yield Breach(
+        yield SizeViolation(
             "devices_per_node",
             ("num_npus",),
             lambda k: f"{k['num_npus']} ({sizes.actor.num_npus}) must be divisible by the number of nodes ({sizes.num_nodes})",
@@ -42,7 +46,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
             yield _uneven(role, layout)
     if sizes.rollout.num_npus % sizes.rollout.replica_size:
         uneven = True
-        yield Breach(
+        yield SizeViolation(
             "rollout_replicas",
             ("num_npus",),
             lambda k: (
@@ -61,7 +65,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
         yield from _dispatch(sizes)
 
 
-def _positive(sizes: Sizes) -> Iterator[Breach]:
+def _positive(sizes: Sizes) -> Iterator[SizeViolation]:
     names = ["global_batch_size", "micro_batch_size"]
     if sizes.counting != "samples":
         names += [
@@ -76,12 +80,12 @@ def _positive(sizes: Sizes) -> Iterator[Breach]:
         value = sizes.value(name)
         if value is not None and value < 1:
             # bound here: the sentence is made, if at all, when the loop has gone on
-            yield Breach("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
+            yield SizeViolation("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
 
 
-def _uneven(role: str, layout: Layout) -> Breach:
+def _uneven(role: str, layout: Layout) -> SizeViolation:
     group = f"{role}_config"
-    return Breach(
+    return SizeViolation(
         f"{role}_replicas",
         ("num_npus",),
         lambda k: (
@@ -92,10 +96,10 @@ def _uneven(role: str, layout: Layout) -> Breach:
     )
 
 
-def _supervised(sizes: Sizes) -> Iterator[Breach]:
+def _supervised(sizes: Sizes) -> Iterator[SizeViolation]:
     unit = sizes.micro_batch_size * sizes.actor.dp_size
     if sizes.global_batch_size % unit:
-        yield Breach(
+        yield SizeViolation(
             "step_micro_batches",
             ("global_batch_size", "micro_batch_size"),
             lambda k: (
@@ -105,13 +109,13 @@ def _supervised(sizes: Sizes) -> Iterator[Breach]:
         )
 
 
-def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
+def _completions(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     """Rules of the GSPO guide; every unit is a completion unless the name says prompts."""
     n, m, total, step = sizes.group_size, sizes.micro_batch_size, sizes.rollout_samples, sizes.step_samples
     total_name = "generation_batch_size" if sizes.generation_batch_size is not None else "steps_per_generation"
     rollout_names = ("global_batch_size", total_name, "group_size")
     if sizes.generation_batch_size is not None and sizes.steps_per_generation is not None:
-        yield Breach(
+        yield SizeViolation(
             "one_rollout_size",
             (),
             lambda k: (
@@ -120,13 +124,13 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
             ),
         )
     if n < 2:
-        yield Breach(
+        yield SizeViolation(
             "group_of_two",
             ("group_size",),
             lambda k: f"{k['group_size']} ({n}) must be at least 2: advantages compare the completions of one prompt",
         )
     if total % sizes.global_batch_size:
-        yield Breach(
+        yield SizeViolation(
             "whole_steps",
             ("global_batch_size", "generation_batch_size"),
             lambda k: (
@@ -136,7 +140,7 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
         )
     # Megatron-SWIFT's own rule counts devices, not replicas
     if total < sizes.actor.num_npus:
-        yield Breach(
+        yield SizeViolation(
             "completion_per_device",
             rollout_names,
             lambda k: (
@@ -152,19 +156,19 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
     each = f"{prompts} / dp_size ({dp})"
     per_dp = round_number(sizes.rollout_prompts / dp)
     if total % (n * dp):
-        yield Breach(
+        yield SizeViolation(
             "rollout_prompts_per_dp",
             rollout_names,
             lambda k: f"{rollout} must be divisible by dp_size ({dp})",
         )
     if total < n * dp:
-        yield Breach(
+        yield SizeViolation(
             "rollout_prompt_each",
             rollout_names,
             lambda k: f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be at least 1",
         )
     elif total % (n * dp * m):
-        yield Breach(
+        yield SizeViolation(
             "rollout_micro_batches",
             (*rollout_names, "micro_batch_size"),
             lambda k: (
@@ -174,34 +178,34 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
     train_per_dp = round_number(sizes.step_prompts / dp)
     train = f"num_prompts_per_dp_group = global_batch_size ({step}) / num_generations ({n}) / dp_size ({dp}) = {train_per_dp}"
     if step < n * dp:
-        yield Breach(
+        yield SizeViolation(
             "train_prompt_each",
             ("global_batch_size", "group_size"),
             lambda k: f"{train} must be at least 1",
         )
     elif step % (n * dp * m):
-        yield Breach(
+        yield SizeViolation(
             "train_micro_batches",
             ("global_batch_size", "group_size", "micro_batch_size"),
             lambda k: f"{train} must be divisible by {k['micro_batch_size']} ({m})",
         )
     replicas = sizes.rollout.dp_size
     if total % replicas:
-        yield Breach(
+        yield SizeViolation(
             "rollout_rows_per_replica",
             rollout_names,
             lambda k: f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas",
         )
 
 
-def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
+def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     """Rules of MindSpeed-RL, and those it leaves out."""
     n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
     kept = sizes.train_prompts
     trained = prompts if kept is None else kept
     trained_name = "global_batch_size" if kept is None else "train_prompts"
     if prompts * n % m:
-        yield Breach(
+        yield SizeViolation(
             "samples_in_micro_batches",
             ("global_batch_size", "group_size", "micro_batch_size"),
             lambda k: (
@@ -210,7 +214,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
             ),
         )
     if trained % mini:
-        yield Breach(
+        yield SizeViolation(
             "whole_mini_batches",
             ("mini_batch_size", trained_name),
             lambda k: f"{k[trained_name]} ({trained}) must be divisible by {k['mini_batch_size']} ({mini}): both count prompts",
@@ -220,13 +224,13 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
     dp = sizes.actor.dp_size
     for name, count in (("global_batch_size", prompts), *((("train_prompts", kept),) if kept is not None else ())):
         if count % dp:
-            yield Breach(
+            yield SizeViolation(
                 "prompts_per_dp",
                 (name,),
                 lambda k, name=name, count=count: f"{k[name]} ({count}) must be divisible by dp_size ({dp})",
             )
         elif count // dp * n % m:
-            yield Breach(
+            yield SizeViolation(
                 "samples_per_dp_in_micro_batches",
                 (name, "group_size", "micro_batch_size"),
                 lambda k, name=name, count=count: (
@@ -235,7 +239,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                 ),
             )
     if mini * n % (dp * m):
-        yield Breach(
+        yield SizeViolation(
             "mini_batch_in_micro_batches",
             ("mini_batch_size", "group_size", "micro_batch_size"),
             lambda k: (
@@ -245,7 +249,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
         )
     replicas = sizes.rollout.dp_size
     if prompts % replicas:
-        yield Breach(
+        yield SizeViolation(
             "prompts_per_replica",
             ("global_batch_size",),
             lambda k: (
@@ -256,7 +260,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
     for role in ("ref", "reward", "critic"):
         layout = getattr(sizes, role)
         if layout is not None and prompts % layout.dp_size:
-            yield Breach(
+            yield SizeViolation(
                 f"prompts_per_{role}_replica",
                 ("global_batch_size",),
                 lambda k, role=role, size=layout.dp_size: (
@@ -264,7 +268,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                 ),
             )
     if sizes.rule_reward and prompts % sizes.num_nodes:
-        yield Breach(
+        yield SizeViolation(
             "prompts_per_node",
             ("global_batch_size",),
             lambda k: (
@@ -275,7 +279,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
         )
 
 
-def _dispatch(sizes: Sizes) -> Iterator[Breach]:
+def _dispatch(sizes: Sizes) -> Iterator[SizeViolation]:
     """Rules of the sizes in which rows leave the data plane."""
     # a rollout of no whole number of prompts is named by the rules above
     if any(rows.__class__ is not int for rows in (sizes.rollout_prompts, sizes.train_samples)):
@@ -285,7 +289,7 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
         if size is None:
             continue
         if size > limit:
-            yield Breach(
+            yield SizeViolation(
                 "dispatch_limit",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
@@ -293,13 +297,13 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
                 ),
             )
         elif rows % size:
-            yield Breach(
+            yield SizeViolation(
                 "dispatch_divides",
                 (name,),
                 lambda k, name=name, size=size, rows=rows: f"{k[name]} ({size}) must divide the {rows} rows of an iteration",
             )
         elif name == "actor_rollout_dispatch_size" and limit % size:
-            yield Breach(
+            yield SizeViolation(
                 "dispatch_divides",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
@@ -307,7 +311,7 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
                 ),
             )
         if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:
-            yield Breach(
+            yield SizeViolation(
                 "dispatch_whole_groups",
                 (name,),
                 lambda k, name=name, size=size: (
@@ -335,3 +339,39 @@ def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
         for name in ("critic_value_dispatch_size", "critic_update_dispatch_size"):
             bounds[name] = (rows, rows / sizes.critic.dp_size)
     return bounds
+
+
+# ---------------------------------------------------------------------- suggestions
+
+
+def is_sound(sizes: Sizes) -> bool:
+    """Return True where no batch rule is broken."""
+    return next(find_size_violations(sizes), None) is None
+
+
+def suggest_values(sizes: Sizes, name: str) -> list[int]:
+    """Return the nearest sound values of one key, below and above its present one, the nearer first."""
+    current = sizes.value(name)
+    if current is None:
+        return []
+    # the strides between sound values
+    dp, replicas = max(1, int(sizes.actor.dp_size)), max(1, int(sizes.rollout.dp_size))
+    n, m, mini = (max(1, value) for value in (sizes.group_size, sizes.micro_batch_size, sizes.mini_batch_size))
+    both = math.lcm(dp, replicas, sizes.num_nodes)
+    devices = math.lcm(sizes.actor.replica_size, sizes.rollout.replica_size, sizes.num_nodes)
+    units = {dp, both, n, n * dp, n * dp * m, n * both * m, math.lcm(mini, both), math.lcm(mini, dp), dp * m, devices, m}
+    multiples = {unit * factor for unit in units for factor in range(1, 65)}
+    far_above = multiples | {max(current, 1) * factor for factor in range(2, 17)}
+    far_below = multiples | set(range(1, 65))
+    above = (
+        *range(max(current + 1, 1), current + _SCAN + 1),
+        *sorted(value for value in far_above if value > current + _SCAN),
+    )
+    below = (
+        *range(current - 1, max(0, current - _SCAN - 1), -1),
+        *sorted((value for value in far_below if value < current - _SCAN), reverse=True),
+    )
+    nearest = (
+        next((value for value in candidates if is_sound(sizes.with_value(name, value))), None) for candidates in (below, above)
+    )
+    return sorted((value for value in nearest if value is not None), key=lambda value: abs(value - current))

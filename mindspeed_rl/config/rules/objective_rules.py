@@ -11,7 +11,7 @@ from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective
-from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
+from mindspeed_rl.config.rules.violation import Violation, violate, violate_range
 from mindspeed_rl.config.run import RunConfig
 
 
@@ -25,7 +25,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     )
     if rl.rule_reward and len(rl.verifier_function) != len(rl.verifier_weight):
         count = len(rl.verifier_function)
-        yield broken(
+        yield violate(
             "one_weight_each",
             {f"rl_config.{functions}": rl.verifier_function, f"rl_config.{weights}": rl.verifier_weight},
             f"rl_config.{functions} ({count} entries: {', '.join(rl.verifier_function)}) and rl_config.{weights} "
@@ -35,7 +35,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     scored_by_turns = rl.trajectory_reward != "none" and rl.agent_loop_name not in ("single_turn", "scheduler")
     scored_by_rules = rl.rule_reward and rl.verifier_function or scored_by_turns
     if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
-        yield broken(
+        yield violate(
             "some_reward",
             {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
             "nothing scores the responses: rl_config.rule_reward is false and there is no reward_config, "
@@ -45,7 +45,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
         limit, key = cfg.response_limit, cfg.response_limit_key
         if rl.rollout_max_tokens != limit:
-            yield broken(
+            yield violate(
                 "overlong_limit",
                 {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, key: limit},
                 f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal {key} ({limit}) "
@@ -53,14 +53,14 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
                 {"rl_config.rollout_max_tokens": limit},
             )
         if not 0 < rl.overlong_buffer < limit:
-            yield broken(
+            yield violate(
                 "overlong_buffer",
                 {"rl_config.overlong_buffer": rl.overlong_buffer, key: limit},
                 f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and {key} - 1 ({limit - 1})",
                 {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
             )
     if rl.filter_groups_enable and rl.filter_groups_metric not in rl.verifier_function:
-        yield broken(
+        yield violate(
             "filter_metric",
             {"rl_config.filter_groups_metric": rl.filter_groups_metric, "rl_config.verifier_function": rl.verifier_function},
             f"rl_config.filter_groups_metric ({rl.filter_groups_metric}) must be one of rl_config.{functions} "
@@ -68,7 +68,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             *({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),
         )
     if rl.filter_groups_enable and rl.dynamic_sample:
-        yield broken(
+        yield violate(
             "one_filter",
             {"rl_config.filter_groups_enable": True, "rl_config.dynamic_sample": True},
             "rl_config.filter_groups_enable and rl_config.dynamic_sample replace groups in two ways; set only one of them",
@@ -76,7 +76,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.filter_groups_enable": False},
         )
     if "soft_overlong" in rl.verifier_function and rl.soft_cache_length is None:
-        yield broken(
+        yield violate(
             "soft_cache_length",
             {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
             "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
@@ -91,7 +91,7 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules say it, below 1 the bounds
     if rl.num_generations is None and 0 < n < least:
-        yield broken(
+        yield violate(
             "group_of_two",
             {"rl_config.n_samples_per_prompt": n, "rl_config.adv_estimator": rl.adv_estimator},
             f"rl_config.n_samples_per_prompt ({n}) must be at least {least} for adv_estimator {objective.adv_estimator}: "
@@ -105,10 +105,10 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
     for name, bounds in SETTINGS.items():
         value = getattr(rl, name)
         if value is not None and not bounds.contain(value):
-            yield out_of_range(f"rl_config.{name}", value, bounds)
+            yield violate_range(f"rl_config.{name}", value, bounds)
     yield from _loss_violations(rl, objective)
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
-        yield broken(
+        yield violate(
             "gdpo_kl",
             {"rl_config.use_kl_in_reward": True, "rl_config.adv_estimator": rl.adv_estimator},
             f"rl_config.use_kl_in_reward has no place with {objective.adv_estimator}, which does not read the total reward",
@@ -116,7 +116,7 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
         )
     low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
     if low is not None and low > high:
-        yield broken(
+        yield violate(
             "correction_bounds",
             {
                 "rl_config.rollout_importance_sampling_threshold_min": low,
@@ -129,7 +129,7 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
         )
     correction, mode = objective.correction, objective.rollout_importance_sampling_mode
     if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
-        yield broken(
+        yield violate(
             "correction_lower_bound",
             {"rl_config.rollout_importance_sampling_threshold_min": low, "rl_config.rollout_importance_sampling_mode": mode},
             f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only; "
@@ -141,7 +141,7 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
 def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     loss, loss_type = objective.loss, objective.loss_type
     if objective.normalizer == "constant" and objective.max_response_length is None:
-        yield broken(
+        yield violate(
             "constant_length",
             {"rl_config.loss_type": loss_type, "generate_config.sampling_config.max_tokens": None},
             f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
@@ -149,7 +149,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
         )
     # for losses that read both: of one that takes clip_ratio_high as a cap the order says nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
-        yield broken(
+        yield violate(
             "clip_order",
             {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
             f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
@@ -161,7 +161,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
         if not bounds.contain(getattr(objective, name)):
             yield _out_of_loss_bounds(rl, loss_type, name, bounds)
     if rl.clip_ratio_c is not None and rl.delta is not None:
-        yield broken(
+        yield violate(
             "one_negative_bound",
             {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
             f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
@@ -171,7 +171,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
         )
     upper = 1 + objective.clip_ratio_high
     if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
-        yield broken(
+        yield violate(
             "two_sided_clip",
             {"rl_config.delta": rl.delta},
             f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g}): "
@@ -181,14 +181,14 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     for name in ("clip_ratio_c", "delta"):
         value = getattr(rl, name)
         if value is not None and not loss.may_read(name):
-            yield broken(
+            yield violate(
                 "bound_without_clip",
                 {f"rl_config.{name}": value, "rl_config.loss_type": loss_type},
                 f"rl_config.{name} ({value:g}) has no effect with loss_type {loss_type}, which does not clip this way",
                 {f"rl_config.{name}": None},
             )
     if objective.level not in loss.levels:
-        yield broken(
+        yield violate(
             "gspo_level",
             {"rl_config.loss_type": loss_type, "rl_config.importance_sampling_level": objective.level},
             f"rl_config.importance_sampling_level {objective.level} contradicts loss_type {loss_type}, "
@@ -213,7 +213,7 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
         keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
         mended["rl_config.clip_higher_enable"] = True
         condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
-    return broken(
+    return violate(
         bounds.rule,
         keys,
         f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
@@ -233,7 +233,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     original = cfg.spelled
 
     def differ(first: str, second: str, a: Any, b: Any) -> Violation:
-        return broken(
+        return violate(
             "same_meaning",
             {first: a, second: b},
             f"{first} ({a}) and {second} ({b}) say the same thing and must have the same value",
@@ -257,7 +257,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     if rl.num_generations is None:
         for name in ("steps_per_generation", "generation_batch_size"):
             if name in set_rl and getattr(rl, name) is not None:
-                yield broken(
+                yield violate(
                     "completion_counting",
                     {f"rl_config.{name}": getattr(rl, name), "rl_config.num_generations": None},
                     f"rl_config.{name} ({getattr(rl, name)}) belongs to completion-level counting, which needs "
@@ -268,7 +268,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None and rl.n_samples_per_prompt > 0:
         step = cfg.actor_config.global_batch_size
         if rl.mini_batch_size * rl.n_samples_per_prompt != step:
-            yield broken(
+            yield violate(
                 "same_meaning",
                 {"rl_config.mini_batch_size": rl.mini_batch_size, "megatron_training.global_batch_size": step},
                 f"rl_config.mini_batch_size ({rl.mini_batch_size} prompts x num_generations {rl.n_samples_per_prompt}) and "
@@ -281,7 +281,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
                 ),
             )
     if rl.reward_weights is not None and rl.reward_funcs is None:
-        yield broken(
+        yield violate(
             "weights_without_functions",
             {"rl_config.reward_weights": rl.reward_weights, "rl_config.reward_funcs": None},
             "rl_config.reward_weights is set without rl_config.reward_funcs; beside verifier_function the key is "
@@ -289,7 +289,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
         )
     if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
         fraction, iters = cfg.actor_config.lr_warmup_fraction, cfg.actor_config.lr_warmup_iters
-        yield broken(
+        yield violate(
             "one_warmup",
             {"actor_config.lr_warmup_fraction": fraction, "actor_config.lr_warmup_iters": iters},
             f"actor_config.lr_warmup_fraction ({fraction:g}) and actor_config.lr_warmup_iters ({iters}) exclude each other",

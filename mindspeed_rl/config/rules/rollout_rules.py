@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
-from mindspeed_rl.config.rules.violation import Violation, broken
+from mindspeed_rl.config.rules.violation import Violation, violate
 from mindspeed_rl.config.run import RunConfig
 
 _MODE = "rl_config.router_replay.mode"
@@ -28,7 +28,7 @@ def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
         said = getattr(rl, name)
         if said is not None and said != (mode in modes):
             key = f"rl_config.{name}"
-            yield broken(
+            yield violate(
                 "replay_spelling",
                 {key: said, _MODE: mode},
                 f"{key} ({str(said).lower()}) says the same as {_MODE} ({mode}), and the two differ",
@@ -38,7 +38,7 @@ def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
         return
     off = {_MODE: "disabled"} | {f"rl_config.{name}": None for name in _SWITCHES if getattr(rl, name)}
     for reason in _reasons(cfg, _obstacles):
-        yield broken("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", off)
+        yield violate("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", off)
 
 
 def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
@@ -46,7 +46,7 @@ def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
         return
     for reason in _reasons(cfg, _obstacles_of_engine):
-        yield broken("expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", {_COUNTS: False})
+        yield violate("expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", {_COUNTS: False})
 
 
 def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
         return
     one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
     if total < one:
-        yield broken(
+        yield violate(
             "tool_response_length",
             {"rl_config.max_total_response_length": total, "generate_config.sampling_config.max_tokens": one},
             f"rl_config.max_total_response_length ({total}) must be at least "
@@ -117,7 +117,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
-        yield broken(
+        yield violate(
             "partial_rollout_turns",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.multi_turn_enable": True},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) lets a response take several iterations, "
@@ -126,7 +126,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.multi_turn_enable": False},
         )
     if rl.use_dynamic_bsz and not rl.use_remove_padding:
-        yield broken(
+        yield violate(
             "turns_are_packed",
             {"rl_config.use_dynamic_bsz": True, "rl_config.use_remove_padding": False},
             "rl_config.use_dynamic_bsz counts the tokens of a sample of several turns as they are packed, so with "
@@ -136,7 +136,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
         )
     needed = AGENT_LOOP_KEYS.get(loop)
     if needed is not None and getattr(rl, needed) is None:
-        yield broken(
+        yield violate(
             "agent_loop_needs",
             {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
             f"rl_config.agent_loop {loop} needs rl_config.{needed}",

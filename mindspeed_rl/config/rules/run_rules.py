@@ -9,17 +9,17 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
 from mindspeed_rl.config.rules.rollout_rules import expert_count_rules, replay_rules, turn_rules
-from mindspeed_rl.config.rules.violation import Violation, broken
+from mindspeed_rl.config.rules.violation import Violation, violate
 from mindspeed_rl.config.run import RunConfig
 
 
 def _stage(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.stage is None:
-        yield broken("is_set", {"megatron_training.stage": None}, "megatron_training.stage is not set")
+        yield violate("is_set", {"megatron_training.stage": None}, "megatron_training.stage is not set")
     elif not cfg.is_supervised:
         for group in ("rl_config", "generate_config"):
             if getattr(cfg, group) is None:
-                yield broken(
+                yield violate(
                     "group_needed", {"megatron_training.stage": cfg.stage}, f"stage {cfg.stage} needs the group {group}"
                 )
 
@@ -29,7 +29,7 @@ def _number_format(cfg: RunConfig) -> Iterator[Violation]:
         return
     dtype, bf16 = cfg.generate_config.dtype, cfg.actor_config.bf16
     if bf16 != (dtype == "bfloat16"):
-        yield broken(
+        yield violate(
             "same_number_format",
             {"megatron_training.bf16": bf16, "generate_config.dtype": dtype},
             f"megatron_training.bf16 ({str(bf16).lower()}) and generate_config.dtype ({dtype}) must agree: "
@@ -46,7 +46,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
         return
     longest, response = generate.max_model_len, cfg.response_limit
     if seq is not None and longest < seq:
-        yield broken(
+        yield violate(
             "seq_length_fits_engine",
             {"generate_config.max_model_len": longest, "megatron_training.seq_length": seq},
             f"generate_config.max_model_len ({longest}) must be at least megatron_training.seq_length ({seq})",
@@ -54,7 +54,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
             {"megatron_training.seq_length": longest},
         )
     if rl.max_prompt_length > longest:
-        yield broken(
+        yield violate(
             "prompts_fit_engine",
             {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": longest},
             f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({longest}): "
@@ -69,7 +69,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
 def _packing(cfg: RunConfig) -> Iterator[Violation]:
     actor, rl = cfg.actor_config, cfg.rl_config
     if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
-        yield broken(
+        yield violate(
             "neat_pack",
             {
                 "megatron_training.neat_pack": True,
@@ -82,7 +82,7 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or not rl.use_remove_padding:
         return
     if rl.use_prefix_grouper and actor.context_parallel_size > 1:
-        yield broken(
+        yield violate(
             "prefixes_are_whole",
             {"rl_config.use_prefix_grouper": True, "actor_config.context_parallel_size": actor.context_parallel_size},
             f"rl_config.use_prefix_grouper excludes actor_config.context_parallel_size ({actor.context_parallel_size}) "
@@ -91,7 +91,7 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
             {"actor_config.context_parallel_size": 1},
         )
     if rl.is_multimodal:
-        yield broken(
+        yield violate(
             "remove_padding_text_only",
             {"rl_config.use_remove_padding": True, "rl_config.is_multimodal": True},
             "rl_config.use_remove_padding and rl_config.is_multimodal exclude each other",
@@ -105,7 +105,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
         return
     if rl.use_integrated_worker:
         if rl.reference_resource is not None:
-            yield broken(
+            yield violate(
                 "integrated_reference",
                 {"rl_config.use_integrated_worker": True, "rl_config.reference_resource": rl.reference_resource.num_npus},
                 "rl_config.reference_resource must be left out while use_integrated_worker is true: the "
@@ -115,7 +115,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             )
         # what the file says counts: cfg.ref_config is the actor's where there is no such group
         if "ref_config" in cfg.set_keys:
-            yield broken(
+            yield violate(
                 "integrated_reference",
                 {"rl_config.use_integrated_worker": True, "ref_config": "present"},
                 "the group ref_config must be left out while rl_config.use_integrated_worker is true: the "
@@ -124,7 +124,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 {"ref_config": None},
             )
         if rl.rollout_resource is not None:
-            yield broken(
+            yield violate(
                 "integrated_rollout",
                 {"rl_config.use_integrated_worker": True, "rl_config.rollout_resource": rl.rollout_resource.num_npus},
                 "rl_config.rollout_resource must be left out while use_integrated_worker is true: the rollout shares the "
@@ -133,7 +133,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 {"rl_config.use_integrated_worker": False},
             )
         if rl.reward_resource is not None and cfg.reward_config is None:
-            yield broken(
+            yield violate(
                 "reward_group",
                 {"rl_config.reward_resource": rl.reward_resource.num_npus, "reward_config": None},
                 "rl_config.reward_resource is set but there is no group reward_config for the reward model",
@@ -141,21 +141,21 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             )
     else:
         if rl.integrated_mode_config is not None:
-            yield broken(
+            yield violate(
                 "integrated_mode",
                 {"rl_config.use_integrated_worker": False, "rl_config.integrated_mode_config": "present"},
                 "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
                 {"rl_config.integrated_mode_config": None},
             )
         if rl.reference_resource is not None and "ref_config" not in cfg.set_keys:
-            yield broken(
+            yield violate(
                 "own_role_group",
                 {"rl_config.reference_resource": rl.reference_resource.num_npus, "ref_config": None},
                 "rl_config.reference_resource is set but there is no group ref_config for the reference",
                 {"rl_config.reference_resource": None},
             )
     if rl.share_backbone and not cfg.actor_config.lora_target_modules:
-        yield broken(
+        yield violate(
             "share_backbone_lora",
             {"rl_config.share_backbone": True, "megatron_training.lora_target_modules": cfg.actor_config.lora_target_modules},
             "rl_config.share_backbone needs megatron_training.lora_target_modules: the reference is the actor "
@@ -167,14 +167,14 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
-        yield broken(
+        yield violate(
             "share_backbone_stage",
             {"rl_config.share_backbone": True, "megatron_training.stage": cfg.stage},
             f"rl_config.share_backbone has no place in stage {cfg.stage}, which has no reference model",
             {"rl_config.share_backbone": False},
         )
     if objective.has_critic and cfg.critic_config is None:
-        yield broken(
+        yield violate(
             "critic_group",
             {"rl_config.adv_estimator": rl.adv_estimator, "critic_config": None},
             f"rl_config.adv_estimator {rl.adv_estimator} needs the group critic_config: it learns the values",
@@ -190,12 +190,12 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
         own = getattr(rl, f"{name}_resource")
         if own is not None and own.num_npus is not None and own.num_npus < 1:
             key = f"rl_config.{name}_resource.num_npus"
-            yield broken("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
+            yield violate("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
     # rules also run beside numbers that are out of bounds, so no divisor may be below 1
     devices, tensor = cfg.placement.dedicated.get("rollout"), generate.infer_tensor_parallel_size
     if devices is not None and tensor >= 1 and devices % tensor:
         keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
-        yield broken(
+        yield violate(
             "rollout_devices",
             keys,
             f"rl_config.rollout_resource.num_npus ({devices}) must be divisible by "
@@ -205,7 +205,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
         )
     if cfg.placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
         name = "share_backbone" if rl.share_backbone else "sync_ref_model"
-        yield broken(
+        yield violate(
             "reference_beside_actor",
             {"rl_config.reference_resource": cfg.placement.dedicated.get("ref"), f"rl_config.{name}": True},
             f"rl_config.{name} needs the reference on the actor's devices; leave rl_config.reference_resource out",
@@ -214,7 +214,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
         )
     if cfg.placement.disaggregated and generate.infer_expert_parallel_size > 1:
         value = generate.infer_expert_parallel_size
-        yield broken(
+        yield violate(
             "server_experts",
             {"generate_config.infer_expert_parallel_size": value},
             f"generate_config.infer_expert_parallel_size ({value}) must be 1 for rollout servers, each of which holds all "
@@ -232,7 +232,7 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     if hosts is None:
         return
     if cfg.placement.dedicated.get("rollout") is not None:
-        yield broken(
+        yield violate(
             "one_kind_of_server",
             {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": cfg.placement.dedicated.get("rollout")},
             "generate_config.vllm_server_host and rl_config.rollout_resource exclude each other: the rollout is on servers "
@@ -242,7 +242,7 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
         )
     num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
     if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
-        yield broken(
+        yield violate(
             "server_ports",
             {"generate_config.vllm_server_host": hosts, "generate_config.vllm_server_port": ports},
             f"generate_config.vllm_server_port has {num_ports} entries for {num_hosts} hosts; give one for all or one for each",
@@ -250,7 +250,7 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
     if wrong:
         key = "generate_config.vllm_server_port"
-        yield broken("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", {key: 8000})
+        yield violate("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", {key: 8000})
 
 
 def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
@@ -259,7 +259,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
         return
     # upstream's rule: a response that goes on in a later rollout leaves its place
     if rl.partial_rollout_max_split > 1 and rl.guarantee_order:
-        yield broken(
+        yield violate(
             "partial_rollout_order",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.guarantee_order": True},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) above 1 and "
@@ -268,7 +268,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.guarantee_order": False},
         )
     if rl.partial_rollout_max_split > 1 and cfg.actor_config.num_layers_per_virtual_pipeline_stage:
-        yield broken(
+        yield violate(
             "partial_rollout_vpp",
             {
                 "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split,
@@ -286,7 +286,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
     assert rl is not None
     mode = rl.trainer_mode
     if mode != "sync" and rl.partial_rollout_max_split > 1:
-        yield broken(
+        yield violate(
             "partial_rollout_mode",
             {"rl_config.trainer_mode": mode, "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits the rollouts of trainer_mode sync; "
@@ -295,7 +295,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.partial_rollout_max_split": 1},
         )
     if cfg.placement.disaggregated and rl.partial_rollout_max_split > 1:
-        yield broken(
+        yield violate(
             "partial_rollout_apart",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; "
@@ -304,7 +304,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         )
     # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
-        yield broken(
+        yield violate(
             "async_generate_mode",
             {"rl_config.async_generate": rl.async_generate, "rl_config.trainer_mode": mode},
             f"rl_config.async_generate ({str(rl.async_generate).lower()}) says the same as rl_config.trainer_mode ({mode}), "
@@ -313,7 +313,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         )
     limit = rl.off_policy_token_limit
     if mode == "one_step_off" and limit is not None and limit < 1:
-        yield broken(
+        yield violate(
             "token_limit_one_step",
             {"rl_config.trainer_mode": mode, "rl_config.off_policy_token_limit": limit},
             f"rl_config.off_policy_token_limit ({limit:g}) must be at least 1 with trainer_mode one_step_off, whose tokens are "
@@ -325,7 +325,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
     # what trains next, and the whole versions beyond it
     ahead = int(rl.max_off_policy_threshold) + 1
     if rl.num_warmup_batches > ahead:
-        yield broken(
+        yield violate(
             "warmup_batches",
             {
                 "rl_config.num_warmup_batches": rl.num_warmup_batches,
@@ -340,7 +340,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         every = getattr(actor, name)
         used = actor.save if name == "save_interval" else evaluates(actor)
         if used and every and every % step:
-            yield broken(
+            yield violate(
                 f"sync_step_{name}",
                 {f"actor_config.{name}": every, "rl_config.parameter_sync_step": step},
                 f"actor_config.{name} ({every}) must be a multiple of rl_config.parameter_sync_step ({step}): between two "
@@ -354,14 +354,14 @@ def _profiler(cfg: RunConfig) -> Iterator[Violation]:
     profiler = cfg.profiler_config.integrated
     for stage in [profiler.stage] if isinstance(profiler.stage, str) else profiler.stage:
         if stage not in PROFILER_STAGES:
-            yield broken(
+            yield violate(
                 "profiler_stage",
                 {"profiler_config.integrated.stage": profiler.stage},
                 unknown_value("profiler_config.integrated.stage", stage, PROFILER_STAGES),
                 {"profiler_config.integrated.stage": "all"},
             )
     if profiler.profile and not (profiler.profile_with_cpu or profiler.profile_with_npu):
-        yield broken(
+        yield violate(
             "profiler_activity",
             {"profiler_config.integrated.profile_with_cpu": False, "profiler_config.integrated.profile_with_npu": False},
             "profiler_config.integrated.profile_with_cpu and profile_with_npu are both false: nothing would be recorded",
@@ -377,18 +377,18 @@ def _dumps(cfg: RunConfig) -> Iterator[Violation]:
         if getattr(dumps, first) > getattr(dumps, last):
             keys = {f"msprobe_config.{name}": getattr(dumps, name) for name in (first, last)}
             message = f"msprobe_config.{first} ({getattr(dumps, first)}) is behind {last} ({getattr(dumps, last)})"
-            yield broken("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
+            yield violate("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
     if not dumps.actor_infer_dump or cfg.is_supervised:
         return
     if cfg.placement.disaggregated:
-        yield broken(
+        yield violate(
             "dump_engine",
             {"msprobe_config.actor_infer_dump": True},
             "msprobe_config.actor_infer_dump needs the rollout engine in the workers, not in servers of its own",
             {"msprobe_config.actor_infer_dump": False},
         )
     if cfg.generate_config is not None and not cfg.generate_config.enforce_eager:
-        yield broken(
+        yield violate(
             "dump_engine",
             {"msprobe_config.actor_infer_dump": True, "generate_config.enforce_eager": False},
             "msprobe_config.actor_infer_dump needs generate_config.enforce_eager: true; a captured graph calls no hooks",
@@ -400,14 +400,14 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
     targets = cfg.actor_config.lora_target_modules or []
     for name in targets:
         if name not in LORA_TARGETS:
-            yield broken(
+            yield violate(
                 "lora_targets",
                 {"actor_config.lora_target_modules": targets},
                 unknown_value("actor_config.lora_target_modules", name, LORA_TARGETS),
                 {"actor_config.lora_target_modules": list(LORA_TARGETS)},
             )
     if cfg.actor_config.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
-        yield broken(
+        yield violate(
             "lora_overlap",
             {"actor_config.lora_target_modules": targets, "actor_config.moe_alltoall_overlap_comm": True},
             "actor_config.moe_alltoall_overlap_comm has expert layers of its own, which have no adapters; "
@@ -417,7 +417,7 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
     yield from _pushed_adapters(cfg)
     rl = cfg.rl_config
     if rl is not None and not cfg.is_supervised and rl.share_backbone and rl.sync_ref_model:
-        yield broken(
+        yield violate(
             "share_backbone_sync",
             {"rl_config.share_backbone": True, "rl_config.sync_ref_model": True},
             "rl_config.share_backbone and rl_config.sync_ref_model exclude each other: the reference is the frozen base of the "
@@ -434,7 +434,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     asked = {"generate_config.lora_push": "adapter"}
     merged = {"generate_config.lora_push": "merged"}
     if not actor.lora_target_modules:
-        yield broken(
+        yield violate(
             "lora_push_needs_lora",
             asked | {"actor_config.lora_target_modules": None},
             "generate_config.lora_push: adapter needs adapters; set lora_target_modules or leave it out",
@@ -448,7 +448,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     }
     for reason, holds in reasons.items():
         if holds:
-            yield broken(
+            yield violate(
                 "lora_push_adapter", asked, f"generate_config.lora_push: adapter cannot be used here: {reason}", merged
             )
 
@@ -457,7 +457,7 @@ def _split(cfg: RunConfig) -> Iterator[Violation]:
     try:
         split_shares(cfg.actor_config.split)
     except ValueError as error:
-        yield broken(
+        yield violate(
             "split_shares",
             {"actor_config.split": cfg.actor_config.split},
             f"actor_config.{error}",
@@ -470,7 +470,7 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
     if epochs is None:
         return
     if iters is not None:
-        yield broken(
+        yield violate(
             "one_length",
             {"actor_config.train_epochs": epochs, "actor_config.train_iters": iters},
             f"actor_config.train_epochs ({epochs:g}) and actor_config.train_iters ({iters}) say the length of the run twice",
@@ -478,7 +478,7 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
             {"actor_config.train_iters": None},
         )
     if cfg.is_supervised:
-        yield broken(
+        yield violate(
             "epochs_of_prompts",
             {"megatron_training.train_epochs": epochs, "megatron_training.stage": cfg.stage},
             f"megatron_training.train_epochs ({epochs:g}) counts passes over prompts; stage {cfg.stage} takes train_iters",
@@ -492,7 +492,7 @@ def _rates(cfg: RunConfig) -> Iterator[Violation]:
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(actor, name)
         if actor.lr is not None and value > actor.lr:
-            yield broken(
+            yield violate(
                 "rates",
                 {f"actor_config.{name}": value, "actor_config.lr": actor.lr},
                 f"actor_config.{name} ({value:g}) must be at most actor_config.lr ({actor.lr:g})",
@@ -507,10 +507,10 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
         return
     if not cfg.is_supervised:
         text = f"megatron_training.data_path is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
-        yield broken("data_path", {"megatron_training.data_path": path}, text)
+        yield violate("data_path", {"megatron_training.data_path": path}, text)
     elif not any(isinstance(item, str) and not is_weight(item) for item in path):
         text = f"megatron_training.data_path names no prefix: {str(path)[:80]}"
-        yield broken("data_path", {"megatron_training.data_path": path}, text)
+        yield violate("data_path", {"megatron_training.data_path": path}, text)
 
 
 def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
@@ -527,7 +527,7 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
         for group, role in (("actor_config", actor), ("critic_config", critic))
     }
     said = " and ".join(f"{key} ({value})" for key, value in keys.items())
-    yield broken(
+    yield violate(
         "own_folders",
         keys,
         f"{said} would write the checkpoints of actor and critic into one folder; give each its own",

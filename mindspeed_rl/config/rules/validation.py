@@ -1,39 +1,38 @@
-"""Every rule between the keys of a run file, all checked at once, each with the nearest values that mend it."""
+"""All rules between the keys of a run file, checked at once, each with suggestions of one key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
-from mindspeed_rl.config.rules.batch_rules import Breach, breaches
+from mindspeed_rl.config.rules.batch_rules import find_size_violations, is_sound, suggest_values
 from mindspeed_rl.config.rules.layout_rules import layout_violations
-from mindspeed_rl.config.rules.nearest import is_sound, nearest_single, nearest_together
 from mindspeed_rl.config.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.rules.run_rules import RUN_RULES
-from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
+from mindspeed_rl.config.rules.violation import Violation, violate, violate_range
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Sizes, size_keys
+from mindspeed_rl.config.sizes import size_keys
 
 
 def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
     """Return every broken rule of a run file; empty for a sound one.
 
     Args:
+        cfg: the run file.
         num_nodes: machines of the run; reward rules and dynamic sampling work on each of them.
     """
     if num_nodes < 1:
         raise ValueError(f"the number of nodes is {num_nodes}, but must be at least 1")
-    outside = list(_out_of_range(cfg))
-    if outside:  # no other rule means anything beside numbers that are none, and the search for nearest values would not end
-        return [*outside, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
-    return [*batch_violations(cfg, num_nodes), *other_violations(cfg, num_nodes)]
+    outside = list(_range_violations(cfg))
+    # rules of sizes mean nothing for numbers out of range, and the search for suggestions would not end
+    sizes = [] if outside else [*_batch_violations(cfg, num_nodes), *_suggest_layouts(cfg, num_nodes)]
+    return [*outside, *sizes, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
 
 
 def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
-    """Return whether `validate` finds nothing, without its search for nearest values: for those who try many run files."""
-    if any(True for _ in _out_of_range(cfg)) or cfg.sizes is None:
+    """Return True where `validate` finds nothing, without its search for suggestions: for searches over many run files."""
+    if any(True for _ in _range_violations(cfg)) or cfg.sizes is None:
         return False
     sizes = replace(cfg.sizes, num_nodes=num_nodes)
     if not sizes.has_layouts or not is_sound(sizes):
@@ -41,14 +40,8 @@ def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
     return not any(True for rule in (layout_violations, *RUN_RULES, *OBJECTIVE_RULES) for _ in rule(cfg))
 
 
-def other_violations(cfg: RunConfig, num_nodes: int) -> list[Violation]:
-    """Return the broken rules that are not about batch sizes."""
-    layouts = _with_nearest(cfg, layout_violations, num_nodes)
-    return [*layouts, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
-
-
-def _out_of_range(cfg: RunConfig) -> Iterator[Violation]:
-    """Yield the numbers of a run file outside the ranges of their keys; rules of their own check those of algorithms."""
+def _range_violations(cfg: RunConfig) -> Iterator[Violation]:
+    """Yield the numbers of a run file outside the ranges of their keys; those of algorithms have their rules."""
     for path, key in collect_keys().items():
         group, _, name = path.rpartition(".")
         if key.range is None:
@@ -57,7 +50,7 @@ def _out_of_range(cfg: RunConfig) -> Iterator[Violation]:
             roles = {role: getattr(cfg, role) for role in ROLE_GROUPS}
             values = {f"{role}.{name}": getattr(keys, name) for role, keys in roles.items() if keys is not None}
         else:
-            holder: Any = cfg
+            holder: object = cfg
             for part in path.split("."):
                 holder = None if holder is None else getattr(holder, part)
             values = {path: holder}
@@ -67,88 +60,65 @@ def _out_of_range(cfg: RunConfig) -> Iterator[Violation]:
             outside = [item for item in items if isinstance(item, (int, float)) and not key.range.contain(item)]
             if outside and value not in checked:  # a shared key is reported once
                 checked.append(value)
-                violation = out_of_range(where, outside[0], key.range)
+                violation = violate_range(where, outside[0], key.range)
                 # a suggestion for one item of a list is no value of the key
-                yield replace(violation, nearest=()) if isinstance(value, list) else violation
+                yield replace(violation, suggestions=()) if isinstance(value, list) else violation
 
 
-# --- batch sizes -----------------------------------------------------------------------------------------------------------
-
-
-def batch_violations(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
-    """Yield the broken rules between batch sizes and devices; each proposal satisfies all of them."""
+def _batch_violations(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
+    """Yield the broken rules between batch sizes and devices; each suggestion satisfies all of them."""
     if cfg.actor_config.global_batch_size is None:
-        yield broken("is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set")
+        yield violate("is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set")
     if cfg.placement.world_size is None:
         name = "rl_config.actor_resource.num_npus"
         unit = cfg.actor_config.model_parallel_size
-        yield broken("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
-    if cfg.sizes is None:
+        yield violate("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
+    # where a parallel size is below 1 the layout rules name it
+    if cfg.sizes is None or not cfg.sizes.has_layouts:
         return
     sizes, keys = replace(cfg.sizes, num_nodes=num_nodes), size_keys(cfg)
-    if not sizes.has_layouts:
-        return  # the layout rules name the parallel size that is below 1
-    found = list(breaches(sizes))
-    together: dict[str, int] | None = None
-    for breach in found:
-        singles = [{keys[name]: value} for name in breach.names for value in nearest_single(sizes, name)[:2]]
-        if not singles and breach.names:
-            if together is None:
-                together = nearest_together(sizes, (name for other in found for name in other.names))
-            singles = [{keys[name]: value for name, value in together.items()}] if together else []
-        yield Violation(breach.rule, _named(breach, sizes, keys), breach.text(keys), tuple(singles))
+    for broken in find_size_violations(sizes):
+        names = broken.names or ("generation_batch_size", "steps_per_generation")
+        suggestions = [{keys[name]: value} for name in broken.names for value in suggest_values(sizes, name)]
+        values = {keys[name]: sizes.value(name) for name in names}
+        yield Violation(broken.rule, values, broken.text(keys), tuple(suggestions))
 
 
-def _named(breach: Breach, sizes: Sizes, keys: dict[str, str]) -> dict[str, Any]:
-    names = breach.names or ("generation_batch_size", "steps_per_generation")
-    return {keys[name]: sizes.value(name) for name in names}
+def _suggest_layouts(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
+    """Yield the broken layout rules, with parallel sizes that satisfy them."""
+    violations = list(layout_violations(cfg))
+    rules = {violation.rule for violation in violations}
+    for violation in violations:
+        options = [
+            {key: size}
+            for key, value in violation.keys.items()
+            if key.rpartition(".")[2].endswith("parallel_size") and isinstance(value, int)
+            for size in _suggest_sizes(cfg, violation.rule, rules, key, value, num_nodes)
+        ]
+        yield violation if violation.suggestions else replace(violation, suggestions=tuple(options))
 
 
-# --- layouts: the nearest values are found by trying the rules again ----------------------------------------------------------
-
-
-def _with_nearest(cfg: RunConfig, rules: Callable[[RunConfig], Iterable[Violation]], num_nodes: int) -> Iterator[Violation]:
-    found = list(rules(cfg))
-    names = {violation.rule for violation in found}
-    for violation in found:
-        options = []
-        for key, value in violation.keys.items():
-            if key.rpartition(".")[2].endswith("parallel_size") and isinstance(value, int):
-                options += [{key: other} for other in _nearest_layout(cfg, rules, violation.rule, names, key, value, num_nodes)]
-        yield Violation(violation.rule, violation.keys, violation.message, violation.nearest or tuple(options))
-
-
-def _nearest_layout(
-    cfg: RunConfig,
-    rules: Callable[[RunConfig], Iterable[Violation]],
-    rule: str,
-    known: set[str],
-    key: str,
-    current: int,
-    num_nodes: int,
-) -> list[int]:
-    """Return the nearest sizes below and above that mend `rule` and break no other rule of layout or batch."""
-    nearest: list[int] = []
+def _suggest_sizes(cfg: RunConfig, rule: str, known: set[str], key: str, current: int, num_nodes: int) -> Iterator[int]:
+    """Yield the nearest sizes below and above that satisfy `rule` and break no other rule of layout or batch."""
     group, _, name = key.partition(".")
+    roles = ("megatron_training", "actor_config", "ref_config") if group == "megatron_training" else (group,)
     known_batch = _broken_batch_rules(cfg, num_nodes)
     for candidates in (range(current - 1, 0, -1), range(current + 1, 4 * current + 1)):
         for value in candidates:
-            roles = ("megatron_training", "actor_config", "ref_config") if group == "megatron_training" else (group,)
-            trial = replace(cfg, **{role: replace(getattr(cfg, role), **{name: value}) for role in roles})
-            still = {violation.rule for violation in rules(trial)}
-            if rule not in still and still <= known and _broken_batch_rules(trial, num_nodes) <= known_batch:
-                nearest.append(value)
+            changed = replace(cfg, **{role: replace(getattr(cfg, role), **{name: value}) for role in roles})
+            broken = {violation.rule for violation in layout_violations(changed)}
+            if rule not in broken and broken <= known and _broken_batch_rules(changed, num_nodes) <= known_batch:
+                yield value
                 break
-    return nearest
 
 
 def _broken_batch_rules(cfg: RunConfig, num_nodes: int) -> set[str]:
     if cfg.sizes is None or not cfg.sizes.has_layouts:
         return set()
-    return {breach.rule for breach in breaches(replace(cfg.sizes, num_nodes=num_nodes))}
+    return {violation.rule for violation in find_size_violations(replace(cfg.sizes, num_nodes=num_nodes))}
 
 
-# --- what a run needs beyond being consistent -------------------------------------------------------------------------------
+# --- further requirements of a training run -------------------------------------------------------------------------------
 
 
 def missing_for_training(cfg: RunConfig) -> list[str]:
@@ -172,9 +142,9 @@ _SHARED_LAYOUT = (
 def unavailable(cfg: RunConfig) -> list[str]:
     """Return a sentence for each feature that the run file switches on and this version does not have.
 
-    They are accepted by `validate`, so that run files of MindSpeed-RL load; a trainer must refuse to start with them.
+    `validate` accepts them, so that run files of MindSpeed-RL load; a run with them does not start.
     """
-    found = [
+    checks = [
         (cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", "torch is the only backend"),
         (
             cfg.actor_config.save is not None and cfg.actor_config.ckpt_format == "torch",
@@ -183,7 +153,7 @@ def unavailable(cfg: RunConfig) -> list[str]:
         ),
     ]
     if (rl := cfg.rl_config) is not None:
-        found += [
+        checks += [
             (
                 rl.trainer_mode != "sync" and not cfg.placement.disaggregated,
                 "rl_config.trainer_mode",
@@ -194,15 +164,15 @@ def unavailable(cfg: RunConfig) -> list[str]:
         ]
         shared = rl.actor_resource.num_npus
         critic = rl.critic_resource
-        apart = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
-        found.append((apart, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
+        differs = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
+        checks.append((differs, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
         for role in ("ref", "critic", "reward"):
             own = getattr(cfg, f"{role}_config")
             if own is None or cfg.placement.dedicated.get(role):
                 continue
             for key in _SHARED_LAYOUT:
                 theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)
-                found.append(
+                checks.append(
                     (theirs != actors, f"{role}_config.{key}", f"is {theirs}; roles share the actor's layout, {actors}")
                 )
-    return [f"{key}: {reason}" for is_on, key, reason in found if is_on]
+    return [f"{key}: {reason}" for is_on, key, reason in checks if is_on]

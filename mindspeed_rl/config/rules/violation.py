@@ -1,10 +1,9 @@
-"""What a broken rule looks like."""
+"""The record of a broken rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.errors import link_reference
@@ -18,40 +17,44 @@ class Violation:
         rule: short stable name of the rule.
         keys: the keys involved, by dotted name, with their values.
         message: one sentence that names keys, values and the rule.
-        nearest: alternatives; each is a set of new values that, applied together, satisfies this rule and breaks no other one
+        suggestions: alternatives; each is a set of new values that, applied together, satisfies this rule and breaks no other one
             of batch sizes and layouts.
     """
 
     rule: str
-    keys: Mapping[str, Any]
+    keys: Mapping[str, object]
     message: str
-    nearest: tuple[Mapping[str, Any], ...] = field(default=())
+    suggestions: tuple[Mapping[str, object], ...] = ()
 
     def __str__(self) -> str:
-        if not self.nearest:
+        if not self.suggestions:
             return self.message
         options = " or ".join(
-            ", ".join(f"{name}={written(value)}" for name, value in option.items()) for option in self.nearest
+            ", ".join(f"{name}={format_value(value)}" for name, value in option.items()) for option in self.suggestions
         )
         return f"{self.message}; nearest values: {options}"
 
 
-def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[str, Any]) -> Violation:
-    """Return the violation of a rule; `nearest` are the alternatives that mend it."""
-    return Violation(rule, keys, message, nearest)
+def violate(rule: str, keys: Mapping[str, object], message: str, *suggestions: Mapping[str, object]) -> Violation:
+    """Return the violation of a rule."""
+    return Violation(rule, keys, message, suggestions)
 
 
-def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
-    """Return the violation of a number outside its bounds; the nearest value is the bound, or the default where the bound itself is excluded."""
+def violate_range(key: str, value: float, bounds: Bounds) -> Violation:
+    """Return the violation of a number outside its bounds.
+
+    The suggestion is the bound, or the default where the bound itself is excluded.
+    """
     below = bounds.low is not None and value <= bounds.low
     is_open = bounds.excludes_low if below else bounds.excludes_high
-    nearest = bounds.default if is_open else bounds.low if below else bounds.high
-    mended = () if nearest is None else ({key: nearest},)
-    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds} (see {link_reference(key)})", *mended)
+    suggested = bounds.default if is_open else bounds.low if below else bounds.high
+    suggestions = () if suggested is None else ({key: suggested},)
+    message = f"{key} ({value:g}) must be {bounds} (see {link_reference(key)})"
+    return Violation(bounds.rule, {key: value}, message, suggestions)
 
 
-def written(value: Any) -> str:
-    """Return a value as a run file has it."""
+def format_value(value: object) -> str:
+    """Return a value as it is written in a run file."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

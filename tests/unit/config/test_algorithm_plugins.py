@@ -156,7 +156,7 @@ def test_a_plugin_is_found_beside_a_file_of_external_plugins(folder: Path, monke
         ({"adv_estimator": "wrong:A"}, "", r"adv_estimator 'wrong:A' cannot be imported: the module 'wrong' has no 'A'"),
         ({"kl_penalty": "wrong:K"}, "K = 3", r"'wrong:K': it is neither a KlEstimator nor a function, but a int"),
         ({"loss_type": "wrong:f"}, "def f(x): pass", r"'wrong:f': wrong:f does not take the parameters \(inputs, objective\)"),
-        ({"adv_estimator": "my_algorithms:ANCHORED"}, "", r"it is a PolicyLoss, but a AdvantageEstimator is wanted"),
+        ({"adv_estimator": "my_algorithms:ANCHORED"}, "", r"it is a PolicyLoss, but a AdvantageEstimator is expected"),
         (
             {"loss_type": "wrong:L"},
             "from my_algorithms import ANCHORED as a\nimport dataclasses\nL = dataclasses.replace(a, formula='{temprature}')",

@@ -92,7 +92,7 @@ def test_a_length_beyond_the_model_is_one_error_with_its_cause(tmp_path: Path) -
     assert "max_model_len (48, from max_prompt_length 32 + max_tokens 16) must be at most 40" in str(derived)
     (written,) = validate(run(load=model(tmp_path / "m", max_position_embeddings=64), generate={"max_model_len": 2048}))
     assert "max_model_len (2048) must be at most 64" in str(written)
-    assert [dict(option) for option in written.nearest] == [{"generate_config.max_model_len": 64}]
+    assert [dict(option) for option in written.suggestions] == [{"generate_config.max_model_len": 64}]
 
 
 def test_explain_shows_what_was_derived_and_what_it_warns_of() -> None:

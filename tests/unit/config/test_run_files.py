@@ -9,7 +9,7 @@ import yaml
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.run_files import project_configs, with_values
+from mindspeed_rl.config.run_files import project_configs, apply_values
 
 CONFIGS = project_configs()
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -149,6 +149,6 @@ def test_a_run_file_of_mindspeed_rl_loads_unchanged(tmp_path: Path) -> None:
 
 def test_changes_reach_nested_keys_whatever_their_spelling_and_leave_the_run_file_alone() -> None:
     tree = {"generate-config": {"sampling-config": {"max-tokens": 4}}, "rl_config": None}
-    changed = with_values(tree, {"generate_config.sampling_config.max_tokens": 8, "rl_config.epochs": 2})
+    changed = apply_values(tree, {"generate_config.sampling_config.max_tokens": 8, "rl_config.epochs": 2})
     assert changed == {"generate_config": {"sampling_config": {"max_tokens": 8}}, "rl_config": {"epochs": 2}}
     assert tree == {"generate-config": {"sampling-config": {"max-tokens": 4}}, "rl_config": None}
