@@ -1,7 +1,7 @@
-"""Tools for agents: what a run's tool file names, the parsers that read calls out of a turn, and environments.
+"""Tools for agents: the tools of a run's tool file, the parsers that read calls from a turn, and environments.
 
-`interface.py` is what an agent loop sees. Importing this package loads the registries alone. A new built-in tool is one class
-and one line below; a user's own is a function or a class that the tool file names.
+`interface.py` is the interface for agent loops. Importing this package loads the registries alone. A new built-in tool is one
+class and one line below; your own is a function or a class in the tool file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TOOLS: dict[str, str] = {
     "finish": "mindspeed_rl.tools.finish:Finish",
     "search": "mindspeed_rl.tools.search:Search",
 }
-"""Built-in tools: name -> class that is made of (config, schema, settings, where)."""
+"""Built-in tools: name -> class with the arguments (config, schema, settings, where)."""
 
 FOREIGN_CLASSES: dict[str, str] = {
     "mindspeed_rl.tools.retool.ReTool": "code_interpreter",
@@ -22,4 +22,4 @@ FOREIGN_CLASSES: dict[str, str] = {
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "code_interpreter",
     "verl.tools.search_tool.SearchTool": "search",
 }
-"""Classes of other projects whose place a built-in tool takes."""
+"""Classes of other projects -> the built-in tool that replaces them."""

@@ -1,8 +1,8 @@
-"""Tools as classes with create, execute, calc_reward and release: MindSpeed-RL's and verl's form.
+"""Tools as classes with create, execute, calc_reward and release, in the form of MindSpeed-RL and verl.
 
-What differs between the two, and between verl's releases, is looked at, not asked for: methods may be coroutine functions or
-not, `create` returns an instance id or a tuple that begins with it, `execute` returns text, a mapping or an object with a text.
-A class is made once for all trajectories, or, with run_in "process", once in a process of each trajectory.
+Differences between the two, and between verl's releases, are detected: methods may be coroutine functions or not, `create`
+returns an instance id or a tuple that starts with it, `execute` returns text, a mapping or an object with a text. A class is
+instantiated once for all trajectories, or, with run_in "process", once in a process of each trajectory.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import asyncio
 import contextlib
 import inspect
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.tools.interface import ToolCall
+from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.processes import ProcessPool, ToolProcess
-from mindspeed_rl.tools.python_tool import PythonTool, decode_result, refuse_if_hung
+from mindspeed_rl.tools.python_tool import PythonTool, decode_result
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import (
     AcceptedOptions,
     CallSettings,
+    Config,
+    RowOptions,
     Session,
     ToolError,
     ToolResult,
@@ -33,167 +35,166 @@ from mindspeed_rl.tools.tool import (
 
 _METHODS = ("create", "execute", "release")
 _RELEASE_LIMIT_S = 10.0
+_UserTool = Any
+"""An instance of the user's class."""
 
 
-class SchemaView(dict[str, Any]):
-    """A schema as a mapping whose entries are attributes too, as the classes expect: `tool_schema.function.name`."""
+class _SchemaView(JsonObject):
+    """A schema as a mapping with its entries as attributes, as the classes expect: `tool_schema.function.name`."""
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        super().__init__({key: SchemaView(value) if isinstance(value, Mapping) else value for key, value in schema.items()})
+    def __init__(self, schema: Config) -> None:
+        super().__init__({key: _SchemaView(value) if isinstance(value, Mapping) else value for key, value in schema.items()})
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in self:
             return self[name]
         raise AttributeError(name)
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """Return the plain mapping, as pydantic has it."""
-        return {key: value.model_dump() if isinstance(value, SchemaView) else value for key, value in self.items()}
+    def model_dump(self, **_: object) -> JsonObject:
+        """Return the plain mapping, under pydantic's name."""
+        return {key: value.model_dump() if isinstance(value, _SchemaView) else value for key, value in self.items()}
 
 
-class ToolInstance:
-    """The tool's object with one instance of it, in a process of its own; see `process_worker`."""
+class _ToolInstance:
+    """An object of the user's class with one instance id, in its own process; see `process_worker`."""
 
-    def __init__(self, target: str, config: dict[str, Any], schema: dict[str, Any], create: dict[str, Any]) -> None:
-        self._tool = registry.load(target, "the tool")(config=config, tool_schema=SchemaView(schema))
-        self._id = _instance_id(_now(_create(self._tool, create)), create)
+    def __init__(self, target: str, config: JsonObject, schema: JsonObject, create: JsonObject) -> None:
+        self._tool: _UserTool = registry.load(target, "the tool")(config=config, tool_schema=_SchemaView(schema))
+        self._id = _read_instance_id(_run_now(_create(self._tool, create)), create)
 
-    def execute(self, parameters: dict[str, Any], more: dict[str, Any]) -> Any:
-        """What the tool says."""
-        return _now(self._tool.execute(self._id, parameters, **more))
+    def execute(self, parameters: JsonObject, options: JsonObject) -> object:
+        """Return the tool's result."""
+        return _run_now(self._tool.execute(self._id, parameters, **options))
 
-    def release(self, calc_reward: dict[str, Any], release: dict[str, Any]) -> Any:
-        """End the instance; the answer has its reward, None for none.
+    def release(self, calc_reward: JsonObject, release: JsonObject) -> ToolResult:
+        """End the instance; return a result with its reward, None for none.
 
         Args:
-            calc_reward, release: what the row gives these methods.
+            calc_reward, release: arguments of these methods from the row.
         """
         try:
-            reward = _now(self._tool.calc_reward(self._id, **calc_reward)) if hasattr(self._tool, "calc_reward") else None
+            reward = _run_now(self._tool.calc_reward(self._id, **calc_reward)) if hasattr(self._tool, "calc_reward") else None
         finally:
-            _now(self._tool.release(self._id, **release))
-        return ToolResult("", _number(reward))
+            _run_now(self._tool.release(self._id, **release))
+        return ToolResult("", _read_reward(reward))
 
 
 class ClassTool(PythonTool):
-    """A class that is named as module.Class or module:Class.
+    """A class with the name module.Class or module:Class.
 
     Args:
-        run_in: None for the event loop if `execute` is a coroutine function, else a thread.
-        where: what errors begin with.
+        run_in: None for the event loop if `execute` is a coroutine function, else for a thread.
+        where: prefix of errors.
 
     Raises:
-        ValueError: there is no such class, it lacks a method, or it raises while it is made.
+        ValueError: there is no such class, it lacks a method, or its constructor raises.
     """
 
     def __init__(
-        self, target: str, config: dict[str, Any], schema: Any, run_in: RunIn | None, settings: CallSettings, where: str
+        self, target: str, config: JsonObject, schema: object, run_in: RunIn | None, settings: CallSettings, where: str
     ) -> None:
         if ":" not in target:
             target = ":".join(target.rsplit(".", 1))
-        kind = registry.load(target, where, wraps=Exception)
-        lacking = [name for name in _METHODS if not callable(getattr(kind, name, None))]
-        if lacking:
-            raise ValueError(f"{where}: {target} has no {', '.join(lacking)}; a tool class has {', '.join(_METHODS)}")
-        is_async = inspect.iscoroutinefunction(kind.execute)
+        user_class = registry.load(target, where, wraps=Exception)
+        missing = [name for name in _METHODS if not callable(getattr(user_class, name, None))]
+        if missing:
+            raise ValueError(f"{where}: {target} has no {', '.join(missing)}; a tool class has {', '.join(_METHODS)}")
+        is_async = inspect.iscoroutinefunction(user_class.execute)
         self.run_in: RunIn = run_in or ("loop" if is_async else "thread")
         if self.run_in == "loop" and not is_async:
             raise ValueError(f"{where}: run_in is 'loop', but {target}.execute is no coroutine function")
         if self.run_in == "thread" and is_async:
             raise ValueError(f"{where}: run_in is 'thread', but {target}.execute is a coroutine function")
-        self.modules: tuple[str, ...] = (target.partition(":")[0], __name__) if self.run_in == "process" else ()
+        self.modules = (target.partition(":")[0], __name__) if self.run_in == "process" else ()
         self._target, self._config = target, config
-        view = None if schema is None else SchemaView(validate_schema(schema, where))
-        self._tool: Any = None
+        view = None if schema is None else _SchemaView(validate_schema(schema, where))
+        self._tool: _UserTool = None
         if view is None or self.run_in != "process":
             try:
-                self._tool = kind(config=config, tool_schema=view)
-                given = self._tool.get_openai_tool_schema() if view is None else view
-            except Exception as error:  # the user's own code
-                raise ValueError(f"{where}: {target} cannot be made: {type(error).__name__}: {error}") from error
-            view = SchemaView(validate_schema(_plain(given), where))
-        super().__init__(view.model_dump(), settings, _taken(kind))
+                self._tool = user_class(config=config, tool_schema=view)
+                user_schema = self._tool.get_openai_tool_schema() if view is None else view
+            except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+                raise ValueError(f"{where}: {target} cannot be created: {type(error).__name__}: {error}") from error
+            if hasattr(user_schema, "model_dump"):
+                user_schema = user_schema.model_dump(exclude_unset=True, exclude_none=True)
+            view = _SchemaView(validate_schema(user_schema, where))
+        super().__init__(view.model_dump(), settings, _find_accepted_options(user_class))
 
-    def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
+    def open(self, options: RowOptions) -> Session:
         """See `Tool`; the options are create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs."""
-        own = options.get(self._schema["function"]["name"], {})
+        kwargs = {name: dict(values or {}) for name, values in options.get(self._name, {}).items()}
         if self.run_in == "process":
-            assert self._processes is not None  # the tool box starts its tools before it opens any
-            return _ProcessSession(self._processes, self._target, self._config, self._schema, own)
-        return _SharedSession(self._tool, own, self._threads)
+            assert self._processes is not None  # the toolbox starts its tools before it opens sessions
+            make = {"target": self._target, "config": dict(self._config), "schema": self.schemas[0]}
+            in_process = _ProcessInstance(self._processes, make, kwargs)
+            return Session(in_process.call, in_process.close, serial=True)
+        shared = _SharedInstance(self._tool, kwargs, self._threads)
+        return Session(shared.call, shared.close)
 
 
-class _SharedSession:
-    """An instance of a tool that all trajectories share."""
+class _SharedInstance:
+    """An instance id of an object that all trajectories share."""
 
-    serial, grace_s = False, 0.0
-
-    def __init__(self, tool: Any, options: Mapping[str, Any], threads: HungThreads) -> None:
-        self._tool, self._options, self._threads = tool, options, threads
+    def __init__(self, tool: _UserTool, kwargs: Mapping[str, JsonObject], threads: HungThreads) -> None:
+        self._tool, self._kwargs, self._threads = tool, kwargs, threads
         self._id: str | None = None
         self._creating = asyncio.Lock()
 
     async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
-        # the calls of a turn are made side by side, and the first of them creates the instance for all
+        # the calls of a turn are concurrent, and the first of them creates the instance for all
         async with self._creating:
             if self._id is None:
-                words = dict(self._options.get("create_kwargs") or {})
-                self._id = _instance_id(await self._run(partial(_create, self._tool, words)), words)
-        more = self._options.get("execute_kwargs") or {}
-        return to_tool_result(await self._run(partial(self._tool.execute, self._id, dict(call.arguments), **more)))
+                kwargs = self._kwargs.get("create_kwargs", {})
+                self._id = _read_instance_id(await self._run(partial(_create, self._tool, kwargs)), kwargs)
+        kwargs = self._kwargs.get("execute_kwargs", {})
+        return to_tool_result(await self._run(partial(self._tool.execute, self._id, dict(call.arguments), **kwargs)))
 
     async def close(self) -> float | None:
         """See `Session`."""
         if self._id is None:
             return None
-        name, self._id = self._id, None
+        instance_id, self._id = self._id, None
         try:
             reward = None
             if hasattr(self._tool, "calc_reward"):
-                words = self._options.get("calc_reward_kwargs") or {}
-                reward = await self._run(partial(self._tool.calc_reward, name, **words))
-            return _number(reward)
+                kwargs = self._kwargs.get("calc_reward_kwargs", {})
+                reward = await self._run(partial(self._tool.calc_reward, instance_id, **kwargs))
+            return _read_reward(reward)
         finally:
-            await self._run(partial(self._tool.release, name, **(self._options.get("release_kwargs") or {})))
+            await self._run(partial(self._tool.release, instance_id, **self._kwargs.get("release_kwargs", {})))
 
-    async def _run(self, method: partial[Any]) -> Any:
+    async def _run(self, method: partial[Any]) -> object:
         if inspect.iscoroutinefunction(method.func):
             return await method()
-        refuse_if_hung(self._threads)
+        self._threads.check()
         value = await self._threads.run(method)
         return await value if inspect.isawaitable(value) else value
 
 
-class _ProcessSession:
-    """An object of the tool's class in a process of its own, which begins with the first call."""
+class _ProcessInstance:
+    """An object of the tool's class in its own process, which starts with the first call."""
 
-    serial, grace_s = True, 0.0
-
-    def __init__(
-        self, processes: ProcessPool, target: str, config: Mapping[str, Any], schema: Any, options: Mapping[str, Any]
-    ) -> None:
-        self._processes, self._options = processes, options
-        self._make = {"target": target, "config": dict(config), "schema": schema}
+    def __init__(self, processes: ProcessPool, make: JsonObject, kwargs: Mapping[str, JsonObject]) -> None:
+        self._processes, self._make, self._kwargs = processes, make, kwargs
         self._process: ToolProcess | None = None
 
     async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         if self._process is None:
-            words = dict(self._options.get("create_kwargs") or {})
             process = await self._processes.fork()
-            made = {"op": "make", "target": f"{__name__}:ToolInstance", "arguments": {**self._make, "create": words}}
+            arguments = {**self._make, "create": self._kwargs.get("create_kwargs", {})}
             try:
-                await process.ask(made, timeout_s)
+                await process.request({"op": "make", "target": f"{__name__}:_ToolInstance", "arguments": arguments}, timeout_s)
             except ToolError:
-                process.kill("the tool could not be made")
+                process.kill("the tool could not be created")
                 raise
             self._process = process
         elif not self._process.alive:
             raise ToolError("the tool's process of this conversation has ended", "crashed")
-        more = self._options.get("execute_kwargs") or {}
-        question = {"op": "method", "name": "execute", "arguments": {"parameters": call.arguments, "more": more}}
-        return decode_result(await self._process.ask(question, timeout_s))
+        arguments = {"parameters": call.arguments, "options": self._kwargs.get("execute_kwargs", {})}
+        request = {"op": "method", "name": "execute", "arguments": arguments}
+        return decode_result(await self._process.request(request, timeout_s))
 
     async def close(self) -> float | None:
         """See `Session`."""
@@ -201,49 +202,47 @@ class _ProcessSession:
         if process is None or not process.alive:
             return None
         try:
-            words = {name: dict(self._options.get(f"{name}_kwargs") or {}) for name in ("calc_reward", "release")}
-            released = await process.ask({"op": "method", "name": "release", "arguments": words}, _RELEASE_LIMIT_S)
-            return released["reward"]
+            arguments = {name: self._kwargs.get(f"{name}_kwargs", {}) for name in ("calc_reward", "release")}
+            reply = await process.request({"op": "method", "name": "release", "arguments": arguments}, _RELEASE_LIMIT_S)
+            return reply["reward"]
         finally:
             with contextlib.suppress(ToolError):
                 process.kill("its conversation has ended")
 
 
-def _taken(kind: type) -> AcceptedOptions:
-    create = list_parameters(kind.create)
-    found = {
+def _find_accepted_options(user_class: _UserTool) -> AcceptedOptions:
+    create = list_parameters(user_class.create)
+    accepted = {
         "create_kwargs": None if create is None or "create_kwargs" in create else create,
-        "execute_kwargs": list_parameters(kind.execute, "instance_id", "parameters"),
-        "release_kwargs": list_parameters(kind.release, "instance_id"),
+        "execute_kwargs": list_parameters(user_class.execute, "instance_id", "parameters"),
+        "release_kwargs": list_parameters(user_class.release, "instance_id"),
     }
-    rewards = getattr(kind, "calc_reward", None)
-    return found | ({} if rewards is None else {"calc_reward_kwargs": list_parameters(rewards, "instance_id")})
+    if (calc_reward := getattr(user_class, "calc_reward", None)) is not None:
+        accepted["calc_reward_kwargs"] = list_parameters(calc_reward, "instance_id")
+    return accepted
 
 
-def _create(tool: Any, words: Mapping[str, Any]) -> Any:
-    """Call `create`, of older releases with the words of the row, of newer ones with them as create_kwargs."""
-    known = inspect.signature(tool.create).parameters
-    if "create_kwargs" in known:
-        return tool.create(create_kwargs=dict(words))
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    fitting = {name: value for name, value in words.items() if takes_all or name in known}
-    return tool.create(**fitting, **({"create_kwargs": dict(words)} if takes_all and words else {}))
+def _create(tool: _UserTool, kwargs: JsonObject) -> object:
+    """Call `create` with the row's arguments: as keywords in older releases, as the mapping create_kwargs in newer ones."""
+    create: Callable[..., object] = tool.create
+    parameters = inspect.signature(create).parameters
+    if "create_kwargs" in parameters:
+        return create(create_kwargs=dict(kwargs))
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    matching = {name: value for name, value in kwargs.items() if takes_all or name in parameters}
+    return create(**matching, **({"create_kwargs": dict(kwargs)} if takes_all and kwargs else {}))
 
 
-def _instance_id(created: Any, words: Mapping[str, Any]) -> str:
+def _read_instance_id(created: object, kwargs: JsonObject) -> str:
     first = created[0] if isinstance(created, tuple) and created else created
-    return first if isinstance(first, str) else str(words.get("instance_id") or uuid.uuid4())
+    return first if isinstance(first, str) else str(kwargs.get("instance_id") or uuid.uuid4())
 
 
-def _now(value: Any) -> Any:
-    """In a process of the tool's own: what the method returns, or its coroutine."""
+def _run_now(value: Any) -> object:
+    """Return the value; run it first if it is a coroutine (in the tool's own process)."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _number(value: Any) -> float | None:
-    """verl's `calc_reward` says 0.0 for "none"; MindSpeed-RL's search tool returns a list of texts."""
+def _read_reward(value: object) -> float | None:
+    """Return the reward; None for 0.0 (verl's `calc_reward` without one) and for the list of MindSpeed-RL's search tool."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0 else None
-
-
-def _plain(schema: Any) -> Any:
-    return schema.model_dump(exclude_unset=True, exclude_none=True) if hasattr(schema, "model_dump") else schema

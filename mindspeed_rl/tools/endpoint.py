@@ -1,11 +1,11 @@
-"""An OpenAI-compatible endpoint of a rollout: whoever talks to it draws from the engine, and what is drawn is recorded.
+"""An OpenAI-compatible endpoint of a rollout: its clients sample from the engine, and the samples are recorded.
 
-A program that runs its own loop (an environment of another library, an agent with its own harness) is given an address that
-belongs to one trajectory. Every chat completion it asks for becomes a turn of that trajectory: the session behind the address
-holds the conversation in tokens, tells the model the new messages only, and keeps what it drew with log-probs and weight
-versions. Sampling is the run's, whatever the client asks for: what trains must come from the distribution that is trained.
+A program with its own loop (an environment of another library, an agent with its own harness) gets an address that belongs to
+one trajectory. Each chat completion becomes a turn of that trajectory: the session of the address has the conversation in
+tokens, passes only new messages to the model, and records the sampled tokens with log-probs and weight versions. The run's
+sampling parameters apply, regardless of the client's: training needs samples of the policy's distribution.
 
-The server listens on loopback. An address holds a secret of its trajectory and is gone with it.
+The server listens on loopback. An address contains a secret of its trajectory and is valid as long as that.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn
+from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _START_LIMIT_S, _STOP_LIMIT_S = 30.0, 10.0
 _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+_Scope = Mapping[str, Any]
+_Receive = Callable[[], Awaitable[_Scope]]
+_Send = Callable[[JsonObject], Awaitable[None]]
 
 
 class ContextFullError(Exception):
-    """The trajectory cannot have another turn: tokens, context or turns are used up."""
+    """The trajectory cannot have another turn: no tokens, context or turns are left."""
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A turn that was drawn.
+    """A sampled turn.
 
     Attributes:
-        turn: as the parser took it apart.
-        ended: by its end token; otherwise for lack of room.
-        prompt_ids, token_ids, log_probs: what the model read and drew, for clients that record too.
+        turn: parsed.
+        ended: True for an end token; False if the turn was truncated.
+        prompt_ids, token_ids, log_probs: tokens that the model read and sampled, for clients that record them.
     """
 
     turn: ParsedTurn
@@ -55,31 +55,29 @@ class ChatReply:
 
 
 class ChatSession(Protocol):
-    """A trajectory that is talked to."""
+    """A trajectory with an external client."""
 
-    async def answer(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int | None
-    ) -> ChatReply:
+    async def complete(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], max_tokens: int | None) -> ChatReply:
         """Return the model's next turn.
 
         Args:
-            messages: the whole conversation as the client has it, in OpenAI's form. What goes beyond the turns recorded so far
-                is new; a client that has changed earlier ones begins another sequence.
-            tools: that the client offers; they are part of the prompt.
-            max_tokens: of this turn at most; None for the run's limit.
+            messages: the client's full conversation, in OpenAI's form. Messages after the recorded turns are new; a client that
+                has changed earlier ones starts another sequence.
+            tools: offered by the client, and part of the prompt.
+            max_tokens: limit of this turn; None for the run's limit.
 
         Raises:
-            ContextFullError: there can be no further turn.
-            ValueError: the messages cannot be written by the chat template.
+            ContextFullError: no further turn is possible.
+            ValueError: the chat template cannot render the messages.
         """
         ...
 
 
 class RecordingEndpoint:
-    """The server and its sessions; one event loop, that of the engine's clients.
+    """The server and its sessions, in the event loop of the engine's clients.
 
     Args:
-        model: under which name clients ask.
+        model: its name for clients.
     """
 
     def __init__(self, model: str = "policy") -> None:
@@ -89,12 +87,12 @@ class RecordingEndpoint:
         self._address = ""
 
     async def start(self) -> None:
-        """Listen on a free port of loopback.
+        """Start the server on a free port of loopback.
 
         Raises:
             RuntimeError: the server does not start.
         """
-        import uvicorn  # comes with vLLM; only runs with such programs need it
+        import uvicorn  # a dependency of vLLM; only runs with such programs need it
 
         class Server(uvicorn.Server):
             """Leaves signals to the run."""
@@ -117,17 +115,17 @@ class RecordingEndpoint:
             await asyncio.sleep(0.01)
 
     def open(self, session: ChatSession) -> str:
-        """Return the base address of a trajectory, as OpenAI's clients want it; valid until `forget`."""
+        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = (session, asyncio.Lock())
         return f"{self._address}/{key}/v1"
 
-    def forget(self, base_url: str) -> None:
-        """Nobody draws from the trajectory any more."""
+    def remove(self, base_url: str) -> None:
+        """Invalidate the base URL of a trajectory."""
         self._sessions.pop(base_url.removesuffix("/v1").rpartition("/")[2], None)
 
     async def close(self) -> None:
-        """Listen no more; may be called twice."""
+        """Stop the server; may be called twice."""
         self._sessions.clear()
         serving, self._serving = self._serving, None
         if serving is None:
@@ -138,8 +136,8 @@ class RecordingEndpoint:
             serving.cancel()
             await asyncio.wait([serving], timeout=_STOP_LIMIT_S)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as ASGI has it."""
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """Handle one ASGI request."""
         if scope["type"] != "http":
             return
         _, key, path = (scope["path"].split("/", 2) + ["", ""])[:3]
@@ -150,26 +148,25 @@ class RecordingEndpoint:
         elif f"/{path}" != _COMPLETIONS or scope["method"] != "POST":
             await _refuse(send, 404, f"there are {_COMPLETIONS} and {_MODELS} here, not {path}")
         else:
-            await self._complete(self._sessions[key], receive, send)
+            await self._complete(*self._sessions[key], receive, send)
 
-    async def _complete(self, opened: tuple[ChatSession, asyncio.Lock], receive: Receive, send: Send) -> None:
-        session, turn = opened
+    async def _complete(self, session: ChatSession, lock: asyncio.Lock, receive: _Receive, send: _Send) -> None:
         try:
-            wanted = _read(await _body(receive))
-            async with turn:  # a conversation has one speaker at a time
-                reply = await session.answer(*wanted)
+            request = _parse_request(await _read_body(receive))
+            async with lock:  # one turn of a conversation at a time
+                reply = await session.complete(*request)
         except ContextFullError as error:
             await _refuse(send, 400, f"maximum context length reached: {error}", "context_length_exceeded")
         except ValueError as error:
             await _refuse(send, 400, str(error))
-        except Exception as error:  # the engine's troubles; the client may give up or try again
+        except Exception as error:  # noqa: BLE001 (any failure of the engine; the client may stop or try again)
             _LOG.exception("a chat completion failed")
             await _refuse(send, 500, f"{type(error).__name__}: {error}")
         else:
-            await _send(send, 200, self._completion(reply))
+            await _send(send, 200, self._write_completion(reply))
 
-    def _completion(self, reply: ChatReply) -> dict[str, Any]:
-        message = chat_message(reply.turn)
+    def _write_completion(self, reply: ChatReply) -> JsonObject:
+        message = write_message(reply.turn)
         finish = "length" if not reply.ended else "tool_calls" if message.get("tool_calls") else "stop"
         logprobs = [
             {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
@@ -182,17 +179,17 @@ class RecordingEndpoint:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self.model,
-            "choices": [choice | {"token_ids": list(reply.token_ids)}],  # as vLLM has them with return_token_ids
+            "choices": [choice | {"token_ids": list(reply.token_ids)}],  # as in vLLM with return_token_ids
             "prompt_token_ids": list(reply.prompt_ids),
             "usage": counts | {"total_tokens": sum(counts.values())},
         }
 
 
-def chat_message(turn: ParsedTurn) -> dict[str, Any]:
+def write_message(turn: ParsedTurn) -> JsonObject:
     """Return a turn of the model as a message in OpenAI's form."""
-    # the client sees a broken call as the model wrote it, and says what is wrong with it
+    # the client receives a broken call as text, and reports the error
     broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
-    message: dict[str, Any] = {"role": "assistant", "content": turn.content + broken}
+    message: JsonObject = {"role": "assistant", "content": turn.content + broken}
     if turn.reasoning is not None:
         message["reasoning_content"] = turn.reasoning
     calls = [
@@ -207,11 +204,11 @@ def chat_message(turn: ParsedTurn) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
+def _parse_request(body: bytes) -> tuple[list[JsonObject], list[JsonObject], int | None]:
     """Return (messages, tools, max_tokens) of a request.
 
     Raises:
-        ValueError: it is none, or asks for what is not given here.
+        ValueError: it is invalid, or has an unsupported option.
     """
     try:
         request = json.loads(body)
@@ -228,43 +225,43 @@ def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int 
     limit = request.get("max_completion_tokens", request.get("max_tokens"))
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_tokens is {limit!r}, but must be a whole number from 1")
-    return [_plain(message) for message in messages], list(tools), limit
+    return [_flatten_content(message) for message in messages], list(tools), limit
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with text as content: parts of text are joined.
+def _flatten_content(message: JsonObject) -> JsonObject:
+    """Return the message with a text as content; parts of text are concatenated.
 
     Raises:
-        ValueError: it holds pictures or sounds.
+        ValueError: it contains images or audio.
     """
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise ValueError("messages of text alone can be answered")
+            raise ValueError("only messages of text are supported")
         content = "".join(str(part.get("text", "")) for part in content)
     if content is not None and not isinstance(content, str):
         raise ValueError("the content of a message is a text or parts of text")
     return message | {"content": content or ""}
 
 
-async def _body(receive: Receive) -> bytes:
+async def _read_body(receive: _Receive) -> bytes:
     body, more = b"", True
     while more:
         event = await receive()
         if event["type"] == "http.disconnect":
-            raise ValueError("the client has gone")
+            raise ValueError("the client has disconnected")
         body += event.get("body", b"")
         more = event.get("more_body", False)
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"a request has at most {_MOST_BYTES} bytes")
+        if len(body) > _MAX_BYTES:
+            raise ValueError(f"a request has at most {_MAX_BYTES} bytes")
     return body
 
 
-async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+async def _refuse(send: _Send, status: int, message: str, code: str | None = None) -> None:
     await _send(send, status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
 
 
-async def _send(send: Send, status: int, value: Any) -> None:
+async def _send(send: _Send, status: int, value: JsonObject) -> None:
     body = json.dumps(value).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,14 +1,11 @@
-"""The tool `finish`: the model hands over its answer, and the trajectory ends."""
+"""The tool `finish`: the model submits its final answer, and the trajectory ends."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.schemas import validate_schema
-from mindspeed_rl.tools.tool import CallSettings, Session, StatelessSession, StatelessTool, ToolResult, to_text
+from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolResult, to_text
 
 _SCHEMA = {
     "name": "finish",
@@ -21,28 +18,18 @@ _SCHEMA = {
 }
 
 
-class Finish(StatelessTool):
-    """See the module; the reply's text is the value of the schema's first parameter."""
+class Finish(Tool):
+    """Replies with the first parameter of its schema; it has no configuration."""
 
-    def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
-        OptionReader(config, where).end()
-        self.settings = settings
-        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
+    def __init__(self, config: Config, schema: object, settings: CallSettings, where: str) -> None:
+        OptionReader(config, where).reject_unknown()
+        super().__init__(settings, [validate_schema(_SCHEMA if schema is None else schema, where)])
+        self._parameter = next(iter(self.schemas[0]["function"]["parameters"].get("properties", {})), "")
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def open(self, options: RowOptions) -> Session:
         """See `Tool`."""
-        return [self._schema]
 
-    def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
-        """See `Tool`."""
-        return _FinishSession(next(iter(self._schema["function"]["parameters"].get("properties", {})), ""))
+        async def run(call: ToolCall, timeout_s: float) -> ToolResult:
+            return ToolResult(to_text(call.arguments.get(self._parameter)), ends_trajectory=True)
 
-
-class _FinishSession(StatelessSession):
-    def __init__(self, parameter: str) -> None:
-        self._parameter = parameter
-
-    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
-        """See `Session`."""
-        return ToolResult(to_text(call.arguments.get(self._parameter)), ends_trajectory=True)
+        return Session(run)

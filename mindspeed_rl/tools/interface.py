@@ -1,7 +1,7 @@
-"""What an agent loop knows of tools: a parser reads calls out of a turn, the tools of a trajectory answer them.
+"""The interface between agent loops and tools: a parser reads calls from a turn, the tools of a trajectory reply to them.
 
-A loop never sees how a tool runs. It hands over what the parser found, broken calls too, and gets as many replies back, each a
-text for the model that is already cut to size. Nothing here raises because of what a model wrote or what a tool did.
+A loop does not see how a tool runs. It passes the parsed calls, including broken ones, and receives one reply for each: a text
+for the model, already truncated. Nothing here raises because of a model's text or a tool's failure.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from typing import Any, Literal, Protocol
 
 from mindspeed_rl.data import conversation
 
+JsonObject = dict[str, Any]
+"""A function schema, a message, a row of a data set."""
+
 Problem = Literal[
-    "broken_call",  # what the model wrote is no call
+    "broken_call",  # the text is no valid call
     "unknown_tool",
-    "bad_arguments",  # they do not fit the tool's schema
+    "bad_arguments",  # they do not match the tool's schema
     "too_many_calls",  # more in the turn than max_parallel_calls, or in the trajectory than max_tool_calls
     "timeout",
     "crashed",  # the tool's process or server ended
-    "failed",  # the tool raised, or said that it failed
+    "failed",  # the tool raised, or reported a failure
 ]
-"""Why a call has no good answer; the second half of a metric's name."""
+"""Kinds of failed calls; the second half of a metric's name."""
 
 
 @dataclass(frozen=True)
 class ToolCall(conversation.ToolCall):
-    """A call as the model wrote it: that of a conversation, so that templates write it back, with an id.
+    """A call with an id; the base class is that of a conversation, which chat templates can render.
 
     Attributes:
-        id: unique within a trajectory's turn; MCP servers and verl's tools want one.
+        id: unique within a turn; MCP servers and verl's tools require one.
     """
 
     id: str = ""
@@ -37,11 +40,11 @@ class ToolCall(conversation.ToolCall):
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """What was meant as a call and is none: JSON that does not parse, a name that is missing.
+    """An invalid call: its JSON does not parse, or its name is missing.
 
     Attributes:
-        text: what the model wrote, between the marks of a call.
-        problem: a sentence that tells the model what is wrong with it.
+        text: of the model, between the marks of a call.
+        problem: a sentence for the model about the error.
     """
 
     text: str
@@ -50,12 +53,12 @@ class BrokenCall:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """A turn of the model, taken apart. For the next prompt's new messages only: the turn's own tokens stay as sampled.
+    """A parsed turn of the model, for the new messages of the next prompt; the turn's own tokens stay as sampled.
 
     Attributes:
-        content: what is neither reasoning nor a call.
-        reasoning: what the model thought, without the marks around it; None for none.
-        calls: in the order in which they were written.
+        content: text that is neither reasoning nor a call.
+        reasoning: without the marks around it; None for none.
+        calls: in the order of the text.
     """
 
     content: str
@@ -64,30 +67,30 @@ class ParsedTurn:
 
 
 class ToolParser(Protocol):
-    """Reads the calls of a turn, in the format of one family of models."""
+    """Parser of turns in the format of one family of models."""
 
     def parse(self, text: str, token_ids: Sequence[int]) -> ParsedTurn:
-        """Take a turn apart. Never raises, whatever the text.
+        """Parse a turn. Never raises for any text.
 
         Args:
             text: the turn, decoded with special tokens kept (some formats mark calls with them), without the end of turn.
-            token_ids: the same as tokens; some formats find their marks there. May be empty for the others.
+            token_ids: of the same turn; some formats detect their marks there. May be empty for the others.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ToolReply:
-    """The answer to one call.
+    """The reply to one call.
 
     Attributes:
-        text: for the model; already cut to max_tool_response_length.
-        failed: there is no good answer; `text` says why in words for the model.
-        seconds: how long the call took, its retries and its wait for a free place included.
-        problem: the kind of failure; None when it did not fail.
-        reward: what the tool itself gives for the call; None for nothing.
-        ends_trajectory: the model has given its final answer by this call; there is no further turn.
-        metrics: numbers the tool tells about the call, by name.
+        text: for the model; already truncated to max_tool_response_length.
+        failed: the call failed; `text` has the reason for the model.
+        seconds: duration of the call, including retries and the time in the queue.
+        problem: the kind of failure; None if it did not fail.
+        reward: the tool's reward for the call; None for none.
+        ends_trajectory: the call was the final answer; no further turn follows.
+        metrics: numbers from the tool about the call, by name.
     """
 
     text: str
@@ -100,76 +103,74 @@ class ToolReply:
 
 
 class Tools(Protocol):
-    """The tools of one trajectory, with what they remember of it."""
+    """The tools of one trajectory, with their state.
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """OpenAI's function schemas, for the chat template: {"type": "function", "function": {...}}."""
-        ...
+    Attributes:
+        schemas: OpenAI's function schemas, for the chat template: {"type": "function", "function": {...}}.
+        num_calls: calls that reached a tool, including failed ones, but not broken, invalid and refused ones. tool_call_num.
+    """
 
-    @property
-    def num_calls(self) -> int:
-        """Call that reached a tool so far, failed ones too; broken, wrong and refused ones do not count. tool_call_num."""
-        ...
+    schemas: list[JsonObject]
+    num_calls: int
 
     async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:
-        """ToolResult the calls of one turn, each within its deadline, several at a time; one reply a call, in their order.
+        """Run the calls of one turn concurrently, each within its deadline; return the replies in the order of the calls.
 
-        Never raises but for its own cancellation, after which `close` must still be called.
+        Raises only for its own cancellation, after which `close` must still be called.
         """
         ...
 
     async def close(self) -> float | None:
-        """End what the tools hold for this trajectory; may be called twice. Returns what they give for its final state."""
+        """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
         ...
 
 
 class ToolBox(Protocol):
-    """All tools of a run: opened once, before the first trajectory."""
+    """All tools of a run: started once, before the first trajectory."""
 
     parser: ToolParser
 
     async def start(self) -> None:
-        """Start what trajectories share: servers, pools. Called in the event loop that also opens and calls.
+        """Start shared servers and pools, in the event loop in which `open` and `call` are called later.
 
         Raises:
             ValueError: a tool or a server of the tool file cannot be started.
         """
         ...
 
-    def read_row(self, extra: Mapping[str, Any]) -> Any:
-        """Take the columns of a data set's row that concern tools.
+    def read_row(self, columns: Mapping[str, object]) -> object:
+        """Read the columns of a data set's row that configure tools.
 
         Raises:
-            ValueError: they are not understood, or name what there is not.
+            ValueError: they are invalid, or name something that does not exist.
         """
         ...
 
-    def open(self, extra: Mapping[str, Any]) -> Tools:
-        """Return the tools of a new trajectory; starts nothing yet.
+    def open(self, columns: Mapping[str, object]) -> Tools:
+        """Return the tools of a new trajectory; start nothing yet.
 
         Args:
-            extra: the columns of the data set's row, such as tools_kwargs.
+            columns: of the data set's row, such as tools_kwargs.
         """
         ...
 
     async def close(self) -> None:
-        """End servers, pools and what trajectories have left; may be called twice."""
+        """End servers, pools and open trajectories; may be called twice."""
         ...
 
 
 class Environment(Protocol):
-    """A world that answers the model in messages: {"role": ..., "content": ...}."""
+    """An environment that replies to the model in messages: {"role": ..., "content": ...}."""
 
-    async def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Start an episode from a data set's row; returns the first messages, the system prompt among them if there is one."""
+    async def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
+        """Start an episode from a data set's row; return the first messages, including the system prompt if there is one."""
         ...
 
-    async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
-        """Take the conversation, the model's turn last; returns new messages, the turn's reward or None, and whether it ends.
+    async def step(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], float | None, bool]:
+        """Process the conversation, the model's turn last; return new messages, the turn's reward or None, and the end flag.
 
         Raises:
-            Exception: whatever the user's code raises; the loop turns it into a failed trajectory.
+            Exception: any exception of the user's code; the loop turns it into a failed trajectory.
         """
         ...
 

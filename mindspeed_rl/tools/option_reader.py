@@ -1,4 +1,4 @@
-"""Reading the mappings of a tool file, with one sentence for whatever is wrong."""
+"""Reads the mappings of a tool file, with one sentence for every error."""
 
 from __future__ import annotations
 
@@ -9,89 +9,89 @@ from mindspeed_rl import registry
 
 
 class OptionReader:
-    """A mapping that is read key by key; `end` tells of keys that nobody asked for.
+    """A mapping that is read key by key; `reject_unknown` finds keys that were not read.
 
     Args:
-        where: file, line and entry, as errors begin.
+        where: prefix of errors: file, line and entry.
     """
 
-    def __init__(self, values: Any, where: str) -> None:
+    def __init__(self, values: object, where: str) -> None:
         if values is None:
             values = {}
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping, not {type(values).__name__}")
-        self._left = {str(key): value for key, value in values.items()}
+        self._unread = {str(key): value for key, value in values.items()}
         self._where = where
         self._known: list[str] = []
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """Return the value as it is; null counts as absent."""
+    def read(self, name: str, default: object = None) -> Any:
+        """Return the unchecked value; null is the same as absent."""
         self._known.append(name)
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         return default if value is None else value
 
-    def text(self, name: str, default: str | None = None) -> str | None:
-        """Return a text.
+    def read_text(self, name: str, default: str | None = None) -> str | None:
+        """Return a non-empty text, or the default.
 
         Raises:
-            ValueError: it is none.
+            ValueError: another value.
         """
-        value = self.take(name, default)
+        value = self.read(name, default)
         if value is not None and (not isinstance(value, str) or not value):
             raise ValueError(f"{self._where}.{name} is {value!r}, but must be a text")
         return value
 
-    def whole(self, name: str, default: int, lowest: int, highest: int) -> int:
-        """Return a whole number within bounds.
+    def read_integer(self, name: str, default: int, low: int, high: int) -> int:
+        """Return an integer within bounds.
 
         Raises:
-            ValueError: it is none.
+            ValueError: another value.
         """
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-            raise ValueError(f"{self._where}.{name} is {value!r}, but must be a whole number from {lowest} to {highest}")
+        value = self.read(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{self._where}.{name} is {value!r}, but must be a whole number from {low} to {high}")
         return value
 
-    def number(self, name: str, default: float, lowest: float, highest: float) -> float:
+    def read_float(self, name: str, default: float, low: float, high: float) -> float:
         """Return a number within bounds.
 
         Raises:
-            ValueError: it is none.
+            ValueError: another value.
         """
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not lowest <= value <= highest:
-            raise ValueError(f"{self._where}.{name} is {value!r}, but must be a number from {lowest:g} to {highest:g}")
+        value = self.read(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ValueError(f"{self._where}.{name} is {value!r}, but must be a number from {low:g} to {high:g}")
         return float(value)
 
-    def texts(self, name: str) -> list[str]:
+    def read_texts(self, name: str) -> list[str]:
         """Return a list of texts, empty if absent.
 
         Raises:
-            ValueError: it is none.
+            ValueError: another value.
         """
-        value = self.take(name, [])
+        value = self.read(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{self._where}.{name} is {value!r}, but must be a list of texts")
         return value
 
-    def mapping(self, name: str) -> dict[str, str]:
+    def read_mapping(self, name: str) -> dict[str, str]:
         """Return a mapping of texts to texts, empty if absent.
 
         Raises:
-            ValueError: it is none.
+            ValueError: another value.
         """
-        value = self.take(name, {})
+        value = self.read(name, {})
         if not isinstance(value, Mapping) or not all(isinstance(item, str) for pair in value.items() for item in pair):
             raise ValueError(f"{self._where}.{name} must be a mapping of texts to texts (quote numbers)")
         return dict(value)
 
-    def ignore(self, *names: str) -> dict[str, Any]:
-        """What stands under keys of other projects that have no meaning here."""
-        return {name: self._left.pop(name) for name in names if name in self._left}
+    def discard(self, *names: str) -> dict[str, object]:
+        """Remove keys of other projects that have no effect here, and return their values."""
+        return {name: self._unread.pop(name) for name in names if name in self._unread}
 
-    def end(self) -> None:
-        """Raise ValueError if a key is left."""
-        for name, value in self._left.items():
+    def reject_unknown(self) -> None:
+        """Raise ValueError if a key has not been read."""
+        for name, value in self._unread.items():
             hint = registry.did_you_mean(name, self._known)
             raise ValueError(
                 f"{self._where}.{name} (value {value!r}) is unknown{hint or '.'} There are {', '.join(self._known)}"

@@ -1,8 +1,8 @@
-"""A process of a tool: calls functions, or holds an object and calls its methods, as its messages say.
+"""A process of a tool: calls functions, or creates an object and calls its methods.
 
-A question is {"op": "call", "target": "module:function", "arguments": {...}} for a function; for a tool with state,
-{"op": "make", "target": "module:Class", "arguments": {...}} and then {"op": "method", "name", "arguments"}. The answer is
-{"text", "reward", "ends_trajectory", "metrics", "healthy"}, or {"error", "problem"}. What a tool prints goes nowhere.
+A request is {"op": "call", "target": "module:function", "arguments": {...}} for a function; for a tool with state,
+{"op": "make", "target": "module:Class", "arguments": {...}} and then {"op": "method", "name", "arguments"}. The reply is
+{"text", "reward", "ends_trajectory", "metrics", "healthy"}, or {"error", "problem"}. Output of a tool is discarded.
 """
 
 from __future__ import annotations
@@ -13,69 +13,62 @@ import os
 import signal
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards.channel import Channel
+from mindspeed_rl.rewards.channel import Channel, Message
 from mindspeed_rl.rewards.worker import describe, limit_memory
 from mindspeed_rl.tools.tool import ToolError, ToolResult, to_tool_result
 
-#: of a text; what is longer loses its middle here, before it is sent and counted in tokens
-MAX_CHARACTERS = 1 << 20
+#: longer texts lose their middle here, before they are sent and their tokens are counted
+_MAX_CHARACTERS = 1 << 20
 
 
-def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """ToolResult until the other side is gone."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def run_worker(channel: Channel, setup: Message) -> None:
+    """Handle requests until the pool closes the socket."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     limit_memory(setup["memory_bytes"])
-    held: list[Any] = []
+    instances: list[object] = []
     while (message := channel.receive()) is not None:
-        channel.send(_answer(message, held))
+        channel.send(_reply(message, instances))
 
 
-def _answer(message: dict[str, Any], held: list[Any]) -> dict[str, Any]:
+def _reply(message: Message, instances: list[object]) -> Message:
     try:
-        said = asdict(_call(message, held))
+        result = asdict(_call(message, instances))
     except ToolError as error:
         return {"error": str(error), "problem": error.problem}
     except MemoryError:
         return {"error": "ran out of memory", "problem": "failed"}
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code raises is an answer to the model
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (any exception of the user's code is a reply)
         return {"error": describe(error), "problem": "failed"}
-    return {**said, "text": truncate_middle(said["text"]), "healthy": not _has_children()}
+    return {**result, "text": truncate_middle(result["text"]), "healthy": not _has_children()}
 
 
-def _call(message: dict[str, Any], held: list[Any]) -> ToolResult:
-    arguments = message["arguments"]
-    if message["op"] == "call":
-        return to_tool_result(_awaited(registry.load(message["target"], "the tool")(**arguments)))
+def _call(message: Message, instances: list[object]) -> ToolResult:
+    is_method = message["op"] == "method"
+    target = getattr(instances[0], message["name"]) if is_method else registry.load(message["target"], "the tool")
+    value = target(**message["arguments"])
+    if inspect.isawaitable(value):
+        value = asyncio.run(asyncio.wait_for(value, None))
     if message["op"] == "make":
-        held[:] = [_awaited(registry.load(message["target"], "the tool")(**arguments))]
+        instances[:] = [value]
         return ToolResult("")
-    return to_tool_result(_awaited(getattr(held[0], message["name"])(**arguments)))
-
-
-def _awaited(value: Any) -> Any:
-    return asyncio.run(_waited(value)) if inspect.isawaitable(value) else value
-
-
-async def _waited(awaitable: Any) -> Any:
-    return await awaitable
+    return to_tool_result(value)
 
 
 def truncate_middle(text: str) -> str:
-    """Return the text, or its two ends if it is longer than MAX_CHARACTERS."""
-    if len(text) <= MAX_CHARACTERS:
+    """Return the text, or its two ends if it is longer than 2^20 characters."""
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = MAX_CHARACTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]}...(truncated)...{text[-half:]}"
 
 
 def _has_children() -> bool:
-    """Return True if processes of a tool still run; those that have ended are forgotten."""
+    """Reap processes of a tool that have ended; return True if others still run."""
     if sys.platform != "linux":
         return False
     try:

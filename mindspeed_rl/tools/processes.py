@@ -1,7 +1,7 @@
-"""Processes for tools that may hang, crash or eat memory: forked warm by the rewards' spawner, asked from an event loop.
+"""Processes for tools that may hang, crash or use too much memory: forked by the rewards' spawner, used from an event loop.
 
-A process is killed with everything below it when a call takes too long, when its caller is cancelled, or when it holds too much
-memory; all of them end with the process that made the pool, however that ends.
+A process is killed with all its descendants when a call takes too long, when its caller is cancelled, or when it uses too much
+memory; all of them end with the process that created the pool, even if that is killed.
 """
 
 from __future__ import annotations
@@ -14,83 +14,79 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from mindspeed_rl.rewards import spawner
-from mindspeed_rl.rewards.channel import Channel, pack
+from mindspeed_rl.rewards.channel import Channel, Message, pack
 from mindspeed_rl.tools.tool import ToolError
 
 _WORKER = "mindspeed_rl.tools.process_worker:run_worker"
 _MEMORY_BYTES = 2 << 30
-#: forking takes milliseconds, but the first fork waits until the spawner has imported the tools' modules
+#: a fork takes milliseconds, but the first one waits until the spawner has imported the tools' modules
 _FORK_LIMIT_S = 120.0
 
 
 class ToolProcess:
-    """One process; a question at a time."""
+    """A process that handles one request at a time.
 
-    def __init__(self, number: int, channel: Channel, pool: ProcessPool) -> None:
-        self._number, self._channel, self._pool = number, channel, pool
+    Attributes:
+        alive: False after it has ended or is being killed.
+    """
+
+    def __init__(self, process_id: int, channel: Channel, pool: ProcessPool) -> None:
+        self._id, self._channel, self._pool = process_id, channel, pool
         self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._death: str | None = None
+        self._reply: asyncio.Future[Message] | None = None
+        self._cause = ""
+        self.alive = True
         self._loop.add_reader(channel.fileno(), self._read)
 
-    @property
-    def alive(self) -> bool:
-        """False once it has ended or is being killed."""
-        return self._death is None
-
-    async def ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the process's answer. A process that gives none in time, or whose caller is cancelled, is killed.
+    async def request(self, message: Message, timeout_s: float) -> Message:
+        """Send a request and return the reply. The process is killed at the timeout, or if its caller is cancelled.
 
         Raises:
-            ToolError: too late, it has ended, or the message cannot be sent.
+            ToolError: timeout, it has ended, or the message cannot be sent.
         """
-        if self._death is not None:
-            raise ToolError(self._death, "crashed")
-        self._answer = self._loop.create_future()
+        if not self.alive:
+            raise ToolError(self._cause, "crashed")
+        self._reply = self._loop.create_future()
         try:
-            self._send(pack(dict(message)))
+            self._channel.send_soon(pack(message))
+            if self._channel.has_unsent:
+                # a long request does not fit into the socket at once, and blocking here would block the loop
+                self._loop.add_writer(self._channel.fileno(), self._flush)
         except ValueError as error:
-            self._answer = None
+            self._reply = None
             raise ToolError(str(error), "bad_arguments") from None
         try:
-            answer = await asyncio.wait_for(self._answer, timeout_s)
+            reply = await asyncio.wait_for(self._reply, timeout_s)
         except asyncio.TimeoutError:
             self.kill(f"took longer than {timeout_s:g} s and was ended")
             raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
         except asyncio.CancelledError:
-            self.kill("its caller has gone")
+            self.kill("its caller was cancelled")
             raise
         finally:
-            self._answer = None
-        if "error" in answer:
-            raise ToolError(answer["error"], answer["problem"])
-        return answer
+            self._reply = None
+        if "error" in reply:
+            raise ToolError(reply["error"], reply["problem"])
+        return reply
 
-    def kill(self, reason: str) -> None:
-        """Return the process and all below it end; whoever waits for an answer hears the reason."""
-        self._pool.kill(self._number)
-        self.end(reason)
+    def kill(self, cause: str) -> None:
+        """Kill the process and its descendants; a pending request fails with the cause."""
+        self._pool.kill(self._id)
+        self.close(cause)
 
-    def end(self, reason: str) -> None:
-        """What is left to do once the process is no more."""
-        if self._death is not None:
+    def close(self, cause: str) -> None:
+        """Release the connection of a process that has ended."""
+        if not self.alive:
             return
-        self._death = reason
+        self.alive, self._cause = False, cause
         self._loop.remove_reader(self._channel.fileno())
         self._loop.remove_writer(self._channel.fileno())
         self._channel.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ToolError(reason, "crashed"))
-
-    def _send(self, frame: bytes) -> None:
-        self._channel.send_soon(frame)
-        if self._channel.has_unsent:
-            # a long question does not fit the socket at once, and to wait here would hold up the loop
-            self._loop.add_writer(self._channel.fileno(), self._flush)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ToolError(cause, "crashed"))
 
     def _flush(self) -> None:
         self._channel.flush()
@@ -100,39 +96,39 @@ class ToolProcess:
     def _read(self) -> None:
         messages, alive = self._channel.receive_ready()
         for message in messages:
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_result(message)
-        if not alive:  # the spawner tells why, but not before it has looked
+            if self._reply is not None and not self._reply.done():
+                self._reply.set_result(message)
+        if not alive:  # the spawner reports the cause a little later
             self._loop.remove_reader(self._channel.fileno())
 
 
 class ProcessPool:
-    """Makes processes as they are asked for; one event loop uses it.
+    """Creates processes on demand; for one event loop.
 
     Args:
-        modules: what every process has imported.
-        memory_bytes: more that a process may take than it began with.
+        modules: imported in every process.
+        memory_bytes: limit of a process beyond its initial memory.
     """
 
     def __init__(self, modules: Iterable[str], memory_bytes: int = _MEMORY_BYTES) -> None:
         self._modules, self._memory_bytes = sorted(set(modules)), memory_bytes
-        self._numbers = itertools.count()
+        self._ids = itertools.count()
         self._forks: dict[int, asyncio.Future[ToolProcess]] = {}
         self._processes: dict[int, ToolProcess] = {}
         self._idle: list[ToolProcess] = []
         self._descriptors: deque[int] = deque()
         self._spawner: subprocess.Popen[bytes] | None = None
-        self._ended: str | None = None
+        self._cause: str | None = None
 
     async def start(self) -> None:
-        """Return the spawner runs and has imported the modules.
+        """Start the spawner, which imports the modules, and a first process.
 
         Raises:
-            ValueError: one of them cannot be imported there.
+            ValueError: a module cannot be imported there.
         """
         self._control, self._spawner = spawner.launch()
-        self._words = Channel(self._control)
-        self._words.send(
+        self._channel = Channel(self._control)
+        self._channel.send(
             {
                 "op": "start",
                 "worker": _WORKER,
@@ -149,50 +145,50 @@ class ProcessPool:
             raise ValueError(f"the processes of tools cannot be started with {', '.join(self._modules)}: {error}") from None
 
     async def fork(self) -> ToolProcess:
-        """Return a new process.
+        """Fork a new process.
 
         Raises:
-            ToolError: there can be none.
+            ToolError: it is impossible.
         """
-        if self._spawner is None or self._ended is not None:
-            raise ToolError(self._ended or "the processes of tools were not started", "crashed")
-        number = next(self._numbers)
-        made = self._forks[number] = asyncio.get_running_loop().create_future()
-        self._words.send({"op": "fork", "id": number})
+        if self._spawner is None or self._cause is not None:
+            raise ToolError(self._cause or "the processes of tools were not started", "crashed")
+        process_id = next(self._ids)
+        created = self._forks[process_id] = asyncio.get_running_loop().create_future()
+        self._channel.send({"op": "fork", "id": process_id})
         try:
-            return await asyncio.wait_for(made, _FORK_LIMIT_S)
+            return await asyncio.wait_for(created, _FORK_LIMIT_S)
         except asyncio.TimeoutError:
-            raise ToolError("no process could be made for the tool", "crashed") from None
+            raise ToolError("no process could be created for the tool", "crashed") from None
         except asyncio.CancelledError:
-            self.kill(number)
+            self.kill(process_id)
             raise
         finally:
-            self._forks.pop(number, None)
+            self._forks.pop(process_id, None)
 
-    async def call(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer of any process, made if none is idle; for questions that leave nothing behind.
+    async def call(self, message: Message, timeout_s: float) -> Message:
+        """Send a stateless request to an idle process, or to a new one; return the reply.
 
         Raises:
-            ToolError: see `ToolProcess.ask`.
+            ToolError: see `ToolProcess.request`.
         """
         while self._idle and not self._idle[-1].alive:
             self._idle.pop()
         process = self._idle.pop() if self._idle else await self.fork()
         try:
-            answer = await process.ask(message, timeout_s)
+            reply = await process.request(message, timeout_s)
         finally:
             if process.alive:
                 self._idle.append(process)
-        if not answer["healthy"]:
+        if not reply["healthy"]:
             process.kill("it left processes behind")
-        return answer
+        return reply
 
-    def kill(self, number: int) -> None:
-        """Return the process of that number ends."""
-        self._processes.pop(number, None)
-        if self._ended is None:
+    def kill(self, process_id: int) -> None:
+        """Kill a process and its descendants."""
+        self._processes.pop(process_id, None)
+        if self._cause is None:
             with contextlib.suppress(OSError):
-                self._words.send({"op": "kill", "id": number})
+                self._channel.send({"op": "kill", "id": process_id})
 
     async def close(self) -> None:
         """End every process; may be called twice."""
@@ -201,7 +197,7 @@ class ProcessPool:
         process, self._spawner = self._spawner, None
         with contextlib.suppress(OSError, ValueError):
             asyncio.get_running_loop().remove_reader(self._control.fileno())
-        self._end("the tools were closed")
+        self._fail("the tools were closed")
         await asyncio.to_thread(spawner.end, self._control, process)
         while self._descriptors:
             os.close(self._descriptors.popleft())
@@ -214,31 +210,31 @@ class ProcessPool:
         self._descriptors.extend(descriptors)
         if not data:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
-            self._end("the process that makes those of tools has ended; its output says why")
+            self._fail("the spawner of the tools' processes has ended; see its output")
             return
-        for message in self._words.receive_bytes(data):
-            number = message["id"]
+        for message in self._channel.receive_bytes(data):
+            process_id = message["id"]
             if message["op"] == "forked":
-                self._take(number, Channel(socket.socket(fileno=self._descriptors.popleft())))
-            elif process := self._processes.pop(number, None):
-                state = "took too much memory and was ended" if message["state"] == "memory" else message["reason"]
-                process.end(f"the tool's process ended: {state}")
+                self._add(process_id, Channel(socket.socket(fileno=self._descriptors.popleft())))
+            elif process := self._processes.pop(process_id, None):
+                cause = "took too much memory and was ended" if message["state"] == "memory" else message["reason"]
+                process.close(f"the tool's process ended: {cause}")
 
-    def _take(self, number: int, channel: Channel) -> None:
-        made = self._forks.pop(number, None)
-        if made is None or made.done():  # its caller has gone, and it was ordered to end
+    def _add(self, process_id: int, channel: Channel) -> None:
+        created = self._forks.pop(process_id, None)
+        if created is None or created.done():  # its caller was cancelled, and the process is being killed
             channel.close()
             return
-        self._processes[number] = process = ToolProcess(number, channel, self)
-        made.set_result(process)
+        self._processes[process_id] = process = ToolProcess(process_id, channel, self)
+        created.set_result(process)
 
-    def _end(self, reason: str) -> None:
-        self._ended = reason
+    def _fail(self, cause: str) -> None:
+        self._cause = cause
         for process in [*self._processes.values(), *self._idle]:
-            process.end(reason)
+            process.close(cause)
         self._processes.clear()
         self._idle.clear()
-        for made in self._forks.values():
-            if not made.done():
-                made.set_exception(ToolError(reason, "crashed"))
+        for created in self._forks.values():
+            if not created.done():
+                created.set_exception(ToolError(cause, "crashed"))
         self._forks.clear()

@@ -1,76 +1,61 @@
-"""Tools of the user's Python code: what functions and classes have in common, and the tool of a plain function."""
+"""Tools of the user's Python code: the base of function and class tools, and the tool of a plain function."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.tools.interface import ToolCall
+from mindspeed_rl.rewards.channel import Message
+from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import derive_schema, validate_schema
 from mindspeed_rl.tools.tool import (
     AcceptedOptions,
     CallSettings,
+    RowOptions,
     Session,
-    StatelessSession,
-    ToolError,
+    Tool,
     ToolResult,
     list_parameters,
     to_tool_result,
 )
 
 
-class PythonTool:
-    """A tool of one function, whose calls run in the event loop, in threads or in processes; subclasses have `open`."""
+class PythonTool(Tool):
+    """A tool of one function; its calls run in the event loop, in threads or in processes."""
 
-    def __init__(self, schema: dict[str, Any], settings: CallSettings, takes: AcceptedOptions) -> None:
-        self.settings, self.takes = settings, takes
-        self._schema = schema
+    def __init__(self, schema: JsonObject, settings: CallSettings, accepted_options: AcceptedOptions) -> None:
+        super().__init__(settings, [schema])
+        self.accepted_options = accepted_options
+        self._name = schema["function"]["name"]
         self._processes: ProcessPool | None = None
         self._threads = HungThreads(settings.max_parallel)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """See `Tool`."""
-        return [self._schema]
 
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`."""
         self._processes = processes
 
-    async def close(self) -> None:
-        """See `Tool`."""
 
-
-def refuse_if_hung(threads: HungThreads) -> None:
-    """Raise ToolError if as many calls of the tool hang as may run at the same time."""
-    if threads.full:
-        raise ToolError("the tool hangs: as many calls as may run at once have not come back", "crashed")
-
-
-def decode_result(message: Mapping[str, Any]) -> ToolResult:
-    """Return the answer that a process has sent."""
+def decode_result(message: Message) -> ToolResult:
+    """Return the result in a process's reply."""
     return ToolResult(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])
 
 
 class FunctionTool(PythonTool):
-    """A function that is named as module:function.
+    """A function with the name module:function; it has no state that a trajectory could depend on.
 
     Args:
-        target: module:function.
         schema: None to derive it.
-        run_in: None for a process, or the event loop if the function is a coroutine function.
-        where: what errors begin with.
+        run_in: None for a process, or for the event loop if the function is a coroutine function.
+        where: prefix of errors.
 
     Raises:
-        ValueError: there is no such function, or no schema can be made of it.
+        ValueError: there is no such function, or no schema can be derived.
     """
 
-    def __init__(self, target: str, schema: Any, run_in: RunIn | None, settings: CallSettings, where: str) -> None:
+    def __init__(self, target: str, schema: object, run_in: RunIn | None, settings: CallSettings, where: str) -> None:
         function = registry.load(target, where, wraps=Exception)
         if not callable(function):
             raise ValueError(f"{where}: {target} is {function!r}, which cannot be called")
@@ -79,38 +64,24 @@ class FunctionTool(PythonTool):
         if self.run_in != "process" and is_async != (self.run_in == "loop"):
             kind = "a coroutine function, which runs in the loop or in a process" if is_async else "no coroutine function"
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
-        self.modules: tuple[str, ...] = (target.partition(":")[0],) if self.run_in == "process" else ()
+        self.modules = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function
-        made = derive_schema(function, where) if schema is None else validate_schema(schema, where)
-        super().__init__(made, settings, {"execute_kwargs": list_parameters(function)})
+        derived = derive_schema(function, where) if schema is None else validate_schema(schema, where)
+        super().__init__(derived, settings, {"execute_kwargs": list_parameters(function)})
 
-    def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
-        """See `Tool`; the option execute_kwargs adds arguments that the model does not see."""
-        more = options.get(self._schema["function"]["name"], {}).get("execute_kwargs") or {}
-        if self.run_in == "process":
-            assert self._processes is not None  # the tool box starts its tools before it opens any
-            return _ProcessSession(self._processes, self._target, more)
-        return _LocalSession(self._function, more, self._threads if self.run_in == "thread" else None)
+    def open(self, options: RowOptions) -> Session:
+        """See `Tool`; the option execute_kwargs adds arguments that are hidden from the model."""
+        hidden = dict(options.get(self._name, {}).get("execute_kwargs") or {})
 
+        async def run(call: ToolCall, timeout_s: float) -> ToolResult:
+            arguments = {**call.arguments, **hidden}
+            if self.run_in == "process":
+                assert self._processes is not None  # the toolbox starts its tools before it opens sessions
+                request = {"op": "call", "target": self._target, "arguments": arguments}
+                return decode_result(await self._processes.call(request, timeout_s))
+            if self.run_in == "loop":
+                return to_tool_result(await self._function(**arguments))
+            self._threads.check()
+            return to_tool_result(await self._threads.run(partial(self._function, **arguments)))
 
-class _ProcessSession(StatelessSession):
-    def __init__(self, processes: ProcessPool, target: str, more: Mapping[str, Any]) -> None:
-        self._processes, self._target, self._more = processes, target, dict(more)
-
-    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
-        """See `Session`."""
-        question = {"op": "call", "target": self._target, "arguments": {**call.arguments, **self._more}}
-        return decode_result(await self._processes.call(question, timeout_s))
-
-
-class _LocalSession(StatelessSession):
-    def __init__(self, function: Callable[..., Any], more: Mapping[str, Any], threads: HungThreads | None) -> None:
-        self._function, self._more, self._threads = function, dict(more), threads
-
-    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
-        """See `Session`."""
-        function = partial(self._function, **{**call.arguments, **self._more})
-        if self._threads is None:
-            return to_tool_result(await function())
-        refuse_if_hung(self._threads)
-        return to_tool_result(await self._threads.run(function))
+        return Session(run)

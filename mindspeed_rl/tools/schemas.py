@@ -1,28 +1,29 @@
-"""Function schemas in OpenAI's form: checked, derived from Python functions, and held against what a model wrote."""
+"""Function schemas in OpenAI's form: validate them, derive them from Python functions, check arguments against them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
-#: what OpenAI's interface allows
+from mindspeed_rl.tools.interface import JsonObject
+
+#: OpenAI's rule
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_OF_A_VALUE = 120
+_MAX_VALUE_LENGTH = 120
 
 
-def validate_schema(value: Any, where: str) -> dict[str, Any]:
+def validate_schema(value: object, where: str) -> JsonObject:
     """Return a schema as {"type": "function", "function": {"name", "description", "parameters"}}.
 
     Args:
-        value: that, or its inner part alone.
-        where: what the errors begin with.
+        value: such a schema, or only its inner part.
+        where: prefix of errors.
 
     Raises:
-        ValueError: it has no fitting name, or its parameters are no JSON schema of an object.
+        ValueError: its name is invalid, or its parameters are no JSON schema of an object.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: a function schema is a mapping, not {type(value).__name__}")
@@ -43,7 +44,7 @@ def validate_schema(value: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": plain}
 
 
-def derive_schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
+def derive_schema(function: Callable[..., object], where: str) -> JsonObject:
     """Return the schema of a Python function, from its type hints and its Google-style docstring.
 
     Raises:
@@ -53,28 +54,22 @@ def derive_schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     try:
-        made = get_json_schema(function)
+        schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ValueError(f"{where}: no schema can be made from the function ({error}); give it as tool_schema") from None
-    made["function"].pop("return", None)  # no chat template shows it
-    return validate_schema(made, where)
+        raise ValueError(f"{where}: no schema can be derived from the function ({error}); give it as tool_schema") from None
+    schema["function"].pop("return", None)  # no chat template uses it
+    return validate_schema(schema, where)
 
 
-class ArgumentCheck:
-    """Says what is wrong with the arguments of a call."""
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._validator = Draft202012Validator(schema["function"]["parameters"])
-
-    def problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """One sentence for the model, or None if the arguments fit."""
-        try:
-            error = best_match(self._validator.iter_errors(dict(arguments)))
-        except RecursionError:
-            return "the arguments are nested too deeply"
-        if error is None:
-            return None
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
-        # the message repeats the value, which may be all that the model wrote
-        message = error.message if len(error.message) <= 300 else f"{error.message[:_MOST_OF_A_VALUE]}... {error.message[-80:]}"
-        return f"argument {place}: {message}" if place else message
+def find_problem(schema: JsonObject, arguments: Mapping[str, object]) -> str | None:
+    """Return a sentence for the model about arguments that do not match a function's schema; None if they match."""
+    try:
+        error = best_match(Draft202012Validator(schema["function"]["parameters"]).iter_errors(dict(arguments)))
+    except RecursionError:
+        return "the arguments are nested too deeply"
+    if error is None:
+        return None
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
+    # the message repeats the value, which may be the whole text of the model
+    message = error.message if len(error.message) <= 300 else f"{error.message[:_MAX_VALUE_LENGTH]}... {error.message[-80:]}"
+    return f"argument {path}: {message}" if path else message

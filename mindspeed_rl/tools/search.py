@@ -1,4 +1,4 @@
-"""The tool `search`: BM25 over a corpus of one's own, or a retrieval server as MindSpeed-RL and verl ask it."""
+"""The tool `search`: BM25 over your own documents, or a retrieval server with the interface of MindSpeed-RL and verl."""
 
 from __future__ import annotations
 
@@ -8,28 +8,19 @@ import urllib.error
 import urllib.request
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from mindspeed_rl.tools.interface import ToolCall
+from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.processes import ProcessPool
-from mindspeed_rl.tools.python_tool import refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, run_in_thread
 from mindspeed_rl.tools.schemas import validate_schema
-from mindspeed_rl.tools.tool import (
-    IGNORED_OPTIONS,
-    AcceptedOptions,
-    CallSettings,
-    Session,
-    StatelessSession,
-    ToolError,
-    ToolResult,
-)
+from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
 _SCHEMA = {
     "name": "search",
@@ -44,156 +35,136 @@ _MAX_QUERIES, _MAX_QUERY, _MAX_REPLY_BYTES = 16, 4096, 16 << 20
 _TITLES, _TEXTS = ("title", "name"), ("text", "contents", "content", "passage", "document")
 
 
-class Search:
-    """See the module.
+class Search(Tool):
+    """Searches documents or a retrieval server.
 
     Args:
         config: documents (a jsonl file, or several) with text_key and title_key, or retrieval_service_url with timeout; topk.
-        schema: None for the tool's own; else its parameters are `query`, or `query_list` for several at once.
+        schema: None for the tool's own; otherwise with a parameter `query`, or `query_list` for several queries.
     """
 
-    modules: tuple[str, ...] = ()
-    takes: AcceptedOptions = IGNORED_OPTIONS
-
-    def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
+    def __init__(self, config: Config, schema: object, settings: CallSettings, where: str) -> None:
         options = OptionReader(config, where)
-        documents, self._url = options.take("documents"), options.text("retrieval_service_url")
-        self._keys = (options.text("title_key"), options.text("text_key"))
-        self._topk = options.whole("topk", 3, 1, 100)
-        options.ignore("num_workers", "rate_limit", "enable_global_rate_limit", "timeout", "type")  # see tool_file
-        options.end()
+        documents, self._url = options.read("documents"), options.read_text("retrieval_service_url")
+        self._keys = (options.read_text("title_key"), options.read_text("text_key"))
+        self._topk = options.read_integer("topk", 3, 1, 100)
+        options.discard("num_workers", "rate_limit", "enable_global_rate_limit", "timeout", "type")  # see tool_file
+        options.reject_unknown()
         if (documents is None) == (self._url is None):
             raise ValueError(f"{where}: search needs documents, a jsonl file, or retrieval_service_url, one of them")
         if self._url is not None and urlsplit(self._url).scheme not in ("http", "https"):
             raise ValueError(f"{where}.retrieval_service_url is {self._url!r}, but must look like http://host:port/retrieve")
-        self._files = (
-            [Path(str(file)) for file in (documents if isinstance(documents, list) else [documents])] if documents else []
-        )
+        files = documents if isinstance(documents, list) else [documents] if documents else []
+        self._files = [Path(str(file)) for file in files]
         for file in self._files:
             if not file.is_file():
                 raise ValueError(f"{where}.documents: there is no file '{file}'")
-        self._where, self.settings = where, settings
-        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
-        properties = self._schema["function"]["parameters"].get("properties", {})
+        self._where = where
+        super().__init__(settings, [validate_schema(_SCHEMA if schema is None else schema, where)])
+        properties = self.schemas[0]["function"]["parameters"].get("properties", {})
         if not {"query", "query_list"} & set(properties):
             raise ValueError(f"{where}: the schema of a search has a parameter 'query' or 'query_list'")
         self._threads = HungThreads(settings.max_parallel)
-        self._corpus: Corpus | None = None
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """See `Tool`."""
-        return [self._schema]
+        self._corpus: _Corpus | None = None
 
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`; reads the corpus."""
         if self._files:
-            self._corpus = await run_in_thread(lambda: Corpus.read(self._files, *self._keys, where=self._where))
+            self._corpus = await run_in_thread(partial(_Corpus.read, self._files, *self._keys, where=self._where))
 
-    def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
+    def open(self, options: RowOptions) -> Session:
         """See `Tool`."""
-        return _SearchSession(self)
+
+        async def run(call: ToolCall, timeout_s: float) -> ToolResult:
+            query = call.arguments.get("query_list", call.arguments.get("query"))
+            queries = query if isinstance(query, list) else [query]
+            if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(text, str) and text.strip() for text in queries):
+                raise ToolError(f"search takes from 1 to {_MAX_QUERIES} queries, texts that are not empty", "bad_arguments")
+            self._threads.check()
+            function = partial(self._search, self._corpus, [text[:_MAX_QUERY] for text in queries], timeout_s)
+            return ToolResult("\n---\n".join(await self._threads.run(function)), metrics={"queries": float(len(queries))})
+
+        return Session(run)
 
     async def close(self) -> None:
         """See `Tool`."""
         self._corpus = None
 
-    async def find(self, queries: Sequence[str], timeout_s: float) -> list[str]:
-        """Return the text of what fits, for each query.
-
-        Raises:
-            ToolError: the server does not answer as it should.
-        """
-        refuse_if_hung(self._threads)
-        corpus, url = self._corpus, self._url
+    def _search(self, corpus: _Corpus | None, queries: Sequence[str], timeout_s: float) -> list[str]:
         if corpus is not None:
-            return await self._threads.run(lambda: [corpus.find(query, self._topk) for query in queries])
-        assert url is not None  # one of the two is given
-        return await self._threads.run(lambda: _ask(url, queries, self._topk, timeout_s))
+            return [corpus.find(query, self._topk) for query in queries]
+        assert self._url is not None  # one of the two is set
+        return _query_server(self._url, queries, self._topk, timeout_s)
 
 
-class _SearchSession(StatelessSession):
-    def __init__(self, search: Search) -> None:
-        self._search = search
+class _Corpus:
+    """Documents with their index.
 
-    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
-        """See `Session`."""
-        asked = call.arguments.get("query_list", call.arguments.get("query"))
-        queries = asked if isinstance(asked, list) else [asked]
-        if not queries or len(queries) > _MAX_QUERIES or not all(isinstance(query, str) and query.strip() for query in queries):
-            raise ToolError(f"search takes from 1 to {_MAX_QUERIES} queries, texts that are not empty", "bad_arguments")
-        found = await self._search.find([query[:_MAX_QUERY] for query in queries], timeout_s)
-        return ToolResult("\n---\n".join(found), metrics={"queries": float(len(queries))})
-
-
-class Corpus:
-    """Documents with their index."""
+    Args:
+        documents: title, which may be empty, and text of each one.
+    """
 
     def __init__(self, documents: Sequence[tuple[str, str]]) -> None:
-        """
-        Args:
-            documents: title, which may be empty, and text of each.
-        """
         self._documents = list(documents)
         self._index = Bm25Index([f"{title} {text}" for title, text in documents])
 
     @classmethod
-    def read(cls, files: Sequence[Path], title_key: str | None, text_key: str | None, *, where: str) -> Corpus:
-        """Return the documents of jsonl files.
+    def read(cls, files: Sequence[Path], title_key: str | None, text_key: str | None, *, where: str) -> _Corpus:
+        """Read the documents of jsonl files.
 
         Args:
-            title_key: None for title or name, where a document has one.
+            title_key: None for title or name, if a document has one.
             text_key: None for text, contents, content, passage or document.
 
         Raises:
-            ValueError: a line is no JSON object, or has no text; names file and line.
+            ValueError: a line is no JSON object, or has no text; the message has file and line.
         """
         documents = []
         for file in files:
             with file.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
+                for index, line in enumerate(lines, 1):
                     if line.strip():
-                        documents.append(_document(line, title_key, text_key, f"{where}.documents: {file}:{number}"))
+                        documents.append(_read_document(line, title_key, text_key, f"{where}.documents: {file}:{index}"))
         if not documents:
             raise ValueError(f"{where}.documents: {', '.join(map(str, files))} holds no document")
         return cls(documents)
 
     def find(self, query: str, count: int) -> str:
-        """Return the documents that fit best, written for the model."""
-        best = self._index.best(query, count)
-        return _written([self._documents[row] for row, _ in best]) or f"nothing was found for {query!r}"
+        """Return the best documents as text for the model."""
+        best = self._index.find_best(query, count)
+        return _write_documents([self._documents[row] for row, _ in best]) or f"nothing was found for {query!r}"
 
 
-def _document(line: str, title_key: str | None, text_key: str | None, place: str) -> tuple[str, str]:
+def _read_document(line: str, title_key: str | None, text_key: str | None, location: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is no JSON: {error}") from None
+        raise ValueError(f"{location} is no JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{place} is no JSON object")
+        raise ValueError(f"{location} is no JSON object")
     text = row.get(text_key) if text_key else next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
     if not isinstance(text, str):
-        raise ValueError(f"{place} has no text under {text_key or ', '.join(_TEXTS)}; but {', '.join(row)} (see text_key)")
+        raise ValueError(f"{location} has no text under {text_key or ', '.join(_TEXTS)}; but {', '.join(row)} (see text_key)")
     title = row.get(title_key) if title_key else next((row[key] for key in _TITLES if isinstance(row.get(key), str)), "")
     return str(title or ""), text
 
 
-def _written(documents: Sequence[tuple[str, str]]) -> str:
+def _write_documents(documents: Sequence[tuple[str, str]]) -> str:
     return "\n".join(
-        f"Doc {number}(Title: {title})\n{text}\n" if title else f"Doc {number}\n{text}\n"
-        for number, (title, text) in enumerate(documents, 1)
+        f"Doc {index}(Title: {title})\n{text}\n" if title else f"Doc {index}\n{text}\n"
+        for index, (title, text) in enumerate(documents, 1)
     )
 
 
-def _ask(url: str, queries: Sequence[str], count: int, timeout_s: float) -> list[str]:
-    """Ask {"queries", "topk", "return_scores"}; the reply is {"result": [[{"document": {"contents"}}, ...], ...]}."""
+def _query_server(url: str, queries: Sequence[str], count: int, timeout_s: float) -> list[str]:
+    """Send {"queries", "topk", "return_scores"}; the reply is {"result": [[{"document": {"contents"}}, ...], ...]}."""
     body = json.dumps({"queries": list(queries), "topk": count, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
-        # straight to the server: what the environment says of proxies is not for it
+        # directly to the server: proxies in the environment are meant for other hosts
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as reply:
-            found = json.loads(reply.read(_MAX_REPLY_BYTES))["result"]
-        texts = [_written([_retrieved(entry) for entry in entries]) for entries in found]
+            results = json.loads(reply.read(_MAX_REPLY_BYTES))["result"]
+        texts = [_write_documents([_split_title(entry) for entry in entries]) for entries in results]
         return [text or f"nothing was found for {query!r}" for query, text in zip(queries, texts)]
     except (OSError, urllib.error.URLError) as error:
         raise ToolError(f"the search server does not answer: {error}", "crashed") from None
@@ -201,49 +172,46 @@ def _ask(url: str, queries: Sequence[str], count: int, timeout_s: float) -> list
         raise ToolError(f"the search server's reply is not what it should be ({type(error).__name__})") from None
 
 
-def _retrieved(entry: Mapping[str, Any]) -> tuple[str, str]:
+def _split_title(entry: JsonObject) -> tuple[str, str]:
     document = entry.get("document", entry)
-    title, newline, text = str(document["contents"]).partition("\n")  # the corpora of Search-R1 begin with a quoted title
+    title, newline, text = str(document["contents"]).partition("\n")  # the corpora of Search-R1 start with a quoted title
     return (title.strip('"'), text) if newline else ("", title)
 
 
-# Okapi BM25
-
-# a word, or one character of a script that has no blanks between words
+# a word, or one character of a script without blanks between words
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|[^\W_぀-ヿ㐀-鿿가-힯]+")
 
 
-def words(text: str) -> list[str]:
-    """Return the words of a text in small letters; each Chinese, Japanese or Korean character, and each pair of neighbours, is one."""
-    found = []
-    end, last = -1, ""
+def split_words(text: str) -> list[str]:
+    """Return the lower-case words of a text; each Chinese, Japanese or Korean character, and each pair of neighbors, is one."""
+    words = []
+    end, previous = -1, ""
     for match in _WORD.finditer(text.lower()):
         word = match.group()
-        found.append(word)
+        words.append(word)
         spaceless = len(word) == 1 and word >= "぀"
-        if spaceless and last and match.start() == end:
-            found.append(last + word)
-        end, last = match.end(), word if spaceless else ""
-    return found
+        if spaceless and previous and match.start() == end:
+            words.append(previous + word)
+        end, previous = match.end(), word if spaceless else ""
+    return words
 
 
 class Bm25Index:
-    """score(q, d) = sum over words w of q of idf(w) f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|)), f = count of w in d;
-    idf(w) = ln(1 + (N - n + 0.5) / (n + 0.5)), n = documents with w. Robertson and Zaragoza 2009, Lucene's idf.
+    """Okapi BM25 over a list of texts: an inverted index in arrays; thread-safe.
 
-    Args:
-        texts: the documents.
+    score(q, d) = sum over words w of q of idf(w) f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|)), f = count of w in d;
+    idf(w) = ln(1 + (N - n + 0.5) / (n + 0.5)), n = documents with w. Robertson and Zaragoza 2009, Lucene's idf.
     """
 
     def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
         counts: dict[str, tuple[array[int], array[int]]] = {}
         lengths = np.zeros(len(texts), dtype=np.float32)
-        for number, text in enumerate(texts):
-            frequencies = Counter(words(text))
-            lengths[number] = sum(frequencies.values())
+        for index, text in enumerate(texts):
+            frequencies = Counter(split_words(text))
+            lengths[index] = sum(frequencies.values())
             for word, count in frequencies.items():
                 documents, times = counts.setdefault(word, (array("i"), array("i")))
-                documents.append(number)
+                documents.append(index)
                 times.append(count)
         self._size = len(texts)
         norms = k1 * (1 - b + b * lengths / max(float(lengths.mean()) if len(texts) else 0.0, 1e-9))
@@ -254,10 +222,10 @@ class Bm25Index:
             idf = np.log1p((self._size - len(rows) + 0.5) / (len(rows) + 0.5))
             self._postings[word] = (rows, (idf * f * (k1 + 1) / (f + norms[rows])).astype(np.float32))
 
-    def best(self, query: str, count: int) -> list[tuple[int, float]]:
-        """Numbers and scores of the documents that fit best, best first, the earlier of equals; none that do not fit at all."""
+    def find_best(self, query: str, count: int) -> list[tuple[int, float]]:
+        """Return (row, score) of the best documents, best first, in order of rows if equal; none with a score of 0."""
         scores = np.zeros(self._size, dtype=np.float32)
-        for word, times in Counter(words(query)).items():
+        for word, times in Counter(split_words(query)).items():
             if word in self._postings:
                 rows, weights = self._postings[word]
                 scores[rows] += times * weights

@@ -1,22 +1,32 @@
-"""What a tool is on this side of the border: a source of schemas that opens a session for each trajectory."""
+"""Tools as the toolbox sees them: schemas, and a session for each trajectory."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.tools.interface import Problem, ToolCall
+from mindspeed_rl.tools.interface import JsonObject, Problem, ToolCall
 
 if TYPE_CHECKING:
     from mindspeed_rl.tools.processes import ProcessPool
 
+Config = Mapping[str, Any]
+"""Configuration of a tool as it is in the tool file."""
+RowOptions = Mapping[str, Mapping[str, Any]]
+"""Options of a trajectory by function name, in the form of verl's column tools_kwargs."""
+AcceptedOptions = Mapping[str, frozenset[str] | None]
+"""Options that a row may set in its column tools_kwargs, under verl's names -> their arguments, None for any."""
+
+OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_IGNORED_OPTIONS: AcceptedOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
+
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool says to a call; the fields are those of `ToolReply`."""
+    """Result of a call; the fields are those of `ToolReply`."""
 
     text: str
     reward: float | None = None
@@ -25,7 +35,7 @@ class ToolResult:
 
 
 class ToolError(Exception):
-    """A call has no good answer; the text is for the model."""
+    """A call failed; the text is for the model."""
 
     def __init__(self, text: str, problem: Problem = "failed") -> None:
         super().__init__(text)
@@ -34,12 +44,12 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class CallSettings:
-    """How calls of one tool are made.
+    """Limits for the calls of one tool.
 
     Attributes:
         timeout_s: of one attempt.
         retries: further attempts after one that failed, timed out or crashed.
-        max_parallel: calls at the same time, of all trajectories of this process.
+        max_parallel: simultaneous calls, of all trajectories of this process.
     """
 
     timeout_s: float = 30.0
@@ -47,130 +57,87 @@ class CallSettings:
     max_parallel: int = 32
 
 
-class Session(Protocol):
+async def _close_nothing() -> None:
+    """Close a session without state."""
+
+
+@dataclass(frozen=True)
+class Session:
     """A tool within one trajectory.
 
     Attributes:
-        serial: its calls are made one after the other, since each changes what the next one finds.
-        grace_s: it keeps the time itself; whoever calls ends a call only so much later.
+        call: returns the tool's result, or raises `ToolError`; cleans up after itself when it is cancelled at its timeout.
+        close: ends the session; returns a reward for the final state of the trajectory, or None.
+        serial: calls run one after the other, because each changes the state of the next one.
+        grace_s: the session enforces the timeout itself; the toolbox cancels a call only after this additional time.
     """
 
-    serial: bool
-    grace_s: float
-
-    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
-        """Return the tool's answer. It is cancelled once its time is over, and then cleans up after itself.
-
-        Raises:
-            ToolError: the call failed; others are taken as the tool's own failure.
-        """
-        ...
-
-    async def close(self) -> float | None:
-        """End what the session holds; what the tool gives for the trajectory's final state, None for nothing."""
-        ...
+    call: Callable[[ToolCall, float], Awaitable[ToolResult]]
+    close: Callable[[], Awaitable[float | None]] = _close_nothing
+    serial: bool = False
+    grace_s: float = 0.0
 
 
-#: what a row may say of a tool in its column tools_kwargs, under verl's names -> the arguments it may hold, None for any
-AcceptedOptions = Mapping[str, frozenset[str] | None]
-
-OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-
-#: rows of verl have these for tools that are built in here, where nothing is created
-IGNORED_OPTIONS: AcceptedOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
-
-
-def list_parameters(method: Callable[..., Any], *given: str) -> frozenset[str] | None:
-    """Return the names of a method's arguments but those that are given anyway; None where it takes any."""
-    known = inspect.signature(method).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return None
-    return frozenset(known) - {"self", *given}
-
-
-class Tool(Protocol):
-    """One entry of a tool file.
+class Tool:
+    """One entry of a tool file; subclasses implement `open`.
 
     Attributes:
-        settings: for each of its functions.
-        takes: what rows may say of it.
-        modules: what its processes import before the first call; empty if it has none.
+        settings: limits for each of its functions.
+        schemas: its functions in OpenAI's form; complete after `start`.
+        modules: imported by its processes before the first call; empty without processes.
+        accepted_options: options that rows may set; by default those that rows of verl have for tools which are built in here.
     """
 
-    settings: CallSettings
-    modules: tuple[str, ...]
-    takes: AcceptedOptions
+    modules: tuple[str, ...] = ()
+    accepted_options: AcceptedOptions = _IGNORED_OPTIONS
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Its functions in OpenAI's form; known after `start`."""
-        ...
+    def __init__(self, settings: CallSettings, schemas: Sequence[JsonObject] = ()) -> None:
+        self.settings, self.schemas = settings, list(schemas)
 
     async def start(self, processes: ProcessPool) -> None:
-        """Make ready what all sessions share.
+        """Prepare the state that all sessions share.
 
         Raises:
-            ValueError: it cannot; says what would be right.
+            ValueError: it is impossible; the message has the fix.
         """
-        ...
 
-    def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
-        """Return a session; starts nothing yet.
-
-        Args:
-            options: of this trajectory, by function name, as verl's column tools_kwargs has them.
-        """
-        ...
+    def open(self, options: RowOptions) -> Session:
+        """Return a session; start nothing yet."""
+        raise NotImplementedError
 
     async def close(self) -> None:
-        """End what `start` began; sessions are closed by then."""
-        ...
+        """Release the shared state; all sessions are closed by then."""
 
 
-class StatelessSession:
-    """A session that remembers nothing and holds nothing; subclasses have `call`."""
-
-    serial, grace_s = False, 0.0
-
-    async def close(self) -> float | None:
-        """See `Session`."""
+def list_parameters(method: Callable[..., object], *provided: str) -> frozenset[str] | None:
+    """Return the names of a method's parameters except the provided ones; None if it takes any."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
+    return frozenset(parameters) - {"self", *provided}
 
 
-class StatelessTool:
-    """A tool that needs no preparation and holds nothing for all; subclasses have the rest of `Tool`."""
+def to_tool_result(value: object) -> ToolResult:
+    """Convert the return value of a Python function, or of a tool of verl.
 
-    modules: tuple[str, ...] = ()
-    takes: AcceptedOptions = IGNORED_OPTIONS
-
-    async def start(self, processes: ProcessPool) -> None:
-        """See `Tool`."""
-
-    async def close(self) -> None:
-        """See `Tool`."""
-
-
-def to_tool_result(value: Any) -> ToolResult:
-    """Return the answer that a Python function or a tool of verl's means by what it returns.
-
-    Text is itself, None is empty, an `ToolResult` is one, and anything else is written as JSON. A tuple of (text, reward, metrics)
-    is verl's; its text may be an object with a `text` or a mapping with that key. Metrics that are no numbers are left out.
+    Text stays, None is empty, a `ToolResult` is returned, other values are written as JSON. A tuple (text, reward, metrics) has
+    verl's form; its text may be an object with an attribute `text` or a mapping with that key. Metrics must be numbers.
     """
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
-        said, reward, metrics = value
+        text, reward, metrics = value
         numbers = {str(name): float(number) for name, number in metrics.items() if isinstance(number, (int, float))}
-        return ToolResult(to_text(said), float(reward) if isinstance(reward, (int, float)) else None, metrics=numbers)
+        return ToolResult(to_text(text), float(reward) if isinstance(reward, (int, float)) else None, metrics=numbers)
     return ToolResult(to_text(value))
 
 
-def to_text(value: Any) -> str:
-    """Return the text that a tool means by a value; see `to_tool_result`."""
+def to_text(value: object) -> str:
+    """Convert a return value to text; see `to_tool_result`."""
     if value is None:
         return ""
-    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
-        return value["text"]
+    if isinstance(value, Mapping) and isinstance(text := value.get("text"), str):
+        return text
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):

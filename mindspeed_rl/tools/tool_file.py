@@ -1,4 +1,4 @@
-"""Reading a tool file: MindSpeed-RL's and verl's YAML form, with functions, built-in tools and MCP servers beside classes.
+"""Reads tool files: the YAML form of MindSpeed-RL and verl, extended by functions, built-in tools and MCP servers.
 
     tools:
       - calculator                                # built in
@@ -9,7 +9,7 @@
         limits: {timeout_s: 30, retries: 0, max_parallel: 32}
       - mcp: {servers: {files: {command: my-server, args: []}}}
 
-Reading imports nothing. All that is wrong with a file is told at once, each with its line.
+Reading imports nothing. All errors of a file are reported at once, each with its line.
 """
 
 from __future__ import annotations
@@ -17,68 +17,61 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import check_yaml
 from mindspeed_rl.tools import FOREIGN_CLASSES, TOOLS
 from mindspeed_rl.tools.class_tool import ClassTool
+from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.mcp_servers import McpServers
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.python_tool import FunctionTool
 from mindspeed_rl.tools.running import RUN_IN, RunIn
-from mindspeed_rl.tools.tool import CallSettings, Tool
+from mindspeed_rl.tools.tool import CallSettings, Config, Tool
 
-Kind = Literal["class", "function", "tool", "mcp"]
+_Kind = Literal["class", "function", "tool", "mcp"]
 _MCP_CLASSES = "verl.tools.mcp_"
-_LONGEST_S = 3600.0
+_MAX_TIMEOUT_S = 3600.0
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True)
-class ToolEntry:
+class _ToolEntry:
     """One entry of a tool file.
 
     Attributes:
         target: class, module:function or name of a built-in tool; "" for MCP servers.
-        config: for the class or the built-in tool; for MCP what stands under `mcp`.
-        schema: as it stands there, None for none.
-        run_in: None for what fits the tool.
-        where: file, line and entry, as errors begin.
+        config: of the class or the built-in tool; the value of `mcp` for MCP servers.
+        schema: as in the file, None without one.
+        run_in: None for the tool's default.
+        where: file, line and entry, the prefix of errors.
     """
 
-    kind: Kind
+    kind: _Kind
     target: str
-    config: dict[str, Any]
-    schema: Any
+    config: JsonObject
+    schema: object
     run_in: RunIn | None
     settings: CallSettings = field(default_factory=CallSettings)
     where: str = ""
 
 
-def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
-    """Return the entries of a tool file, or of a list of names as a command line has it: "calculator,my_package:look_up".
+def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[_ToolEntry]:
+    """Read the entries of a tool file, or of a list of names from a command line: "calculator,my_package:look_up".
 
     Args:
-        timeout_s: of a call, where the file says none.
+        timeout_s: default for calls.
 
     Raises:
-        ConfigError: see `read_tool_file`.
+        ConfigError: there is no such file, it is no YAML, or entries are wrong; one sentence for each error.
     """
-    if spec.endswith((".yaml", ".yml")) or Path(spec).is_file():
-        return read_tool_file(Path(spec), timeout_s)
-    return _entries([(name.strip(), f"tool {name.strip()!r}") for name in spec.split(",")], timeout_s)
-
-
-def read_tool_file(path: Path, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
-    """Return the entries of a tool file.
-
-    Args:
-        timeout_s: see `read_tools`.
-
-    Raises:
-        ConfigError: there is no such file, it is no YAML, or entries are wrong; one sentence for each.
-    """
+    path = Path(spec)
+    if not spec.endswith((".yaml", ".yml")) and not path.is_file():
+        names = [(name.strip(), f"tool {name.strip()!r}") for name in spec.split(",")]
+        return _collect_errors(lambda entry: _read_entry(*entry, timeout_s), names)
     import yaml
 
     if not path.is_file():
@@ -91,55 +84,66 @@ def read_tool_file(path: Path, timeout_s: float = CallSettings.timeout_s) -> lis
         raise ConfigError([f"{path}: a tool file has a list under 'tools'"])
     unknown = [str(key) for key in values if key != "tools"]
     if unknown:
-        raise ConfigError([f"{path}: {', '.join(unknown)} unknown; a tool file has 'tools' alone"])
-    listed = next(value for key, value in node.value if key.value == "tools")
-    lines = [entry.start_mark.line + 1 for entry in listed.value]
-    return _entries([(entry, f"{path}:{line}: tools[{i}]") for i, (entry, line) in enumerate(zip(tools, lines))], timeout_s)
+        raise ConfigError([f"{path}: {', '.join(unknown)} unknown; a tool file has only 'tools'"])
+    nodes = next(value for key, value in node.value if key.value == "tools").value
+    lines = [entry.start_mark.line + 1 for entry in nodes]
+    entries = [(entry, f"{path}:{line}: tools[{index}]") for index, (entry, line) in enumerate(zip(tools, lines))]
+    return _collect_errors(lambda entry: _read_entry(*entry, timeout_s), entries)
 
 
-def _entries(values: Sequence[tuple[Any, str]], timeout_s: float) -> list[ToolEntry]:
-    entries, errors = [], []
-    for value, where in values:
+def build_tools(entries: Sequence[_ToolEntry]) -> list[Tool]:
+    """Import modules and create the tools of these entries, but start nothing.
+
+    Raises:
+        ConfigError: an entry names something that does not exist or does not match; one sentence for each error.
+    """
+    return _collect_errors(_build_tool, entries)
+
+
+def _collect_errors(function: Callable[[_Input], _Output], items: Sequence[_Input]) -> list[_Output]:
+    """Apply a function to every item; raise one ConfigError for all its ValueErrors."""
+    results, errors = [], []
+    for item in items:
         try:
-            entries.append(_entry(value, where, timeout_s))
+            results.append(function(item))
         except ValueError as error:
             errors.append(str(error))
     if errors:
         raise ConfigError(errors)
-    return entries
+    return results
 
 
-def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
+def _read_entry(value: object, where: str, timeout_s: float) -> _ToolEntry:
     if isinstance(value, str):
         value = {"function" if ":" in value else "tool": value}
     options = OptionReader(value, where)
-    targets: dict[Kind, Any] = {
-        "mcp": options.take("mcp"),
-        "class": options.text("class_name"),
-        "function": options.text("function"),
-        "tool": options.text("tool"),
+    targets: dict[_Kind, object] = {
+        "mcp": options.read("mcp"),
+        "class": options.read_text("class_name"),
+        "function": options.read_text("function"),
+        "tool": options.read_text("tool"),
     }
-    config, schema, run_in = options.take("config", {}), options.take("tool_schema"), options.take("run_in")
-    limits = options.take("limits")
-    options.end()
+    config, schema, run_in = options.read("config", {}), options.read("tool_schema"), options.read("run_in")
+    limits = options.read("limits")
+    options.reject_unknown()
     if targets["mcp"] is not None and str(targets["class"]).startswith(_MCP_CLASSES):
-        targets["class"] = None  # verl names its client there
-    given = [kind for kind, target in targets.items() if target is not None]
+        targets["class"] = None  # the name of verl's client
+    given = [(kind, target) for kind, target in targets.items() if target is not None]
     if len(given) != 1:
-        said = f"{' and '.join(given)} together" if given else "none of them"
-        raise ValueError(f"{where}: an entry has one of class_name, function, tool and mcp, not {said}")
+        actual = f"{' and '.join(kind for kind, _ in given)} together" if given else "none of them"
+        raise ValueError(f"{where}: an entry has one of class_name, function, tool and mcp, not {actual}")
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}.config must be a mapping, not {type(config).__name__}")
     if run_in is not None and run_in not in RUN_IN:
         hint = registry.did_you_mean(run_in, RUN_IN)
         raise ValueError(f"{where}.run_in is {run_in!r}, but must be one of {', '.join(RUN_IN)}{hint}")
-    kind, target = given[0], targets[given[0]]
+    kind, target = given[0]
     if kind == "mcp":
         if not isinstance(target, Mapping):
             raise ValueError(f"{where}.mcp must be a mapping, not {type(target).__name__}")
         config, target = target, ""
     if kind == "class" and target in FOREIGN_CLASSES:
-        kind, target = "tool", FOREIGN_CLASSES[target]
+        kind, target = "tool", FOREIGN_CLASSES[str(target)]
     if kind == "tool" and target not in TOOLS:
         hint = registry.did_you_mean(target, TOOLS)
         raise ValueError(f"{where}: there is no built-in tool {target!r}{hint or '.'} There are {', '.join(TOOLS)}")
@@ -147,58 +151,31 @@ def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
         raise ValueError(f"{where}.run_in is for functions and classes; {target or 'an MCP server'} decides for itself")
     if schema is not None and kind == "mcp":
         raise ValueError(f"{where}.tool_schema: MCP servers bring their own")
-    settings = _settings(limits, config if kind == "tool" else {}, f"{where}.limits", timeout_s)
-    return ToolEntry(kind, str(target), dict(config), schema, run_in, settings, where)
+    settings = _read_settings(limits, config if kind == "tool" else {}, f"{where}.limits", timeout_s)
+    return _ToolEntry(kind, str(target), dict(config), schema, run_in, settings, where)
 
 
-def _settings(limits: Any, config: Mapping[str, Any], where: str, timeout_s: float) -> CallSettings:
-    """Return the limits of an entry; MindSpeed-RL and verl write some into the configuration of what is built in here."""
+def _read_settings(limits: object, config: Config, where: str, timeout_s: float) -> CallSettings:
+    """Read the limits of an entry; MindSpeed-RL and verl have some in the configuration of tools that are built in here."""
     options = OptionReader(limits, where)
     timeout = config.get("default_timeout", config.get("timeout", timeout_s))
-    named = [value for key in ("num_workers", "rate_limit") if isinstance(value := config.get(key), int)]
-    workers = min(named, default=CallSettings.max_parallel)
+    configured = [value for key in ("num_workers", "rate_limit") if isinstance(value := config.get(key), int)]
     settings = CallSettings(
-        timeout_s=options.number("timeout_s", timeout, 0.01, _LONGEST_S),
-        retries=options.whole("retries", 0, 0, 20),
-        max_parallel=options.whole("max_parallel", workers, 1, 4096),
+        timeout_s=options.read_float("timeout_s", timeout, 0.01, _MAX_TIMEOUT_S),
+        retries=options.read_integer("retries", 0, 0, 20),
+        max_parallel=options.read_integer("max_parallel", min(configured, default=CallSettings.max_parallel), 1, 4096),
     )
-    options.end()
+    options.reject_unknown()
     return settings
 
 
-def build_tools(entries: Sequence[ToolEntry]) -> list[Tool]:
-    """Return the tools of these entries: modules are imported and classes made, but nothing is started.
-
-    Raises:
-        ConfigError: an entry names something that is not there or does not fit; one sentence for each.
-    """
-    made, errors = [], []
-    for entry in entries:
-        try:
-            made.append(_MAKERS[entry.kind](entry))
-        except ValueError as error:
-            errors.append(str(error))
-    if errors:
-        raise ConfigError(errors)
-    return made
-
-
-def _class(entry: ToolEntry) -> Tool:
-    return ClassTool(entry.target, entry.config, entry.schema, entry.run_in, entry.settings, entry.where)
-
-
-def _function(entry: ToolEntry) -> Tool:
-    OptionReader(entry.config, f"{entry.where}.config").end()
-    return FunctionTool(entry.target, entry.schema, entry.run_in, entry.settings, entry.where)
-
-
-def _built_in(entry: ToolEntry) -> Tool:
-    kind = registry.load(TOOLS[entry.target], entry.where)
-    return kind(entry.config, entry.schema, entry.settings, f"{entry.where}.config")
-
-
-def _mcp(entry: ToolEntry) -> Tool:
-    return McpServers(entry.config, entry.settings, f"{entry.where}.mcp")
-
-
-_MAKERS: dict[Kind, Callable[[ToolEntry], Tool]] = {"class": _class, "function": _function, "tool": _built_in, "mcp": _mcp}
+def _build_tool(entry: _ToolEntry) -> Tool:
+    if entry.kind == "class":
+        return ClassTool(entry.target, entry.config, entry.schema, entry.run_in, entry.settings, entry.where)
+    if entry.kind == "function":
+        OptionReader(entry.config, f"{entry.where}.config").reject_unknown()
+        return FunctionTool(entry.target, entry.schema, entry.run_in, entry.settings, entry.where)
+    if entry.kind == "mcp":
+        return McpServers(entry.config, entry.settings, f"{entry.where}.mcp")
+    tool_class = registry.load(TOOLS[entry.target], entry.where)
+    return tool_class(entry.config, entry.schema, entry.settings, f"{entry.where}.config")

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn, build_row
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
-from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint, chat_message
+from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint, write_message
 from mindspeed_rl.tools.environments import EnvironmentSpec
 from mindspeed_rl.tools.interface import ParsedTurn
 from mindspeed_rl.tools.parsers import make_parser
@@ -70,9 +70,9 @@ class ProgramEpisodes:
         session = TokenSession(conversation, self._settings)
         address = self._endpoint.open(session)
         try:
-            outcome = await self._program.play(row, address, self._endpoint.model, self._timeout_s)
+            outcome = await self._program.run_episode(row, address, self._endpoint.model, self._timeout_s)
         finally:
-            self._endpoint.forget(address)
+            self._endpoint.remove(address)
             await session.close()
         for name, value in outcome.metrics.items():
             conversation.metrics[f"environment_{name.replace('/', '_')}"] = value
@@ -94,7 +94,7 @@ class TokenSession:
         self._can_continue, self._closed = True, False
         self._generating: asyncio.Future[Turn] | None = None
 
-    async def answer(
+    async def complete(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int | None
     ) -> ChatReply:
         """See `ChatSession`."""
@@ -121,7 +121,7 @@ class TokenSession:
         else:
             thought, content = split_thought(turn.text, len(turn.text), thinks)
             parsed = ParsedTurn(content.strip(), thought)
-        self._messages = [*messages, chat_message(parsed)]
+        self._messages = [*messages, write_message(parsed)]
         return ChatReply(parsed, turn.ended, turn.prompt_ids, turn.token_ids, turn.log_probs)
 
     async def close(self) -> None:

@@ -1,23 +1,22 @@
-"""Parsers of calls, by the name that `tool_parser_format` says.
+"""Parsers of calls, by the names of `tool_parser_format`.
 
-Four formats are read here: those of `data/tools.py` in which a call holds a JSON object. They need no vLLM, which takes
-seconds to load in a process that has no engine, and they tell what is wrong with a call, which its parsers cannot: of a turn
-with one broken call among three they make plain text. A fifth, gpt-oss's, has no tool parser in vLLM 0.32. All other formats
-are read by the parsers of vLLM.
+Four formats are parsed here: those of `data/tools.py` in which a call is a JSON object. They do not need vLLM, which takes
+seconds to load in a process without an engine, and they report the error of a broken call; vLLM's parsers return a turn with
+one broken call among three as plain text. A fifth, gpt-oss's, has no tool parser in vLLM 0.32. vLLM's parsers read all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
-from mindspeed_rl.tools.interface import ToolParser
+from mindspeed_rl.tools.interface import JsonObject, ToolParser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: how calls are written where neither run file nor template says: MindSpeed-RL's own format
+#: default if neither run file nor template has a format: MindSpeed-RL's
 DEFAULT_PARSER = "hermes"
 
 PARSERS: dict[str, str] = {
@@ -27,7 +26,7 @@ PARSERS: dict[str, str] = {
     "action": "mindspeed_rl.tools.parsers.json_calls:ActionParser",
     "harmony": "mindspeed_rl.tools.parsers.harmony:HarmonyParser",
 }
-"""Name -> class that is made of (schemas, thinks)."""
+"""Name -> class with the arguments (schemas, thinks)."""
 
 ALIASES: dict[str, str] = {
     "qwen": "hermes",
@@ -46,9 +45,9 @@ ALIASES: dict[str, str] = {
     "gpt_oss": "harmony",
     "openai": "harmony",
 }
-"""Further names: of templates' tool formats, and of other projects."""
+"""Further names, of templates' tool formats and of other projects."""
 
-_VLLM = "mindspeed_rl.tools.parsers.vllm_parser:VllmParser"  # loads vLLM, which only its formats need
+_VLLM = "mindspeed_rl.tools.parsers.vllm_parser:VllmParser"  # imports vLLM, which only its formats need
 
 VLLM_FORMATS: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
@@ -56,37 +55,37 @@ VLLM_FORMATS: tuple[str, ...] = (
     *("phi4_mini_json", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
     *("xlam",),
 )
-"""Names that vLLM 0.32 has; the installed one may have others, which are as good."""
+"""Names in vLLM 0.32; all names of the installed release are valid."""
 
 
 def check_parser_name(name: str) -> None:
-    """Tells of a name that is surely wrong, without loading vLLM.
+    """Check a name without importing vLLM, which may have further names.
 
     Raises:
-        ValueError: it is none of the known ones and close to one of them.
+        ValueError: the name is unknown and similar to a known one.
     """
     known = [*PARSERS, *VLLM_FORMATS, *ALIASES]
     if name in known or ":" in name:
         return
-    near = registry.nearest(name, known, cutoff=0.75)
-    if near is not None:
-        raise ValueError(f"rl_config.tool_parser_format is {name!r}; did you mean {near!r}? There are {', '.join(known)}")
+    similar = registry.nearest(name, known, cutoff=0.75)
+    if similar is not None:
+        raise ValueError(f"rl_config.tool_parser_format is {name!r}; did you mean {similar!r}? There are {', '.join(known)}")
 
 
 def make_parser(
-    name: str, schemas: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, *, thinks: bool = False
+    name: str, schemas: Sequence[JsonObject], tokenizer: PreTrainedTokenizerBase | None, *, thinks: bool = False
 ) -> ToolParser:
-    """Return the parser of that name.
+    """Create the parser of a name.
 
     Args:
-        name: of PARSERS or ALIASES, of a parser of the installed vLLM, or module:Class of one's own, made of (schemas,
-            tokenizer).
-        schemas: of the tools, by which some formats tell numbers from texts.
-        tokenizer: vLLM's parsers look their marks up in it; the others need none.
-        thinks: the prompt ends inside a thought, which the turn goes on with.
+        name: in PARSERS or ALIASES, of a parser of the installed vLLM, or module:Class of your own with the arguments
+            (schemas, tokenizer).
+        schemas: of the tools, by which some formats distinguish numbers from texts.
+        tokenizer: for vLLM's parsers, which look up their marks in it; otherwise None.
+        thinks: the prompt ends inside a thought, which the turn continues.
 
     Raises:
-        ValueError: nobody knows the name, or vLLM's parser of that name does not fit the tokenizer.
+        ValueError: the name is unknown, or vLLM's parser of that name does not support the tokenizer.
     """
     name = ALIASES.get(name, name)
     if name in PARSERS:

@@ -1,6 +1,6 @@
-"""Formats in which a call holds a JSON object: read by a JSON decoder, so that what stands in a text ends no call.
+"""Formats in which a call is a JSON object: a JSON decoder reads it, so that marks inside of strings do not end a call.
 
-Each mirrors a style of `data/tools.py`. A turn that ends in the middle of a call has a broken one, unless the object is whole.
+Each mirrors a style of `data/tools.py`. A turn that ends inside a call has a broken one, unless the object is complete.
 """
 
 from __future__ import annotations
@@ -8,83 +8,81 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from mindspeed_rl.data import conversation
 from mindspeed_rl.data.strict_json import StrictDecoder
-from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
+from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn, ToolCall
 
-_MOST_OF_A_BROKEN_CALL = 2000
-#: of a turn; a model that repeats itself writes a mark thousands of times
-MOST_CALLS = 128
+_MAX_BROKEN_CALL_LENGTH = 2000
+#: of a turn; a model that repeats itself may write thousands of marks
+MAX_CALLS = 128
 _BLANKS = re.compile(r"\s*")
 
 
-def call_id(place: int) -> str:
-    """Return an id of nine letters and digits, as Mistral's templates want them; the same at every replay."""
-    return f"call{place % 10**5:05d}"
+def make_call_id(index: int) -> str:
+    """Return an id of nine letters and digits, as Mistral's templates require; the same in every replay."""
+    return f"call{index % 10**5:05d}"
 
 
 _THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def split_thought(text: str, first_call: int, thinks: bool = False) -> tuple[str | None, str]:
-    """Return (the thought without its marks or None, the rest) of a turn. A thought that does not end is all of the turn.
+    """Return (thought without its marks or None, rest) of a turn. A thought without an end is the full turn.
+
+    Calls inside a thought are part of it and are not run.
 
     Args:
-        first_call: where the first mark of a call is, or the text's length. A closing mark behind it, in a turn that did not
-            begin as a thought, stands in an argument.
+        first_call: index of the first mark of a call, or the text's length. A closing mark after it, in a turn that does not
+            start with a thought, is part of an argument.
         thinks: the prompt has opened the thought.
     """
     for opening, closing in _THOUGHT_MARKS:
-        begins = text.lstrip().startswith(opening)
+        is_thought = text.lstrip().startswith(opening)
         end = text.find(closing)
-        if end >= 0 and (begins or thinks or end < first_call):
+        if end >= 0 and (is_thought or thinks or end < first_call):
             return text[:end].replace(opening, "", 1).strip(), text[end + len(closing) :]
-        if begins:
+        if is_thought:
             return text.replace(opening, "", 1).strip(), ""
     return (text.strip(), "") if thinks else (None, text)
 
 
 class _JsonParser:
-    """What the formats share: they differ in the pattern that a call begins with, and in what its object says."""
+    """Base of the formats, which differ in the start of a call and in the content of its object.
 
-    begins: re.Pattern[str]
-    ends: re.Pattern[str] | None = None
+    Args:
+        schemas: of the tools; not needed, because JSON has types.
+        thinks: see `make_parser`.
+    """
 
-    def __init__(self, schemas: Sequence[dict[str, Any]], thinks: bool) -> None:
-        """
-        Args:
-            schemas: of the tools; a JSON object tells its types itself.
-            thinks: see `make_parser`.
-        """
+    call_start: re.Pattern[str]
+    call_end: re.Pattern[str] | None = None
+
+    def __init__(self, schemas: Sequence[JsonObject], thinks: bool) -> None:
         self._thinks = thinks
 
     def parse(self, text: str, token_ids: Sequence[int]) -> ParsedTurn:
         """See `ToolParser`."""
-        found = self.begins.search(text)
-        reasoning, rest = split_thought(text, len(text) if found is None else found.start(), self._thinks)
-        said: list[str] = []
+        first = self.call_start.search(text)
+        reasoning, rest = split_thought(text, len(text) if first is None else first.start(), self._thinks)
+        texts: list[str] = []
         calls: list[ToolCall | BrokenCall] = []
-        place, decoder = 0, StrictDecoder()
-        while (match := self.begins.search(rest, place)) is not None:
-            if len(calls) == MOST_CALLS:
-                calls.append(BrokenCall("", f"a turn has more than {MOST_CALLS} calls; the rest was not read"))
+        position, decoder = 0, StrictDecoder()
+        while (match := self.call_start.search(rest, position)) is not None:
+            if len(calls) == MAX_CALLS:
+                calls.append(BrokenCall("", f"a turn has more than {MAX_CALLS} calls; the rest was not read"))
                 break
-            call, end = self._read(rest, match, decoder, len(calls))
-            if call is None:
-                said.append(rest[place:end])
-            else:
-                said.append(rest[place : match.start()])
-                calls.append(call)
-            place = end
-        said.append(rest[place:])
-        return ParsedTurn("".join(said).strip(), reasoning, tuple(calls))
+            call, end = self._read_call(rest, match, decoder, len(calls))
+            texts.append(rest[position : match.start()])
+            calls.append(call)
+            position = end
+        texts.append(rest[position:])
+        return ParsedTurn("".join(texts).strip(), reasoning, tuple(calls))
 
-    def _read(
-        self, text: str, match: re.Match[str], decoder: StrictDecoder, number: int
-    ) -> tuple[ToolCall | BrokenCall | None, int]:
-        """Return the call that begins at the match, None if it is none after all, and where it ends."""
+    def _read_call(
+        self, text: str, match: re.Match[str], decoder: StrictDecoder, index: int
+    ) -> tuple[ToolCall | BrokenCall, int]:
+        """Return the call that starts at the match, and its end."""
         start = match.end()
         if blanks := _BLANKS.match(text, start):
             start = blanks.end()
@@ -93,67 +91,61 @@ class _JsonParser:
             if problem is not None:
                 raise ValueError(problem)
         except ValueError as error:
-            stop, end = self._resume(text, match.end())
+            stop, end = self._find_end(text, match.end())
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            return BrokenCall(text[start:stop].strip()[:_MOST_OF_A_BROKEN_CALL], f"it is no JSON object: {reason}"), end
-        call = self._call(match, value, text[start:end], number)
-        if self.ends is not None and (closing := self.ends.match(text, end)) is not None:
+            return BrokenCall(text[start:stop].strip()[:_MAX_BROKEN_CALL_LENGTH], f"it is no JSON object: {reason}"), end
+        try:
+            call = conversation.ToolCall.parse(self._to_object(match, value))
+        except ValueError as error:
+            result: ToolCall | BrokenCall = BrokenCall(text[start:end][:_MAX_BROKEN_CALL_LENGTH], str(error))
+        else:
+            result = ToolCall(call.name, call.arguments, make_call_id(index))
+        if self.call_end is not None and (closing := self.call_end.match(text, end)) is not None:
             end = closing.end()
-        return call, end
+        return result, end
 
-    def _resume(self, text: str, start: int) -> tuple[int, int]:
-        """Where a call whose object cannot be read ends, at its closing mark or the next call, and where reading goes on."""
-        following = self.begins.search(text, start)
+    def _find_end(self, text: str, start: int) -> tuple[int, int]:
+        """Return the end of an unreadable object (a closing mark, or the next call) and the index where parsing continues."""
+        following = self.call_start.search(text, start)
         end = len(text) if following is None else following.start()
-        closing = None if self.ends is None else self.ends.search(text, start, end)
+        closing = None if self.call_end is None else self.call_end.search(text, start, end)
         return (end, end) if closing is None else closing.span()
 
-    def _call(self, match: re.Match[str], value: Any, text: str, number: int) -> ToolCall | BrokenCall | None:
-        """Return the call that an object says."""
+    def _to_object(self, match: re.Match[str], value: object) -> object:
+        """Return the decoded JSON value as {"name", "arguments"}."""
         if isinstance(value, dict) and "parameters" in value and "arguments" not in value:
-            value = {**value, "arguments": value["parameters"]}
-        return _made(value, text, number)
-
-
-def _made(value: Any, text: str, number: int) -> ToolCall | BrokenCall:
-    try:
-        call = conversation.ToolCall.parse(value)
-    except ValueError as error:
-        return BrokenCall(text[:_MOST_OF_A_BROKEN_CALL], str(error))
-    return ToolCall(call.name, call.arguments, call_id(number))
+            return {**value, "arguments": value["parameters"]}
+        return value
 
 
 class HermesParser(_JsonParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes 2 Pro, Qwen 2.5 and 3."""
 
-    begins = re.compile(r"<tool_call>")
-    ends = re.compile(r"\s*</tool_call>")
+    call_start = re.compile(r"<tool_call>")
+    call_end = re.compile(r"\s*</tool_call>")
 
 
 class Llama3Parser(_JsonParser):
-    """{"name": ..., "parameters": {...}}: Llama 3.1 and later; several are parted by semicolons."""
+    """{"name": ..., "parameters": {...}}: Llama 3.1 and later; several are separated by semicolons."""
 
-    begins = re.compile(r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)')
-    ends = re.compile(r"\s*;")
+    call_start = re.compile(r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)')
+    call_end = re.compile(r"\s*;")
 
-    def _resume(self, text: str, start: int) -> tuple[int, int]:
-        """There is no mark to find again; the rest is the broken call."""
+    def _find_end(self, text: str, start: int) -> tuple[int, int]:
+        """Return the end of the text: without a closing mark, the rest is the broken call."""
         return len(text), len(text)
 
 
 class Glm4Parser(_JsonParser):
-    """The name on a line of its own, and its arguments after it: GLM-4, one call a turn."""
+    """The name on its own line, and the arguments on the next: GLM-4, one call in a turn."""
 
-    begins = re.compile(r"(?:\A|\n)[ \t]*([A-Za-z0-9_.-]{1,64})[ \t]*\n\s*(?=\{)")
+    call_start = re.compile(r"(?:\A|\n)[ \t]*([A-Za-z0-9_.-]{1,64})[ \t]*\n\s*(?=\{)")
 
-    def _call(self, match: re.Match[str], value: Any, text: str, number: int) -> ToolCall | BrokenCall | None:
-        return _made({"name": match[1], "arguments": value}, text, number)
+    def _to_object(self, match: re.Match[str], value: object) -> object:
+        return {"name": match[1], "arguments": value}
 
 
-class ActionParser(_JsonParser):
-    """Lines `Action:` and `Action Input:`: what templates without a tool format of their own tell models to write."""
+class ActionParser(Glm4Parser):
+    """Lines `Action:` and `Action Input:`: the format in the prompt of templates without a tool format."""
 
-    begins = re.compile(r"^[ \t]*Action:[ \t]*(\S[^\n]*?)[ \t]*\n[ \t]*Action Input:", re.MULTILINE)
-
-    def _call(self, match: re.Match[str], value: Any, text: str, number: int) -> ToolCall | BrokenCall | None:
-        return _made({"name": match[1], "arguments": value}, text, number)
+    call_start = re.compile(r"^[ \t]*Action:[ \t]*(\S[^\n]*?)[ \t]*\n[ \t]*Action Input:", re.MULTILINE)

@@ -1,20 +1,20 @@
-"""A parser of vLLM as one of ours: it never raises, knows thoughts, and tells of calls that could not be read."""
+"""Parsers of vLLM with our interface: they never raise, separate thoughts, and report broken calls."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.adaptors.vllm_tools import tool_extractor
 from mindspeed_rl.data import strict_json
-from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers.json_calls import call_id, split_thought
+from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn, ToolCall
+from mindspeed_rl.tools.parsers.json_calls import make_call_id, split_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: what calls begin with in the formats that vLLM reads: a turn that has one, and no call that vLLM finds, has a broken call
+#: starts of calls in the formats of vLLM: a turn with one of them, in which vLLM finds no call, has a broken call
 _MARKS = re.compile(
     r"<tool_calls?>|<\|tool_calls?\|?>|<\|tool_calls?_(?:section_)?(?:begin|start)\|>|<｜tool▁calls?▁begin｜>|<｜DSML｜"
     r"|\[TOOL_CALLS\]|<function=|<function_calls?>|<minimax:tool_call>|<seed:tool_call>|<longcat_tool_call>|<\|python_tag\|>"
@@ -25,7 +25,7 @@ _MARKS = re.compile(
 class VllmParser:
     """See `make_parser`."""
 
-    def __init__(self, name: str, schemas: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, thinks: bool) -> None:
+    def __init__(self, name: str, schemas: Sequence[JsonObject], tokenizer: PreTrainedTokenizerBase, thinks: bool) -> None:
         self._name, self._thinks = name, thinks
         try:
             self._extract = tool_extractor(name, schemas, tokenizer)
@@ -38,24 +38,24 @@ class VllmParser:
         reasoning, rest = split_thought(text, len(text) if mark is None else mark.start(), self._thinks)
         mark = _MARKS.search(rest)
         content, reason = rest, "it cannot be read"
-        found: list[tuple[str, str, str]] = []
+        extracted: list[tuple[str, str, str]] = []
         try:
-            content, found = self._extract(rest, token_ids)
-        except Exception as error:  # a parser may stumble over anything that a model writes
+            content, extracted = self._extract(rest, token_ids)
+        except Exception as error:  # noqa: BLE001 (vLLM's parsers may raise anything on a model's text)
             reason = f"{type(error).__name__}: {error}"
-        calls = tuple(_made(*call, place=place) for place, call in enumerate(found))
+        calls = tuple(_read_call(*call, index=index) for index, call in enumerate(extracted))
         if not calls and mark is not None:
             content, broken = rest[: mark.start()], rest[mark.start() :][:2000]
             calls = (BrokenCall(broken, f"{reason}; calls are written in the format {self._name}"),)
         return ParsedTurn(content.strip(), reasoning, calls)
 
 
-def _made(name: str, arguments: str, given_id: str, place: int) -> ToolCall | BrokenCall:
+def _read_call(name: str, arguments: str, vllm_id: str, index: int) -> ToolCall | BrokenCall:
     try:
         value = strict_json.loads(arguments or "{}")
     except ValueError as error:
         return BrokenCall(arguments[:2000], f"the arguments of {name!r} are no JSON: {error}")
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
         return BrokenCall(arguments[:2000], f"the arguments of {name!r} are no JSON object")
-    # Kimi's ids hold the name and are part of its format; the others are drawn at random, and would differ at a replay
-    return ToolCall(name, value, given_id if name in str(given_id) else call_id(place))
+    # Kimi's ids contain the name and are part of its format; the others are random, and would differ in a replay
+    return ToolCall(name, value, vllm_id if name in str(vllm_id) else make_call_id(index))

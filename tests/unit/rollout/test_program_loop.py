@@ -127,7 +127,7 @@ def test_what_a_client_writes_otherwise_changes_no_token() -> None:
     session, conversation, engine = session_with(f"Let me see.  {CALL}", " It is 42. ")
 
     async def talk() -> list[Any]:
-        first = await session.answer(QUESTION, CALCULATOR, None)
+        first = await session.complete(QUESTION, CALCULATOR, None)
         (call,) = first.turn.calls
         said = {
             "role": "assistant",
@@ -138,7 +138,7 @@ def test_what_a_client_writes_otherwise_changes_no_token() -> None:
             ],
         }
         reply = {"role": "tool", "tool_call_id": "x", "content": "42"}
-        return [first, await session.answer([*QUESTION, said, reply], CALCULATOR, None)]
+        return [first, await session.complete([*QUESTION, said, reply], CALCULATOR, None)]
 
     first, second = asyncio.run(talk())
     found = conversation.end()
@@ -154,9 +154,9 @@ def test_a_client_that_changes_what_was_said_begins_another_sequence() -> None:
     session, conversation, _ = session_with("41", "42")
 
     async def talk() -> None:
-        await session.answer(QUESTION, [], None)
+        await session.complete(QUESTION, [], None)
         changed = [{"role": "user", "content": "7 times 6?"}, {"role": "assistant", "content": "41"}, *QUESTION]
-        await session.answer(changed, [], None)
+        await session.complete(changed, [], None)
 
     asyncio.run(talk())
     found = conversation.end()
@@ -170,11 +170,11 @@ def test_a_trajectory_without_room_and_a_turn_of_the_models_own_are_refused() ->
 
     async def talk() -> None:
         with pytest.raises(ValueError, match="the last message is the model's"):
-            await session.answer([*QUESTION, {"role": "assistant", "content": "4"}], [], None)
-        cut = await session.answer(QUESTION, [], 1)
+            await session.complete([*QUESTION, {"role": "assistant", "content": "4"}], [], None)
+        cut = await session.complete(QUESTION, [], 1)
         assert not cut.ended and len(cut.token_ids) == 1
         with pytest.raises(ContextFullError):
-            await session.answer([*QUESTION, {"role": "assistant", "content": "4"}, *QUESTION], [], None)
+            await session.complete([*QUESTION, {"role": "assistant", "content": "4"}, *QUESTION], [], None)
 
     asyncio.run(talk())
     assert conversation.end().finish == "length"
@@ -189,10 +189,10 @@ def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
     session = TokenSession(AgentConversation(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
 
     async def talk() -> None:
-        asked = asyncio.create_task(session.answer(QUESTION, [], None))
+        asked = asyncio.create_task(session.complete(QUESTION, [], None))
         await asyncio.sleep(0.01)
         await session.close()
-        for again in (asked, session.answer(QUESTION, [], None)):
+        for again in (asked, session.complete(QUESTION, [], None)):
             with pytest.raises(ContextFullError, match="has ended"):
                 await again
 

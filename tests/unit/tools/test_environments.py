@@ -82,7 +82,7 @@ def test_a_blocking_environment_holds_up_nobody_else_and_its_own_errors_pass():
     [
         ("sample_environments:Stepless", "has no step"),
         ("sample_environments:Nobody", "has no 'Nobody'"),
-        ("sample_environments:asyncio", "makes no environment"),
+        ("sample_environments:asyncio", "cannot create an environment"),
         ("nowhere:X", "cannot import the module 'nowhere'"),
         ("Countdown", "not of the form"),
     ],
@@ -102,7 +102,7 @@ class Recorded:
     def __init__(self, *turns):
         self.turns, self.asked, self.speaking = list(turns), [], 0
 
-    async def answer(self, messages, tools, max_tokens):
+    async def complete(self, messages, tools, max_tokens):
         self.asked.append((messages, tools, max_tokens))
         self.speaking += 1
         assert self.speaking == 1
@@ -189,7 +189,7 @@ def test_what_cannot_be_answered_is_told_in_openais_form():
             await client.embeddings.create(model="tiny", input="x")
         with pytest.raises(openai.NotFoundError):
             await client.with_options(base_url=address[:-8] + "XXXXX/v1").models.list()
-        endpoint.forget(address)
+        endpoint.remove(address)
         with pytest.raises(openai.NotFoundError, match="has ended"):
             await client.chat.completions.create(model="tiny", messages=said)
         return found

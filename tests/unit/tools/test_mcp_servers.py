@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from boxes import call, opened
+from toolboxes import call, open_toolbox
 
 from mindspeed_rl.tools.toolbox import CallLimits
 
@@ -70,7 +70,7 @@ def test_a_server_over_stdio_answers_and_ends_with_the_box(tmp_path):
     before = children()
 
     async def run():
-        async with opened(tmp_path, entry(STDIO), limits=CallLimits(max_response_tokens=40)) as box:
+        async with open_toolbox(tmp_path, entry(STDIO), limits=CallLimits(max_response_tokens=40)) as box:
             await check_answers(box)
             (much,) = await box.open({}).call([call("speak")])
             assert much.text == "begin" + "x" * 7 + "...(truncated)..." + "x" * 8 + "end"
@@ -82,7 +82,7 @@ def test_a_server_over_stdio_answers_and_ends_with_the_box(tmp_path):
 @pytest.mark.slow
 def test_a_server_over_http_answers_and_hears_its_token(tmp_path):
     async def run(url):
-        async with opened(tmp_path, entry({"url": url, "headers": {"X-Test": "1"}, "auth_token": "t"})) as box:
+        async with open_toolbox(tmp_path, entry({"url": url, "headers": {"X-Test": "1"}, "auth_token": "t"})) as box:
             await check_answers(box)
 
     with http_server() as url:
@@ -91,7 +91,7 @@ def test_a_server_over_http_answers_and_hears_its_token(tmp_path):
 
 def test_a_late_server_and_one_that_dies_cost_their_call_only(tmp_path):
     async def run():
-        async with opened(tmp_path, entry(STDIO, timeout_s=1.0)) as box:
+        async with open_toolbox(tmp_path, entry(STDIO, timeout_s=1.0)) as box:
             tools = box.open({})
             late, beside = await tools.call([call("wait"), call("add", a=1, b=1)])
             (dead,) = await tools.call([call("die")])
@@ -121,7 +121,7 @@ def test_a_trajectory_may_have_a_server_of_its_own(tmp_path):
     }
 
     async def run():
-        async with opened(tmp_path, described) as box:
+        async with open_toolbox(tmp_path, described) as box:
             assert children() == before  # nothing runs until a trajectory calls
             one, two = box.open({}), box.open({})
             texts = []
@@ -152,7 +152,7 @@ def test_a_trajectory_may_have_a_server_of_its_own(tmp_path):
 )
 def test_a_server_that_cannot_be_used_is_told_before_any_call(tmp_path, server, more, said):
     async def run():
-        async with opened(tmp_path, entry(server, **more)):
+        async with open_toolbox(tmp_path, entry(server, **more)):
             pass
 
     before = children()
@@ -164,7 +164,7 @@ def test_a_server_that_cannot_be_used_is_told_before_any_call(tmp_path, server, 
 @pytest.mark.slow
 def test_two_servers_with_the_same_tool_need_a_prefix(tmp_path):
     async def run():
-        async with opened(tmp_path, {"mcp": {"servers": {"one": STDIO, "two": STDIO}, "tool_selected_list": ["add"]}}):
+        async with open_toolbox(tmp_path, {"mcp": {"servers": {"one": STDIO, "two": STDIO}, "tool_selected_list": ["add"]}}):
             pass
 
     with pytest.raises(ValueError, match="one and two both have the tool 'add'; give one a prefix"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import COUNTER_SCHEMA, opened, written
 from tokenizers import Tokenizer, models
+from toolboxes import COUNTER_SCHEMA, open_toolbox, write_tool_file
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.config import RLConfig
@@ -61,7 +61,7 @@ ADD = {"function": "sample_tools:add"}
 )
 def test_a_wrong_option_is_named_with_what_there_is(tmp_path: Path, said: Any, words: list[str]) -> None:
     async def run() -> None:
-        async with opened(tmp_path, SHOP, ADD, "calculator") as box:
+        async with open_toolbox(tmp_path, SHOP, ADD, "calculator") as box:
             box.read_row({"tools_kwargs": said})
 
     with pytest.raises(ValueError) as raised:
@@ -78,7 +78,7 @@ def test_rows_as_verl_writes_them_are_read(tmp_path: Path) -> None:
     }
 
     async def run() -> Any:
-        async with opened(tmp_path, SHOP, ADD, "calculator") as box:
+        async with open_toolbox(tmp_path, SHOP, ADD, "calculator") as box:
             return box.read_row({"extra_info": json.dumps({"tools_kwargs": right, "index": 4})})
 
     options, chosen = asyncio.run(run())
@@ -89,7 +89,7 @@ def test_a_run_is_refused_for_a_row_of_its_data(tmp_path: Path) -> None:
     rows = [{"prompt": "1=", "tools_kwargs": {"count": {"create_kwargs": {name: 1}}}} for name in ("stock", "stock", "stok")]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rl = RLConfig(multi_turn_enable=True, tool_config_path=str(written(tmp_path, SHOP)))
+    rl = RLConfig(multi_turn_enable=True, tool_config_path=str(write_tool_file(tmp_path, SHOP)))
 
     def check(count: int) -> None:
         spelled = f"{data}#{count}"

@@ -4,19 +4,19 @@ import random
 from pathlib import Path
 
 import pytest
-from boxes import COUNTER_SCHEMA, written
+from toolboxes import COUNTER_SCHEMA, write_tool_file
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings
-from mindspeed_rl.tools.tool_file import build_tools, read_tool_file, read_tools
-from mindspeed_rl.tools.toolbox import cut
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+from mindspeed_rl.tools.toolbox import truncate
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 def test_every_form_of_an_entry_is_read(tmp_path):
-    file = written(
+    file = write_tool_file(
         tmp_path,
         "calculator",
         "sample_tools:add",
@@ -30,7 +30,7 @@ def test_every_form_of_an_entry_is_read(tmp_path):
         },
         {"class_name": "verl.tools.mcp_search_tool.MCPSearchTool", "mcp": {"mcp_servers_config_path": "x.json"}},
     )
-    entries = read_tool_file(file)
+    entries = read_tools(str(file))
     assert [(entry.kind, entry.target) for entry in entries] == [
         ("tool", "calculator"),
         ("function", "sample_tools:add"),
@@ -45,7 +45,7 @@ def test_every_form_of_an_entry_is_read(tmp_path):
 
 def test_a_command_line_names_tools_or_a_file(tmp_path):
     assert [entry.target for entry in read_tools("calculator, sample_tools:add")] == ["calculator", "sample_tools:add"]
-    assert [entry.target for entry in read_tools(str(written(tmp_path, "finish")))] == ["finish"]
+    assert [entry.target for entry in read_tools(str(write_tool_file(tmp_path, "finish")))] == ["finish"]
     with pytest.raises(ConfigError, match="tool 'calc'.*calculator"):
         read_tools("calc")
 
@@ -54,7 +54,7 @@ def test_the_shipped_tool_files_are_valid():
     files = sorted((REPOSITORY / "configs" / "tools").glob("*.yaml"))
     assert {file.name for file in files} >= {"retool_config.yaml", "search_tool_config.yaml", "tools_example.yaml"}
     for file in files:
-        build_tools(read_tool_file(file))
+        build_tools(read_tools(str(file)))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_the_shipped_tool_files_are_valid():
     ],
 )
 def test_a_wrong_entry_is_told_with_file_and_line(tmp_path, entry, said):
-    file = written(tmp_path, entry)
+    file = write_tool_file(tmp_path, entry)
     with pytest.raises(ConfigError, match=said) as raised:
-        read_tool_file(file)
+        read_tools(str(file))
     assert str(raised.value).startswith(f"{file}:2: tools[0]")
 
 
@@ -87,12 +87,12 @@ def test_a_wrong_entry_is_told_with_file_and_line(tmp_path, entry, said):
         ("sample_tools:ad", "the module 'sample_tools' has no 'ad'"),
         ("no_such_module:x", "cannot import the module 'no_such_module'"),
         ("sample_tools:FLAKY", "cannot be called"),
-        ("sample_tools:undescribed", "no schema can be made from the function"),
+        ("sample_tools:undescribed", "no schema can be derived from the function"),
         ({"function": "sample_tools:add", "config": {"x": 1}}, "config.x .*unknown"),
         ({"function": "sample_tools:add", "run_in": "loop"}, "run_in is 'loop', but .* is no coroutine function"),
         ({"function": "sample_tools:add_later", "run_in": "thread"}, "is a coroutine function"),
         ({"class_name": "sample_tools.Response"}, "has no create, execute, release"),
-        ({"class_name": "sample_tools.Counter", "config": {}}, "cannot be made: AttributeError"),
+        ({"class_name": "sample_tools.Counter", "config": {}}, "cannot be created: AttributeError"),
         ({"class_name": "Counter"}, "not of the form"),
         ({"function": "sample_tools:add", "tool_schema": {"name": "a b"}}, "the name 'a b' must be"),
         ({"tool": "calculator", "config": {"digits": 3}}, "digits .*unknown"),
@@ -111,15 +111,15 @@ def test_a_wrong_entry_is_told_with_file_and_line(tmp_path, entry, said):
     ],
 )
 def test_a_tool_that_cannot_be_made_is_told_with_file_and_line(tmp_path, entry, said):
-    file = written(tmp_path, entry)
+    file = write_tool_file(tmp_path, entry)
     with pytest.raises(ConfigError, match=said) as raised:
-        build_tools(read_tool_file(file))
+        build_tools(read_tools(str(file)))
     assert str(raised.value).startswith(f"{file}:2: tools[0]")
 
 
 def test_all_mistakes_of_a_file_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as raised:
-        read_tool_file(written(tmp_path, "a", "calculator", "b"))
+        read_tools(str(write_tool_file(tmp_path, "a", "calculator", "b")))
     assert len(raised.value.errors) == 2
 
 
@@ -128,9 +128,9 @@ def test_a_file_that_is_no_tool_file_is_told(tmp_path, text):
     file = tmp_path / "tools.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="tools.yaml"):
-        read_tool_file(file)
+        read_tools(str(file))
     with pytest.raises(ConfigError, match="there is no file"):
-        read_tool_file(tmp_path / "other.yaml")
+        read_tools(str(tmp_path / "other.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_a_cut_text_has_as_many_tokens_as_it_may_and_no_more():
     for _ in range(300):
         text = "".join(rng.choice("ab y") for _ in range(rng.randrange(60)))
         limit, side = rng.randrange(1, 12), rng.choice(["left", "right", "middle"])
-        shown = cut(text, limit, side, count)
+        shown = truncate(text, limit, side, count)
         assert shown == text if count(text) <= limit else count(shown) <= limit
         if side == "left" and shown != text:
             assert text.startswith(shown.removesuffix("...(truncated)"))
         if side == "right" and shown != text:
             assert text.endswith(shown.removeprefix("(truncated)..."))
-    assert cut("abc", 0, "left", count) == "abc"
-    assert cut("x" * 10, 3, "middle", len) == "xxx"  # no room for the mark
+    assert truncate("abc", 0, "left", count) == "abc"
+    assert truncate("x" * 10, 3, "middle", len) == "xxx"  # no room for the mark
 
 
 def test_the_run_s_deadline_counts_where_the_file_says_none(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 import sample_tools
-from boxes import COUNTER_SCHEMA, call, opened
+from toolboxes import COUNTER_SCHEMA, call, open_toolbox
 
 from mindspeed_rl.tools.interface import BrokenCall
 from mindspeed_rl.tools.toolbox import CallLimits
@@ -22,7 +22,7 @@ def ask(folder, entry, *calls, limits=None, columns=None):
     """The replies to the calls of one turn of a new trajectory."""
 
     async def run():
-        async with opened(folder, *(entry if isinstance(entry, tuple) else (entry,)), limits=limits) as box:
+        async with open_toolbox(folder, *(entry if isinstance(entry, tuple) else (entry,)), limits=limits) as box:
             tools = box.open(columns or {})
             return await tools.call(calls)
 
@@ -49,7 +49,7 @@ def test_functions_answer_in_the_order_of_the_calls(tmp_path):
 )
 def test_a_function_that_fails_is_a_message_to_the_model_and_the_tool_goes_on(tmp_path, how, problem, said):
     async def run():
-        async with opened(tmp_path, BAD) as box:
+        async with open_toolbox(tmp_path, BAD) as box:
             tools = box.open({})
             (bad,) = await tools.call([call("misbehave", how=how)])
             (good,) = await tools.call([call("misbehave", how="")])
@@ -109,7 +109,7 @@ def test_broken_and_unknown_calls_and_wrong_arguments_are_told_and_not_made(tmp_
 
 def test_broken_and_wrong_calls_use_up_the_calls_but_are_not_counted_as_made(tmp_path):
     async def run():
-        async with opened(tmp_path, ADD, limits=CallLimits(max_calls=3)) as box:
+        async with open_toolbox(tmp_path, ADD, limits=CallLimits(max_calls=3)) as box:
             tools = box.open({})
             replies = await tools.call([BrokenCall("{", "x"), call("sub", a=1), call("add", a=1, b=1), call("add", a=1, b=1)])
             return [reply.problem for reply in replies], tools.num_calls
@@ -121,7 +121,7 @@ def test_coroutines_that_never_stop_are_left_even_if_they_do_not_let_go(tmp_path
     entry = {"function": "sample_tools:never_stop", "limits": {"timeout_s": 0.1}}
 
     async def run():
-        async with opened(tmp_path, entry) as box:
+        async with open_toolbox(tmp_path, entry) as box:
             begun = time.monotonic()
             replies = await box.open({}).call([call("never_stop", stubborn=True), call("never_stop", stubborn=False)])
             return replies, time.monotonic() - begun
@@ -146,7 +146,7 @@ def test_a_failed_call_is_tried_again_as_often_as_the_file_says(tmp_path):
 def test_calls_beyond_those_of_a_turn_or_of_the_trajectory_are_refused(tmp_path):
     async def run():
         limits = CallLimits(max_calls=3, max_parallel_calls=2)
-        async with opened(tmp_path, "sample_tools:add_later", limits=limits) as box:
+        async with open_toolbox(tmp_path, "sample_tools:add_later", limits=limits) as box:
             tools = box.open({})
             turns = [await tools.call([call("add_later", a=turn, b=0)] * 3) for turn in range(2)]
             other = await box.open({}).call([call("add_later", a=9, b=0)])
@@ -173,7 +173,7 @@ def test_classes_have_an_instance_a_trajectory_that_is_released_at_its_end(tmp_p
     sample_tools.Counter.released.clear()
 
     async def run():
-        async with opened(tmp_path, COUNT) as box:
+        async with open_toolbox(tmp_path, COUNT) as box:
             options = {"count": {"create_kwargs": {"start": 100}}}
             one, two, idle = box.open({}), box.open({"tools_kwargs": options}), box.open({})
             texts = []
@@ -194,7 +194,7 @@ def test_a_class_in_processes_keeps_its_state_there_and_a_hang_costs_one_traject
     entry = {**COUNT, "run_in": "process", "limits": {"timeout_s": 1.0}}
 
     async def run():
-        async with opened(tmp_path, entry) as box:
+        async with open_toolbox(tmp_path, entry) as box:
             one, two = box.open({}), box.open({})
             first = [(await tools.call([call("count", by=by)]))[0].text for tools, by in ((one, 1), (two, 5), (one, 1))]
             (hung,) = await one.call([call("count", by=1, hang=True)])
@@ -211,7 +211,7 @@ def test_a_class_in_processes_keeps_its_state_there_and_a_hang_costs_one_traject
 @pytest.mark.parametrize("run_in", ["thread", "process"])
 def test_what_a_row_gives_for_the_reward_reaches_the_tool_wherever_it_runs(tmp_path, run_in):
     async def run():
-        async with opened(tmp_path, {**COUNT, "run_in": run_in}) as box:
+        async with open_toolbox(tmp_path, {**COUNT, "run_in": run_in}) as box:
             tools = box.open(
                 {"tools_kwargs": {"count": {"calc_reward_kwargs": {"weight": 10}, "release_kwargs": {"why": "end"}}}}
             )
@@ -233,7 +233,7 @@ def test_threads_that_hang_take_no_more_than_their_places(tmp_path):
     entry = {**COUNT, "limits": {"timeout_s": 0.1, "max_parallel": 2}}
 
     async def run():
-        async with opened(tmp_path, entry) as box:
+        async with open_toolbox(tmp_path, entry) as box:
             tools = box.open({})
             hung = await tools.call([call("count", by=1, hang=True)] * 2)
             return hung, await tools.call([call("count", by=1)])
@@ -246,7 +246,7 @@ def test_threads_that_hang_take_no_more_than_their_places(tmp_path):
 
 def test_a_row_chooses_among_the_tools_and_a_wrong_name_is_an_error(tmp_path):
     async def run():
-        async with opened(tmp_path, "calculator", "finish") as box:
+        async with open_toolbox(tmp_path, "calculator", "finish") as box:
             chosen = box.open({"tool_selection": ["finish"]})
             assert [schema["function"]["name"] for schema in chosen.schemas] == ["finish"]
             (reply,) = await chosen.call([call("calculator", expression="1")])
@@ -263,7 +263,7 @@ def test_a_row_chooses_among_the_tools_and_a_wrong_name_is_an_error(tmp_path):
 
 def test_two_tools_of_one_name_are_an_error_before_any_call(tmp_path):
     async def run():
-        async with opened(tmp_path, "calculator", "calculator"):
+        async with open_toolbox(tmp_path, "calculator", "calculator"):
             pass
 
     with pytest.raises(ValueError, match="two tools are called 'calculator'"):
@@ -272,7 +272,7 @@ def test_two_tools_of_one_name_are_an_error_before_any_call(tmp_path):
 
 def test_a_cancelled_call_ends_its_process_and_the_box_goes_on(tmp_path):
     async def run():
-        async with opened(tmp_path, {**BAD, "limits": {"timeout_s": 60}}) as box:
+        async with open_toolbox(tmp_path, {**BAD, "limits": {"timeout_s": 60}}) as box:
             me = psutil.Process()
             tools = box.open({})
             await tools.call([call("misbehave", how="")])  # its process is there

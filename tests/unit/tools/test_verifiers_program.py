@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rl.tools import verifiers_host
 from mindspeed_rl.tools.endpoint import ChatReply, RecordingEndpoint
 from mindspeed_rl.tools.interface import ParsedTurn
-from mindspeed_rl.tools.verifiers_program import Outcome, ProgramExitError, VerifiersProgram
+from mindspeed_rl.tools.verifiers_program import EpisodeResult, ProgramExitError, VerifiersProgram
 
 STANDIN = str(Path(__file__).with_name("verifiers_standin"))
 ROW = {"prompt": [{"role": "user", "content": "Guess."}], "example_id": 7, "labels": "not for the environment"}
@@ -30,7 +30,7 @@ class Counting:
     def __init__(self):
         self.said = 0
 
-    async def answer(self, messages, tools, max_tokens):
+    async def complete(self, messages, tools, max_tokens):
         self.said += 1
         assert len(messages) == 2 * self.said - 1
         return ChatReply(ParsedTurn(str(self.said)), True, [1], [2], [-1.0])
@@ -44,32 +44,32 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
         try:
             sessions = [Counting() for _ in range(4)]
             played = await asyncio.gather(
-                *(program.play(ROW, endpoint.open(session), endpoint.model, 30.0) for session in sessions),
-                program.play(ROW | {"prompt": "hang"}, "http://127.0.0.1:9/v1", "x", 0.5),
-                program.play(ROW, "http://127.0.0.1:9/v1", "x", 30.0),
+                *(program.run_episode(ROW, endpoint.open(session), endpoint.model, 30.0) for session in sessions),
+                program.run_episode(ROW | {"prompt": "hang"}, "http://127.0.0.1:9/v1", "x", 0.5),
+                program.run_episode(ROW, "http://127.0.0.1:9/v1", "x", 30.0),
             )
-            cancelled = asyncio.create_task(program.play(ROW | {"prompt": "hang"}, "x", "x", 30.0))
+            cancelled = asyncio.create_task(program.run_episode(ROW | {"prompt": "hang"}, "x", "x", 30.0))
             await asyncio.sleep(0.01)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
             with pytest.raises(ProgramExitError):
-                await program.play(ROW | {"prompt": "die"}, "x", "x", 30.0)
+                await program.run_episode(ROW | {"prompt": "die"}, "x", "x", 30.0)
             # the next ones start it again, once
             again = await asyncio.gather(
-                *(program.play(ROW, endpoint.open(Counting()), endpoint.model, 30.0) for _ in range(2))
+                *(program.run_episode(ROW, endpoint.open(Counting()), endpoint.model, 30.0) for _ in range(2))
             )
             return [*again, *played], sessions
         finally:
             await program.close()
             await program.close()
             with pytest.raises(ProgramExitError):
-                await program.play(ROW, "x", "x", 30.0)
+                await program.run_episode(ROW, "x", "x", 30.0)
             await endpoint.close()
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     (*good, late, lost), sessions = asyncio.run(asyncio.wait_for(run(), 60))
-    assert good == [Outcome(0.5, {"turns": 2.0}, None)] * 6 and [session.said for session in sessions] == [2] * 4
+    assert good == [EpisodeResult(0.5, {"turns": 2.0}, None)] * 6 and [session.said for session in sessions] == [2] * 4
     assert late.reward is None and late.error == "the episode took longer than 0.5 s"
     assert lost.error is not None and lost.error.startswith("APIConnectionError")
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before

@@ -1,4 +1,4 @@
-"""A tool box made of entries as they stand in a tool file, for the tests beside this file."""
+"""A toolbox of entries of a tool file, for the tests of this folder."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
-from mindspeed_rl.tools.tool_file import build_tools, read_tool_file
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
 
 COUNTER_SCHEMA = {
@@ -27,9 +27,9 @@ class NoParser:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *entries: Any, limits: CallLimits | None = None) -> AsyncIterator[LoadedToolBox]:
-    """The started box; a token is a character."""
-    tools = build_tools(read_tool_file(written(folder, *entries)))
+async def open_toolbox(folder: Path, *entries: Any, limits: CallLimits | None = None) -> AsyncIterator[LoadedToolBox]:
+    """Yield the started toolbox; a token is a character."""
+    tools = build_tools(read_tools(str(write_tool_file(folder, *entries))))
     box = LoadedToolBox(tools, lambda schemas: NoParser(), limits or CallLimits(), len)
     await box.start()
     try:
@@ -38,13 +38,13 @@ async def opened(folder: Path, *entries: Any, limits: CallLimits | None = None) 
         await box.close()
 
 
-def written(folder: Path, *entries: Any) -> Path:
-    """A tool file with these entries."""
+def write_tool_file(folder: Path, *entries: Any) -> Path:
+    """Write a tool file with these entries."""
     file = folder / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": list(entries)}, sort_keys=False))
     return file
 
 
 def call(name: str, arguments: Mapping[str, Any] | None = None, /, **more: Any) -> ToolCall:
-    """A call of that name with the arguments given either way."""
+    """Return a call with arguments from a mapping, from keywords, or from both."""
     return ToolCall(name, {**(arguments or {}), **more}, "call-1")
