@@ -12,11 +12,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
 
 import psutil
 import ray
-from ray.actor import ActorHandle
 
 from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
@@ -203,11 +201,3 @@ def is_head_dead() -> bool:
     Actors continue for a minute without it; then Ray ends this process, which cannot save or report anything any more.
     """
     return any(not head.is_running() or head.status() == psutil.STATUS_ZOMBIE for head in _heads)
-
-
-_Actor = TypeVar("_Actor")
-
-
-def cast_handle(created: ActorHandle[_Actor] | type[_Actor]) -> ActorHandle[_Actor]:
-    """Return the result of an actor class's `remote` with its type; Ray declares the class too, for completion in editors."""
-    return cast("ActorHandle[_Actor]", created)

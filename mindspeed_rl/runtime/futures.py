@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from mindspeed_rl.config import Deadlines, FaultTolerance, Run
+from mindspeed_rl.config import Deadlines, FaultTolerance
 from mindspeed_rl.config.phases import PHASE_DEADLINES
 from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError
 from mindspeed_rl.observability import heartbeat
@@ -80,11 +80,6 @@ class WaitMonitor:
         """
         self.folder, self._deadlines, self._tolerance, self._report, self._now_s = folder, deadlines, tolerance, report, now_s
         self._max_s: dict[str, float] = {}
-
-    @classmethod
-    def from_run(cls, run: Run) -> WaitMonitor:
-        """Return the monitor with the deadlines of a run."""
-        return cls(run.folder, run.deadlines, run.fault_tolerance)
 
     def start(self, phase: str, names: Sequence[str]) -> Wait:
         """Return a new wait for these processes.

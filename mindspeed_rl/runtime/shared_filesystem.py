@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.explain.effects import ROLE_GROUPS
+from mindspeed_rl.config.keys import ROLE_GROUPS
 
 #: files that are read completely; of larger ones only the size is compared
 _SMALL_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def check_shared_files(
 def _find_run_files(run: Run) -> dict[str, str]:
     """Return path -> key, for the files of the driver's machine that workers read."""
     files: dict[str, str] = {}
-    for name in ROLE_GROUPS:
+    for name in ("megatron_training", *ROLE_GROUPS):
         role = getattr(run.config, name)
         if isinstance(role, MegatronConfig):
             for key in _FOLDER_KEYS:

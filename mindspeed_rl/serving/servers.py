@@ -6,23 +6,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle, is_head_dead
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServer, RayServer, server_token
 from mindspeed_rl.serving.server_process import ServerProcess, ServerSettings
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightPush
-
-Answer = TypeVar("Answer")
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class RolloutServers:
         )
         name = f"rollout server {number}"
         remove_status_files(self._run.folder, [name])
-        actor = cast_handle(remote.remote(self._settings, number))
+        actor = cast("ActorHandle[ServerProcess]", remote.remote(self._settings, number))
         self._actors[name], self._starting[name] = actor, actor.start.remote()
 
     def set_up(self) -> None:

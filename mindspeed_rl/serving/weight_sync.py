@@ -95,7 +95,7 @@ class WeightPush:
         version: int,
         meet: Callable[[Sequence[str], Callable[[Rendezvous], None]], None],
         send: Callable[[], tuple[Any, Exception | None]],
-        leave: Callable[[], None],
+        leave: Callable[[], object],
     ) -> tuple[Any, int]:
         """All servers hold the trainers' weights, proven; a server that does not manage is taken out, and the others go on.
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -21,7 +21,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle, is_head_dead, is_own_cluster
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead, is_own_cluster
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
@@ -99,7 +99,7 @@ class RemoteGroup:
         for rank, slot in enumerate(order_by_host(hosts, ray.get_runtime_context().get_node_id())):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=strategy, **options)
-            self.processes.append(cast_handle(remote.remote(settings, rank)))
+            self.processes.append(cast("ActorHandle[WorkerProcess]", remote.remote(settings, rank)))
         self._address: ObjectRef[tuple[str, int]] | None = None
         self._prepared: list[ObjectRef[None]] = []
 
@@ -110,13 +110,14 @@ class RemoteGroup:
             ValueError: a machine does not have the run's files.
         """
         if self._check_files is not None:
-            for warning in self._check_files(self.names, self._read_files):
+            warnings = self._check_files(
+                self.names,
+                lambda paths: self.wait(SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes]),
+            )
+            for warning in warnings:
                 _LOG.warning(warning)
         self._address = self.processes[0].address.remote()
         self._prepared = [process.prepare.remote(self._address) for process in self.processes]
-
-    def _read_files(self, paths: Sequence[str]) -> list[HostFiles]:
-        return self.wait(SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes])
 
     def start_workers(self, *arguments: object, steps: StartSteps | None = None) -> None:
         """Join the workers in their world and build their models from these arguments.
@@ -232,7 +233,7 @@ def start_group(
         build_worker_environment(run.config, run.platform, run.num_nodes),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
-        monitor=WaitMonitor.from_run(run),
+        monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),
         # on the driver's own machine alone there is nothing to compare
         check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -27,7 +27,7 @@ from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, cast_handle
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport
 
@@ -144,7 +144,7 @@ class RewardGroup:
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:
         self._run, self._plane, self._tokenizer_path = run, plane, tokenizer_path
-        self._monitor = WaitMonitor.from_run(run)
+        self._monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance)
         self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
         env = build_worker_environment(run.config, run.platform, run.num_nodes)
@@ -160,7 +160,7 @@ class RewardGroup:
 
     def _start_worker(self, index: int) -> ActorHandle[RewardWorker]:
         remove_status_files(self._run.folder, [self._names[index]])
-        return cast_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, index))
+        return cast("ActorHandle[RewardWorker]", self._remote.remote(self._run, self._plane, self._tokenizer_path, index))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Score a sample with every reward function."""
