@@ -52,19 +52,7 @@ def get_coordinates() -> tuple[dict[str, int], dict[str, int]]:
     return indices, sizes
 
 
-class NoProbe:
-    """Probe that records nothing."""
-
-    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
-        """Return the function unchanged."""
-        return function
-
-    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
-        """Return the function unchanged."""
-        return function
-
-
-class ModelProbe(NoProbe):
+class ModelProbe:
     """Recorder of the passes of one engine inside `recording`. Outside of it the model has no hooks.
 
     Activations are [tokens of this rank, rows, hidden] as Megatron computes them, without the padding after the last token;

@@ -23,7 +23,6 @@ from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, Rollout,
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import get_sampling_seed
 from mindspeed_rl.workers.reward_group import RewardGroup
-from mindspeed_rl.workers.server_rollout import ServerRollout
 
 
 def build_rollout(
@@ -64,8 +63,8 @@ def build_rollout(
 
     source: StreamingSource | PartialSource
     if rl.trainer_mode != "sync":
-        host = actors.rollout
-        if not isinstance(host, ServerRollout):
+        host = actors.servers
+        if host is None:
             raise ValueError(f"rl_config.trainer_mode {rl.trainer_mode}: there is no rollout engine with devices of its own")
         source = StreamingSource(
             host.servers.pool,

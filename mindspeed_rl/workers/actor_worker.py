@@ -41,11 +41,6 @@ class ActorWorker(ActorPhases):
         if settings is not None and run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
 
-    def reconfigure(self, run: Run, plane: DataPlane) -> None:
-        """Run the phases of another run from now on, with the models and the engine that were built."""
-        super().reconfigure(run, plane)
-        self.rollout.reconfigure(run, plane)
-
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
         return {**super().resident_bytes(), **self.rollout.engine.resident_bytes()}

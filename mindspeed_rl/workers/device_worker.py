@@ -29,21 +29,19 @@ _LEVELS: dict[str, Literal["none", "0", "1", "2"]] = {"level_none": "none", "lev
 
 
 class LossObserver(Protocol):
-    """Sees what the losses of an update are computed from; the functions that it returns replace those that it is given."""
-
-    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]: ...
-
-    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]: ...
-
-
-class NoObserver:
-    """Leaves the functions of a loss as they are."""
+    """Sees inputs and results of losses; here it leaves the functions of a loss as they are."""
 
     def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+        """Return the function in place of the one that makes a batch of the inputs."""
         return function
 
     def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
+        """Return the function in place of the loss."""
         return function
+
+
+class _NoObserver(LossObserver):
+    """Sees nothing."""
 
 
 class PhaseHook(Protocol):
@@ -112,7 +110,7 @@ class DeviceWorker:
             iteration: see `PhaseHook`.
             timed: False where the block has intervals of its own, without its waits for rows.
         """
-        observer: LossObserver = NoObserver()
+        observer: LossObserver = _NoObserver()
         with ExitStack() as stack:
             for hook in self.hooks:
                 observer = stack.enter_context(hook(phase, target, iteration)) or observer

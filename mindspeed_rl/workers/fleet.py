@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import (
@@ -59,44 +59,11 @@ REWARD_MODEL = WorkerKind(
 _DEDICATED = {"ref": REFERENCE, "critic": CRITIC, "reward": REWARD_MODEL}
 
 
-class RolloutHost(Protocol):
-    """Generates the responses of a run.
-
-    Attributes:
-        shares_devices: True where the actor's workers generate.
-    """
-
-    shares_devices: bool
-
-    def set_up(self, steps: StartSteps | None = None) -> None:
-        """Complete the start, when the workers are built."""
-
-    def push_weights(self, version: int) -> list[WorkerReport]:
-        """See `Fleet.push_weights`."""
-
-    def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
-        """See `Fleet.generate`; `meanwhile` are phases that run at the same time."""
-
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
-        """See `Fleet.generate_responses`."""
-
-    def finish_rollout(self) -> list[WorkerReport]:
-        """See `Fleet.finish_rollout`."""
-
-    def close(self) -> None:
-        """Terminate its own processes."""
-
-
 class ColocatedRollout:
-    """The rollout engines in the actor's workers."""
-
-    shares_devices = True
+    """The rollout engines in the actor's workers; see `ServerRollout` for the other place of a rollout."""
 
     def __init__(self, actor: RemoteGroup) -> None:
         self._actor = actor
-
-    def set_up(self, steps: StartSteps | None = None) -> None:
-        """Do nothing: the engines are built with the workers."""
 
     def push_weights(self, version: int) -> list[WorkerReport]:
         return self._actor.call(PUSH_WEIGHTS, version)
@@ -110,9 +77,6 @@ class ColocatedRollout:
     def finish_rollout(self) -> list[WorkerReport]:
         return self._actor.call(FINISH_ROLLOUT)
 
-    def close(self) -> None:
-        """Do nothing: the engines end with the workers."""
-
 
 class Fleet:
     """All workers of a run.
@@ -120,7 +84,8 @@ class Fleet:
     Attributes:
         actor: the workers that train the actor, with the roles that share its devices.
         dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward".
-        rollout: generates the responses.
+        servers: generate the responses; None where the actor's workers do.
+        rollout: the servers, or the engines in the actor's workers.
     """
 
     def __init__(self, run: Run, plane: DataPlane, actor_kind: WorkerKind | None = None) -> None:
@@ -140,9 +105,8 @@ class Fleet:
             for role, kind in _DEDICATED.items()
             if role in run.models and role in placement.dedicated
         }
-        self.rollout: RolloutHost = ColocatedRollout(self.actor)
-        if placement.disaggregated:
-            self.rollout = ServerRollout(run, plane, self.actor)
+        self.servers = ServerRollout(run, plane, self.actor) if placement.disaggregated else None
+        self.rollout = self.servers or ColocatedRollout(self.actor)
         self._early: dict[str, Pending] = {}
 
     def prepare_workers(self) -> None:
@@ -156,19 +120,21 @@ class Fleet:
         if "reward" in self.dedicated:
             self.dedicated["reward"].start_workers(run, plane, steps=steps)
         # only engines in the workers share a name on each machine
-        run_id = [uuid.uuid4().hex[:12]] if self.rollout.shares_devices else []
+        run_id = [uuid.uuid4().hex[:12]] if self.servers is None else []
         self.actor.start_workers(run, plane, *run_id, steps=steps)
         resumed = self.actor.call(RESUMED_STATE)[0]
         for role in ("ref", "critic"):
             if role in self.dedicated:
                 # these resume where the actor does
                 self.dedicated[role].start_workers(run, plane, resumed.get("iteration"), steps=steps)
-        self.rollout.set_up(steps)
+        if self.servers is not None:
+            self.servers.set_up(steps)
         return resumed
 
     def close(self) -> None:
         """Terminate all worker processes and the run's own servers."""
-        self.rollout.close()
+        if self.servers is not None:
+            self.servers.close()
         for group in (*self.dedicated.values(), self.actor):
             group.close()
 
@@ -185,7 +151,7 @@ class Fleet:
 
     def _start_early(self) -> None:
         """Start passes over rows that are still to come, on workers that are idle until then."""
-        rl, objective, idle = self._run.rl, self._run.objective, not self.rollout.shares_devices
+        rl, objective, idle = self._run.rl, self._run.objective, self.servers is not None
         assert objective is not None
         # filters move rows once they are complete, and rows of modes other than sync are of several rollouts
         if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample or rl.trainer_mode != "sync":

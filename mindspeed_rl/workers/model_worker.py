@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
-from mindspeed_rl.algorithms.value_losses import value_loss
+from mindspeed_rl.algorithms.policy_losses import value_loss
 from mindspeed_rl.config.phases import (
     MODEL_REWARDS,
     REFERENCE_LOG_PROBS,
@@ -23,6 +23,7 @@ from mindspeed_rl.config.phases import (
     Phase,
 )
 from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -99,16 +100,12 @@ class ReferencePhases(ModelWorker):
         # without a model of its own the reference is the actor without its adapters
         target = self.roles.reference or self.roles.actor
         assert target is not None
-        weights: AbstractContextManager[None] = nullcontext() if self.roles.reference else self._reference_weights()
+        weights = nullcontext() if self.roles.reference else adapters_disabled(target.model)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
         with self.phase(REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
             self._forward(REFERENCE_LOG_PROBS, target, batching, count)
         return self._report(metrics)
-
-    def _reference_weights(self) -> AbstractContextManager[None]:
-        """Return the context in which the actor's weights are those of the reference."""
-        return nullcontext()
 
 
 class CriticPhases(ModelWorker):

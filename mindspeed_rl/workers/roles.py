@@ -40,7 +40,7 @@ from mindspeed_rl.engine.weights import WithFreshHead, load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.scoring import Scoring, make_scoring
+from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -245,7 +245,7 @@ class Roles:
     reference: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
-    scoring: Scoring | None = None
+    scoring: OutcomeScoring | None = None
 
     def trained(self) -> list[Role]:
         """Return actor and critic."""
@@ -291,7 +291,7 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     return Role(name, run.models[name], passes, steps_per_iteration=steps)
 
 
-def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> tuple[Role, Scoring]:
+def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> tuple[Role, OutcomeScoring]:
     """Build the reward model and the reader of its outputs; collective over its training world.
 
     Args:
@@ -299,7 +299,9 @@ def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: Pas
         tokenizer: the actor's, whose ids the model reads.
         shared: see `build_pass_settings`.
     """
-    scoring = make_scoring(run.models["reward"].config, tokenizer, run.rl.process_reward_aggregation)
+    config = run.models["reward"].config
+    # `reward_tokens` are the judgements of a process reward model
+    scoring = ProcessScoring(config, tokenizer, run.rl.process_reward_aggregation) if config.reward_tokens else OutcomeScoring()
     # its outputs were not sampled with the actor's temperature
     role = build_role(run, "reward", replace(shared, temperature=1.0))
     role.engine.choices = scoring.choices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,47 +17,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Scoring(Protocol):
-    """One kind of reward model.
+class OutcomeScoring:
+    """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it.
 
     Attributes:
-        head: last layer of the model: "reward" for a value head, "lm" for the vocabulary.
         choices: token ids whose logits are read, None for a value head.
     """
 
-    head: Literal["lm", "reward"]
-    choices: tuple[int, int] | None
-
-    def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
-        """Return the rows that the model reads, one for each response."""
-
-    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
-        """Return one score a row from the outputs of `TrainEngine.forward` for the rows."""
-
-
-class OutcomeScoring:
-    """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it."""
-
-    head: Literal["lm", "reward"] = "reward"
     choices: tuple[int, int] | None = None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
+        """Return the rows that the model reads, one for each response."""
         input_ids = [torch.cat([prompt, response]).to(torch.int64) for prompt, response in zip(prompts, responses)]
         # of a row that is all prompt the engine returns what it computes at the last token, and nothing else
         targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
         return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+        """Return one score a row from the outputs of `TrainEngine.forward` for the rows."""
         return [float(value) for value in outputs[0]]
 
 
-class ProcessScoring:
+class ProcessScoring(OutcomeScoring):
     """The probability of the good one of two judgement tokens after every step, aggregated over the steps.
 
     The response is cut into steps at blank lines, and each is followed by `placeholder_token`, at which the model judges.
     """
-
-    head: Literal["lm", "reward"] = "lm"
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase, aggregation: str) -> None:
         """Look up the tokens.
@@ -99,8 +84,3 @@ class ProcessScoring:
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
         judged = zip(*outputs, rows.columns["is_mark"])
         return [aggregate(torch.sigmoid(good - bad)[is_mark].tolist(), self._aggregation) for good, bad, is_mark in judged]
-
-
-def make_scoring(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase, aggregation: str) -> Scoring:
-    """Return process scoring where `reward_tokens` are the model's judgements, outcome scoring otherwise."""
-    return ProcessScoring(config, tokenizer, aggregation) if config.reward_tokens else OutcomeScoring()

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeVar
 
 import ray
@@ -24,7 +25,6 @@ from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_sync_bytes
-from mindspeed_rl.serving.engine_pool import ServerPool
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_tasks, build_row_tasks
@@ -43,13 +43,10 @@ class ServerRollout:
     """The rollout of a run whose responses come from servers: its own on dedicated devices, or standalone ones.
 
     Attributes:
-        shares_devices: False: the actor's workers are idle while responses are generated.
         servers: their pool is a `RolloutEngine`.
         agents: make samples with it, in the loop of the servers.
         sampling: of training responses.
     """
-
-    shares_devices = False
 
     def __init__(self, run: Run, plane: DataPlane, trainers: RemoteGroup) -> None:
         """Start the servers, or connect to standalone ones; `set_up` waits for them.
@@ -109,28 +106,22 @@ class ServerRollout:
         add_sync_bytes(metrics, servers.weights.received_bytes, servers.weights.needed_bytes)
         return [*reports, WorkerReport(metrics)]
 
-    def recover(self) -> None:
-        """Start a server again, with the weights that the lost ones had.
+    def keep_alive(self) -> None:
+        """Start a server again when none is left, with the weights that the lost ones had.
 
         Raises:
             WorkerError: no server can be started any more.
         """
-        self._sync_weights(self._version)
-        self.servers.loop.run(self.servers.pool.resume())
-
-    def keep_alive(self) -> None:
-        """Start a server again when none is left; see `recover`."""
         if not self.servers.pool.names:
-            self.recover()
+            self._sync_weights(self._version)
+            self.servers.loop.run(self.servers.pool.resume())
 
     def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
         """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""
-        result = self.servers.weights.push(version, self._join, lambda: self._send(version), self._leave)
+        leave = partial(self._trainers.call, LEAVE_SERVERS)
+        result = self.servers.weights.push(version, self._join, lambda: self._send(version), leave)
         self._version = version
         return result
-
-    def _leave(self) -> None:
-        self._trainers.call(LEAVE_SERVERS)
 
     def _join(self, names: Sequence[str], invite: Callable[[Rendezvous], None]) -> None:
         """Make a group of the trainers and the servers of these names."""
@@ -204,7 +195,7 @@ class ServerRollout:
             for task in running:
                 task.cancel()
         self._timers.record(GENERATE.timer, start_s, time.time())
-        return [WorkerReport(metrics, [*self._timers.drain(), *_read_busy(pool)])]
+        return [WorkerReport(metrics, [*self._timers.drain(), *await self.generating()])]
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, all as one share; see `RolloutReplica.generate_responses`."""
@@ -250,7 +241,8 @@ class ServerRollout:
 
     async def generating(self) -> list[Interval]:
         """Return when servers had requests, since the last call."""
-        return _read_busy(self.servers.pool)
+        busy = self.servers.pool.drain_busy()
+        return [Interval(GENERATE.name, start_s, end_s, worker=name) for name, start_s, end_s in busy]
 
 
 class _ServerPending(Pending):
@@ -269,7 +261,3 @@ class _ServerPending(Pending):
     def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
         """Return the reports of both; a failure of either is raised at once."""
         return self._rollout.wait_for(self._future, GENERATE, [other, *self._meanwhile]), other.wait()
-
-
-def _read_busy(pool: ServerPool) -> list[Interval]:
-    return [Interval("generate", start_s, end_s, worker=name) for name, start_s, end_s in pool.drain_busy()]

@@ -6,7 +6,6 @@ The methods are the phases of an iteration; `Fleet` calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +21,6 @@ from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, SAVE, SEND_WEIGHTS, UPDATE_ACTOR
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup, build_trainer_push
@@ -65,20 +63,15 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         self.roles = build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor = self.roles.actor
-        self._connect(plane)
+        self.connect(plane)
         self.offload_all()
 
-    def _connect(self, plane: DataPlane) -> None:
-        """Open the data plane, and the hooks of the run."""
+    def connect(self, plane: DataPlane) -> None:
+        """Take rows from this plane from now on, with the routing and the hooks of the run; collective over the world."""
         run, mode = self.run, self.run.rl.router_replay.mode
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled")
         self.routing = Routing() if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
-
-    def reconfigure(self, run: Run, plane: DataPlane) -> None:
-        """Run the phases of another run from now on, with the models that were built."""
-        self.run = run
-        self._connect(plane)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
@@ -109,9 +102,6 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         )
 
     # ------------------------------------------------------------------ passes and updates
-
-    def _reference_weights(self) -> AbstractContextManager[None]:
-        return adapters_disabled(self.actor.model)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""

@@ -26,7 +26,9 @@ class VariantWorker(ActorWorker):
         The engine samples as the run file says; the trainer keeps the temperature that the models were built with, so that
         another one makes the two disagree.
         """
-        self.reconfigure(run, plane)
+        self.run = run
+        self.connect(plane)
+        self.rollout.reconfigure(run, plane)
         cfg = run.config
         keys, engine = cfg.generate_config.sampling_config, self.rollout.engine
         engine.sampling = dataclasses.replace(engine.sampling, temperature=keys.temperature, max_tokens=keys.max_tokens)
