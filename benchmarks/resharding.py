@@ -129,12 +129,12 @@ def bound(side: Any, rank: int) -> int:
     missing = 0
     for name, shape in side.trained.shapes.items():
         wanted = torch.zeros(shape, dtype=torch.bool)
-        for tensor, box in side.destinations.needs():
+        for tensor, tensor_slice in side.destinations.needs():
             if tensor == name:
-                wanted[tuple(slice(*edge) for edge in box)] = True
-        for box, ranks in side.trained.held[name].items():
+                wanted[tuple(slice(*edge) for edge in tensor_slice)] = True
+        for tensor_slice, ranks in side.trained.holders[name].items():
             if rank in ranks:
-                wanted[tuple(slice(*edge) for edge in box)] = False
+                wanted[tuple(slice(*edge) for edge in tensor_slice)] = False
         missing += int(wanted.sum()) * 2
     return missing
 
@@ -144,12 +144,12 @@ def gathered(side: Any) -> Iterator[tuple[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.resharding.layouts import stage_of
+    from mindspeed_rl.resharding.layouts import find_stage
 
     mine = {shard.op.mcore: shard for shard in side.shards}
     groups = groups_of(side)
     for op in side.ops:
-        stage = stage_of(op, side.layout)
+        stage = find_stage(op, side.layout)
         shape = op.shard_shape(side.layout.tp)
         shards = torch.empty(side.layout.tp, *shape, dtype=side.case.dtype)
         if op.mcore in mine:
@@ -284,7 +284,14 @@ def plans(bucket_mb: int) -> None:
     """Prints what the planner says of each cluster."""
     from mindspeed_rl.models import architecture_for
     from mindspeed_rl.models.layout import Layout
-    from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places, volume, whole
+    from mindspeed_rl.resharding.layouts import (
+        InferenceLayout,
+        full_slice,
+        inference_slices,
+        num_elements,
+        rank_positions,
+        training_slices,
+    )
     from mindspeed_rl.resharding.transfer_plan import TensorInfo, plan_transfer
 
     columns = (
@@ -300,25 +307,25 @@ def plans(bucket_mb: int) -> None:
         ops = architecture.weight_ops(model_config)
         shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
         tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
-        held = training_boxes(ops, layout, training_places(layout, cluster.world))
-        needed = inference_boxes(ops, InferenceLayout(**cluster.infer), num_experts=experts)
+        held = training_slices(ops, layout, rank_positions(layout, cluster.world))
+        needed = inference_slices(ops, InferenceLayout(**cluster.infer), num_experts=experts)
         start = time.perf_counter()
-        plan = plan_transfer(tensors, held, needed, bucket_bytes=bucket_mb << 20, node_of=lambda rank: rank // NODE)
+        plan = plan_transfer(tensors, held, needed, bucket_bytes=bucket_mb << 20, find_node=lambda rank: rank // NODE)
         seconds = time.perf_counter() - start
-        model = sum(2 * volume(whole(shape)) for shape in shapes.values())
+        model = sum(2 * num_elements(full_slice(shape)) for shape in shapes.values())
         share = [0] * cluster.world
-        for boxes in needed.values():
-            for box, ranks in boxes.items():
+        for slices in needed.values():
+            for tensor_slice, ranks in slices.items():
                 for rank in ranks:
-                    share[rank] += 2 * volume(box)
-        received, sent, gb = plan.received(), plan.sent(), 1e9
+                    share[rank] += 2 * num_elements(tensor_slice)
+        received, sent, gb = plan.moves.bytes_by_rank("target"), plan.moves.bytes_by_rank("source"), 1e9
         mean = sum(received.values()) / cluster.world
         # every rank gets every tensor but for the shard of each that it holds
         kept = [0] * cluster.world
-        for boxes in held.values():
-            for box, ranks in boxes.items():
+        for slices in held.values():
+            for tensor_slice, ranks in slices.items():
                 for rank in ranks:
-                    kept[rank] += 2 * volume(box)
+                    kept[rank] += 2 * num_elements(tensor_slice)
         everything = sum(model - own for own in kept) / cluster.world
         cells = [
             cluster.name, f"{model / gb:.0f}", f"{max(share) / gb:.2f}", f"{mean / gb:.2f}, {max(received.values()) / gb:.2f}",

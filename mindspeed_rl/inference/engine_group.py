@@ -14,7 +14,7 @@ from mindspeed_rl.config.phases import ADD_REQUESTS, CANCEL, MODEL_SCORES, NEXT_
 from mindspeed_rl.inference.engine_interface import Engine, Piece, Request
 from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.runtime.cluster import cluster, worker_environment
+from mindspeed_rl.runtime.cluster import build_worker_environment, connect_cluster
 from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.runtime.process import ProcessSettings
@@ -46,7 +46,7 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
         folder=folder,
     )
     cfg = RunConfig(config_name="inference", config_dir=".", megatron_training=role, actor_config=role, ref_config=role)
-    return RemoteGroup(process_settings, worker_environment(cfg, platform_name))
+    return RemoteGroup(process_settings, build_worker_environment(cfg, platform_name))
 
 
 class EngineGroup:
@@ -100,7 +100,7 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
     with (
         fork_server(platform_name, TRAINING if settings.kind == "megatron" else INFERENCE),
         scratch_folder("mindspeed-rl-inference-") as folder,
-        cluster(settings.num_devices, platform_name),
+        connect_cluster(settings.num_devices, platform_name),
     ):
         group = _start_workers(settings, platform_name, folder)
         try:

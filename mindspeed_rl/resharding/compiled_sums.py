@@ -1,6 +1,6 @@
-"""The sums of `bit_sums` as loops that numba compiles: one pass over what torch makes three passes over, of eight bytes each.
+"""The sums of `bit_sums` as loops that numba compiles: one pass, where torch makes three passes over eight bytes an element.
 
-Imported where there is enough to sum: numba and LLVM take half a second and a hundred MiB.
+Imported where there is enough to sum: numba and LLVM take half a second and 100 MiB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_rl.resharding.bit_sums import C
 
 @intrinsic
 def _pointer(_context: Any, _address: Any) -> Any:
-    """An address as something that numba makes an array of."""
+    """Return an address as a pointer, of which numba makes an array."""
 
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -26,29 +26,29 @@ def _pointer(_context: Any, _address: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
-    for number in range(stretches.shape[0]):
-        piece, address, rows, step, columns, _ = stretches[number]
+def sums_of_rows(tensors: Any, like: Any, totals: Any) -> None:
+    for index in range(tensors.shape[0]):
+        group, address, rows, step, columns, _ = tensors[index]
         memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
-        plain, squares = np.int64(0), np.int64(0)  # apart, for the multiplication by C is as long as all the rest
+        plain, squares = np.int64(0), np.int64(0)  # separate, because the multiplication by C takes as long as all others
         for row in range(rows):
             line = memory[row * step : row * step + columns]
-            for place in range(line.size):
-                x = np.int64(line[place])
+            for column in range(line.size):
+                x = np.int64(line[column])
                 plain += x
                 squares += x * x
-        totals[piece] += squares + plain * C
+        totals[group] += squares + plain * C
 
 
 @numba.njit(cache=True, nogil=True)
-def ordered_sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
-    for number in range(stretches.shape[0]):
-        piece, address, rows, step, columns, first = stretches[number]
+def ordered_sums_of_rows(tensors: Any, like: Any, totals: Any) -> None:
+    for index in range(tensors.shape[0]):
+        group, address, rows, step, columns, first = tensors[index]
         memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
         total = np.int64(0)
         for row in range(rows):
             line = memory[row * step : row * step + columns]
-            for place in range(line.size):
-                x = np.int64(line[place])
-                total += x * (x + C) * ((first + row * columns + place) * C * 2 + 1)
-        totals[piece] += total
+            for column in range(line.size):
+                x = np.int64(line[column])
+                total += x * (x + C) * ((first + row * columns + column) * C * 2 + 1)
+        totals[group] += total

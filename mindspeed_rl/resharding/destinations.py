@@ -1,11 +1,10 @@
-"""Where each part of each HF tensor lies in a rollout engine's parameters, learned from the engine itself.
+"""The position of each slice of each HF tensor in a rollout engine's parameters, read from the engine itself.
 
-How vLLM fuses, repeats, pads, stacks or transposes weights differs by model, release, platform and layout, and only its own
-`load_weights` knows. So it is asked once: tensors whose elements are numbers (of the tensor, of the row, of the column) go
-through it, and what arrives in the parameters says where which element went. They are expanded from one row or column, so
-nothing of the size of a model is made. What was read is proven on every element by two more loads of other numbers. A
-parameter whose content is no set of boxes (a loader that interleaves rows or computes) gets no entry, and the tensors in it
-go through `load_weights` at each push.
+An engine fuses, repeats, pads, stacks or transposes weights by model, release, platform and layout; only its own `load_weights`
+has the rules. So tensors go through it whose elements are indexes (of the tensor, of the row, of the column), and the content
+of the parameters then shows the position of every element. They are expanded from one row or column, so nothing of the size of
+a model is made. The result is proven on every element by two more loads of other codes. A parameter whose content is no set of
+slices (a loader that interleaves rows or computes) gets no entry, and its tensors go through `load_weights` at each sync.
 """
 
 from __future__ import annotations
@@ -16,105 +15,110 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.layouts import Box, lengths, volume, whole
+from mindspeed_rl.resharding.layouts import Slice, full_slice, num_elements, slice_shape
 
-#: an engine's `load_weights`: takes whole tensors under HF names
-Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+#: an engine's `load_weights`: takes full tensors under HF names
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
-# Numbers are written as the upper 16 bits of an element: finite, normal values in bfloat16, float16 and float32, so that
+# Codes are written as the upper 16 bits of an element: finite, normal values in bfloat16, float16 and float32, so that
 # a copy to a wider type keeps them.
 _BASE = 1 << 14
-_LEAST = 1 << 10  # what is smaller is subnormal in float16
+_MIN_NORMAL = 1 << 10  # smaller values are subnormal in float16
 _PRIME = 16381  # the largest below _BASE
 #: more runs than this along an edge mean that the loader interleaves rows
-_MOST_RUNS = 64
-_CHUNK = 1 << 22  # elements compared at a time: as int64 numbers they take four times the room of halves
+_MAX_RUNS = 64
+_CHUNK = 1 << 22  # elements compared at a time: as int64 codes they take four times the room of halves
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A box of an HF tensor in a parameter.
+    """A slice of an HF tensor in a parameter.
 
     Attributes:
-        parameter: the engine's name of it.
-        where: index of the part in the parameter.
-        swapped: True where the parameter holds it transposed.
+        parameter: its name in the engine.
+        index: of the slice in the parameter.
+        transposed: True where the parameter has it transposed.
     """
 
     tensor: str
-    box: Box
+    tensor_slice: Slice
     parameter: str
-    where: tuple[int | slice, ...]
-    swapped: bool
+    index: tuple[int | slice, ...]
+    transposed: bool
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The elements of the box in the engine's memory, in the box's shape."""
-        found = parameter[self.where]
-        if self.swapped:
-            found = found.transpose(0, 1)
-        return found.view(lengths(self.box)) if found.dim() != len(self.box) else found
+        """Return the elements of the slice in the engine's memory, in the slice's shape."""
+        elements = parameter[self.index]
+        if self.transposed:
+            elements = elements.transpose(0, 1)
+        return elements.view(slice_shape(self.tensor_slice)) if elements.dim() != len(self.tensor_slice) else elements
 
 
 @dataclass(frozen=True)
 class Destinations:
-    """What this rank's engine takes.
+    """Slices and tensors that this rank's engine takes.
 
     Attributes:
-        entries: boxes that are written into parameters.
-        whole: tensors that `load_weights` takes, by the parameters that they end in.
-        dtypes: what the engine stores each tensor in.
+        entries: slices that are written into parameters.
+        loaded: parameter -> the tensors that `load_weights` puts into it in full.
+        dtypes: the type in which the engine stores each tensor.
         empty: parameters that take nothing on this rank, as a part of the vocabulary that is all padding.
     """
 
     entries: tuple[Entry, ...]
-    whole: Mapping[str, tuple[str, ...]]
+    loaded: Mapping[str, tuple[str, ...]]
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     empty: tuple[str, ...] = ()
 
-    def needs(self) -> list[tuple[str, Box]]:
-        """Boxes that must arrive on this rank."""
-        direct = dict.fromkeys((entry.tensor, entry.box) for entry in self.entries)
-        named = dict.fromkeys(name for names in self.whole.values() for name in names)
-        return [*direct, *((name, whole(self.shapes[name])) for name in named)]
+    def needs(self) -> list[tuple[str, Slice]]:
+        """Return the slices that this rank must receive."""
+        direct = dict.fromkeys((entry.tensor, entry.tensor_slice) for entry in self.entries)
+        named = dict.fromkeys(name for names in self.loaded.values() for name in names)
+        return [*direct, *((name, full_slice(self.shapes[name])) for name in named)]
 
 
 def read_destinations(
-    model: nn.Module, load: Load, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, skip: tuple[str, ...] = ()
+    model: nn.Module,
+    load: LoadWeights,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    *,
+    skip: tuple[str, ...] = (),
 ) -> Destinations:
-    """Asks an engine where it puts what; its weights are meaningless afterwards.
+    """Read from an engine where it puts each tensor; its weights are meaningless afterwards.
 
     Args:
         model: the engine's model, in the layout that `load` expects.
         load: its `load_weights`.
         shapes: of every HF tensor, in the order of a checkpoint.
         dtype: of the tensors that the engine is given.
-        skip: ends of names of parameters that are computed from others.
+        skip: suffixes of names of parameters that are computed from others.
 
     Raises:
-        RuntimeError: a parameter of the engine is filled with something that was not given.
+        RuntimeError: a parameter of the engine has content that was not given.
     """
     return _Reader(model, load, shapes, dtype, skip).read()
 
 
-def _patterns(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elements of a type whose upper bits are the numbers, which are below _BASE."""
-    codes = numbers + _LEAST
+def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return elements of a type whose upper bits are codes of the numbers, which are below _BASE."""
+    codes = numbers + _MIN_NORMAL
     if dtype in _HALVES:
         return codes.to(torch.int16).view(dtype)
     return (codes << 16).to(torch.int32).view(torch.float32)
 
 
-def _numbers(elements: Tensor) -> Tensor:
-    """The inverse of `_patterns`; negative where nothing was loaded."""
+def _decode(elements: Tensor) -> Tensor:
+    """Return the numbers that `_encode` took; negative where nothing was loaded."""
     if elements.dtype in _HALVES:
-        return elements.contiguous().view(torch.int16).to(torch.int64) - _LEAST
-    return (elements.contiguous().view(torch.int32).to(torch.int64) >> 16) - _LEAST
+        return elements.contiguous().view(torch.int16).to(torch.int64) - _MIN_NORMAL
+    return (elements.contiguous().view(torch.int32).to(torch.int64) >> 16) - _MIN_NORMAL
 
 
-#: a parameter, and which of its matrices where it stacks several
+#: a parameter, and the index of a matrix where it stacks several
 _Plane = tuple[str, int | None]
 #: (index of a tensor, its rows, its columns) -> a number for each element, [rows or 1, columns or 1]
 _Numbering = Callable[[int, int, int], Tensor]
@@ -122,7 +126,7 @@ _Numbering = Callable[[int, int, int], Tensor]
 
 @dataclass
 class _Line:
-    """Which elements lie along one edge of a plane: their tensor (negative: none), row and column, int64 [length] each."""
+    """Elements along one edge of a plane: their tensor (negative: none), row and column, int64 [length] each."""
 
     tensor: Tensor
     row: Tensor
@@ -131,10 +135,10 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that follow one another: from one tensor, along one of its dimensions.
+    """Consecutive elements of one tensor, along one of its dimensions.
 
     Attributes:
-        start, stop: where they lie.
+        start, stop: their range along the edge.
         row, column: of the first one.
         along: dimension of the tensor that they follow; None for a single element.
     """
@@ -147,25 +151,30 @@ class _Run:
     along: int | None
 
 
-def _runs(line: _Line) -> list[_Run] | None:
-    """A line in runs; None where they are too many to be boxes."""
+def _find_runs(line: _Line) -> list[_Run] | None:
+    """Split a line into runs; None where they are too many to be slices."""
     rows, columns = line.row.diff(), line.column.diff()
-    # padding carries no numbers: any of it follows any other
+    # padding has no codes: any of it follows any other
     follows = ((rows == 1) & (columns == 0)) | ((rows == 0) & (columns == 1)) | (line.tensor[1:] < 0)
     breaks = (~(follows & (line.tensor.diff() == 0))).nonzero().flatten().tolist()
-    if len(breaks) >= _MOST_RUNS:
+    if len(breaks) >= _MAX_RUNS:
         return None
     edges = [0, *(position + 1 for position in breaks), line.tensor.numel()]
-    found = []
+    runs = []
     for start, stop in zip(edges, edges[1:]):
         along = None if stop - start < 2 else 0 if int(rows[start]) == 1 else 1
-        found.append(_Run(start, stop, int(line.tensor[start]), int(line.row[start]), int(line.column[start]), along))
-    return found
+        runs.append(_Run(start, stop, int(line.tensor[start]), int(line.row[start]), int(line.column[start]), along))
+    return runs
 
 
 class _Reader:
     def __init__(
-        self, model: nn.Module, load: Load, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, skip: tuple[str, ...]
+        self,
+        model: nn.Module,
+        load: LoadWeights,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        skip: tuple[str, ...],
     ) -> None:
         self._load, self._dtype, self._shapes = load, dtype, shapes
         self._names = list(shapes)
@@ -182,21 +191,21 @@ class _Reader:
     @torch.no_grad()
     def read(self) -> Destinations:
         for parameter in self._parameters.values():
-            parameter.zero_()  # what no tensor reaches stays 0
+            parameter.zero_()  # elements that no tensor fills stay 0
         entries: dict[str, list[Entry]] = {name: [] for name in self._parameters}
         broken = {name for name, parameter in self._parameters.items() if not 1 <= parameter.dim() <= 3}
         for plane, edges in self._read_edges().items():
-            found = self._boxes(plane, edges)
-            if found is None:
+            slices = self._read_slices(plane, edges)
+            if slices is None:
                 broken.add(plane[0])
             else:
-                entries[plane[0]] += found
-        broken |= self._disproved({name: some for name, some in entries.items() if name not in broken})
-        members = self._members(broken)
-        by_hand = {tensor for tensors in members.values() for tensor in tensors}
-        # a tensor that `load_weights` takes is taken to all its places
+                entries[plane[0]] += slices
+        broken |= self._find_wrong({name: some for name, some in entries.items() if name not in broken})
+        members = self._find_members(broken)
+        through_load = {tensor for tensors in members.values() for tensor in tensors}
+        # a tensor that `load_weights` takes goes to all its parameters through it
         direct = [
-            entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in by_hand
+            entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in through_load
         ]
         dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
         dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
@@ -209,15 +218,15 @@ class _Reader:
             )
         return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing))
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ loading codes
 
-    def _feed(self, numbering: _Numbering) -> None:
-        """Loads tensors whose elements are these numbers."""
+    def _load_codes(self, numbering: _Numbering) -> None:
+        """Load tensors whose elements are codes of these numbers."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for index, (name, shape) in enumerate(self._shapes.items()):
                 rows, columns = _matrix(shape)
-                elements = _patterns(numbering(index, rows, columns).to(self._device), self._dtype)
+                elements = _encode(numbering(index, rows, columns).to(self._device), self._dtype)
                 yield name, elements.expand(rows, columns).view(shape) if len(shape) == 2 else elements.expand(rows, 1)[:, 0]
 
         self._load(tensors())
@@ -228,103 +237,103 @@ class _Reader:
         return parameter if index is None else parameter[index]
 
     def _read_edges(self) -> dict[_Plane, list[_Line]]:
-        """The first column and the first row of each plane (of a vector: the vector)."""
+        """Return the first column and the first row of each plane (of a vector: the vector)."""
         edges = {}
         for plane in self._planes:
             sizes = self._plane(plane).shape
             edges[plane] = [_Line(*torch.zeros(3, size, dtype=torch.int64)) for size in sizes]
         rows, columns = (max(size) for size in zip(*map(_matrix, self._shapes.values())))
-        for field, most, numbering in (
-            ("tensor", len(self._names), _constant),
-            ("row", rows, _of_rows),
-            ("column", columns, _of_columns),
+        for field, count, numbering in (
+            ("tensor", len(self._names), _number_tensors),
+            ("row", rows, _number_rows),
+            ("column", columns, _number_columns),
         ):
             factor = 1
-            while factor == 1 or factor < most:  # digit by digit
-                self._feed(_digit(numbering, factor))
+            while factor == 1 or factor < count:  # digit by digit
+                self._load_codes(_digit(numbering, factor))
                 for plane, lines in edges.items():
                     elements = self._plane(plane)
                     for dim, line in enumerate(lines):
                         along = elements if elements.dim() == 1 else elements[:, 0] if dim == 0 else elements[0]
-                        numbers = _numbers(along).cpu()
-                        # a number of a type that keeps fewer bits would make nonsense, which the proof then finds
+                        numbers = _decode(along).cpu()
+                        # a type with fewer bits gives wrong numbers, which the proof then finds
                         getattr(line, field).add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
                 factor *= _BASE
         return edges
 
-    def _members(self, broken: set[str]) -> dict[str, tuple[str, ...]]:
-        """The tensors of which parameters have any element."""
-        found = {name: torch.zeros(self._parameters[name].shape, dtype=torch.int64) for name in sorted(broken)}
+    def _find_members(self, broken: set[str]) -> dict[str, tuple[str, ...]]:
+        """Return for each parameter the tensors of which it has any element."""
+        totals = {name: torch.zeros(self._parameters[name].shape, dtype=torch.int64) for name in sorted(broken)}
         factor = 1
-        while found and (factor == 1 or factor < len(self._names)):
-            self._feed(_digit(_constant, factor))
-            for name, total in found.items():
-                numbers = _numbers(self._parameters[name]).cpu()
+        while totals and (factor == 1 or factor < len(self._names)):
+            self._load_codes(_digit(_number_tensors, factor))
+            for name, total in totals.items():
+                numbers = _decode(self._parameters[name]).cpu()
                 total.add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
             factor *= _BASE
         return {
             name: tuple(self._names[index] for index in total.unique().tolist() if 0 <= index < len(self._names))
-            for name, total in found.items()
+            for name, total in totals.items()
         }
 
-    # ------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------ reading slices
 
-    def _boxes(self, plane: _Plane, edges: Sequence[_Line]) -> list[Entry] | None:
-        """The boxes in a plane as its edges tell it; None where they are no boxes."""
-        runs = [_runs(line) for line in edges]
+    def _read_slices(self, plane: _Plane, edges: Sequence[_Line]) -> list[Entry] | None:
+        """Return the slices in a plane by its edges; None where the content is no set of slices."""
+        runs = [_find_runs(line) for line in edges]
         down, across = runs[0], runs[1] if len(runs) == 2 else [_Run(0, 1, 0, 0, 0, None)]
-        # where both edges have several runs they do not say what lies inside
+        # where both edges have several runs the inside is unknown
         if down is None or across is None or min(len(down), len(across)) > 1:
             return None
-        found = []
+        entries = []
         for run in down if len(across) == 1 else across:
             if run.tensor < 0:
                 continue  # padding
             pair = (run, across[0]) if len(across) == 1 else (down[0], run)
-            entry = self._box(plane, run, *pair)
+            entry = self._build_entry(plane, run, *pair)
             if entry is None:
                 return None
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
-    def _box(self, plane: _Plane, run: _Run, down: _Run, across: _Run) -> Entry | None:
+    def _build_entry(self, plane: _Plane, run: _Run, down: _Run, across: _Run) -> Entry | None:
         if run.tensor >= len(self._names) or (down.along == across.along and down.along is not None):
             return None
         name = self._names[run.tensor]
-        swapped = down.along == 1 or across.along == 0
+        transposed = down.along == 1 or across.along == 0
         height, width = down.stop - down.start, across.stop - across.start
-        rows, columns = (width, height) if swapped else (height, width)
-        box: Box = ((run.row, run.row + rows), (run.column, run.column + columns))
+        rows, columns = (width, height) if transposed else (height, width)
+        tensor_slice: Slice = ((run.row, run.row + rows), (run.column, run.column + columns))
         shape = self._shapes[name]
-        if any(stop > size for (_, stop), size in zip(box, _matrix(shape))):
+        if any(stop > size for (_, stop), size in zip(tensor_slice, _matrix(shape))):
             return None
-        index = () if plane[1] is None else (plane[1],)
-        where = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
-        return Entry(name, box[: len(shape)], plane[0], (*index, *where), swapped and len(where) == 2)
+        matrix = () if plane[1] is None else (plane[1],)
+        index = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
+        return Entry(name, tensor_slice[: len(shape)], plane[0], (*matrix, *index), transposed and len(index) == 2)
 
     # ------------------------------------------------------------------ proving
 
-    def _disproved(self, entries: Mapping[str, Sequence[Entry]]) -> set[str]:
-        """The parameters that hold anything else than their entries say."""
-        index = {name: number for number, name in enumerate(self._names)}
+    def _find_wrong(self, entries: Mapping[str, Sequence[Entry]]) -> set[str]:
+        """Return the parameters that have other content than their entries."""
+        indexes = {name: index for index, name in enumerate(self._names)}
         wrong = set()
-        # numbers of rows and columns at once could not be expanded: they would be as large as the model
-        for salt, of in ((31, _of_rows), (57, _of_columns)):
+        # codes of rows and columns at once could not be expanded: they would be as large as the model
+        for salt, base in ((31, _number_rows), (57, _number_columns)):
 
-            def numbering(tensor: int, rows: int, columns: int, salt: int = salt, of: _Numbering = of) -> Tensor:
-                return (tensor * salt + of(tensor, rows, columns)) % _PRIME
+            def numbering(tensor: int, rows: int, columns: int, salt: int = salt, base: _Numbering = base) -> Tensor:
+                return (tensor * salt + base(tensor, rows, columns)) % _PRIME
 
-            self._feed(numbering)
+            self._load_codes(numbering)
             for name, some in entries.items():
                 parameter = self._parameters[name]
-                # every number's pattern is nonzero: this finds what lies outside of all entries, and entries that overlap
-                if int(torch.count_nonzero(parameter)) != sum(volume(entry.box) for entry in some):
+                # every code is nonzero: this finds elements outside of all entries, and entries that overlap
+                if int(torch.count_nonzero(parameter)) != sum(num_elements(entry.tensor_slice) for entry in some):
                     wrong.add(name)
                 for entry in some:
                     rows, columns = _matrix(self._shapes[entry.tensor])
-                    expected = numbering(index[entry.tensor], rows, columns).expand(rows, columns)
-                    expected = expected[tuple(slice(*side) for side in entry.box)]
-                    if not _same(_rows_of(entry.view(parameter)), expected.to(self._device)):
+                    expected = numbering(indexes[entry.tensor], rows, columns).expand(rows, columns)
+                    expected = expected[tuple(slice(*side) for side in entry.tensor_slice)]
+                    if not _equal_codes(entry.view(parameter), expected.to(self._device)):
                         wrong.add(name)
         return wrong
 
@@ -334,15 +343,15 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) == 2 else 1
 
 
-def _constant(tensor: int, rows: int, columns: int) -> Tensor:
+def _number_tensors(tensor: int, rows: int, columns: int) -> Tensor:
     return torch.tensor([[tensor]])
 
 
-def _of_rows(tensor: int, rows: int, columns: int) -> Tensor:
+def _number_rows(tensor: int, rows: int, columns: int) -> Tensor:
     return torch.arange(rows)[:, None]
 
 
-def _of_columns(tensor: int, rows: int, columns: int) -> Tensor:
+def _number_columns(tensor: int, rows: int, columns: int) -> Tensor:
     return torch.arange(columns)[None]
 
 
@@ -350,10 +359,8 @@ def _digit(numbering: _Numbering, factor: int) -> _Numbering:
     return lambda tensor, rows, columns: numbering(tensor, rows, columns) // factor % _BASE
 
 
-def _rows_of(view: Tensor) -> Tensor:
-    return view if view.dim() == 2 else view[:, None]
-
-
-def _same(elements: Tensor, numbers: Tensor) -> bool:
+def _equal_codes(elements: Tensor, numbers: Tensor) -> bool:
+    if elements.dim() == 1:
+        elements = elements[:, None]
     step = max(1, _CHUNK // max(1, elements.size(1)))
-    return all(torch.equal(_numbers(a), b) for a, b in zip(elements.split(step), numbers.split(step)))
+    return all(torch.equal(_decode(a), b) for a, b in zip(elements.split(step), numbers.split(step)))

@@ -1,7 +1,7 @@
-"""Weights from trainers to engines on other devices: a process group of both sides, and a push between its members.
+"""Weight sync from trainers to engines on other devices: a process group of both sides, and the sync between its members.
 
-The trainers are the first members, in the order of their world; the workers of each engine follow. Every engine's worker reads
-out of its engine what it needs, every trainer sends the slices that are nearest with it, and nobody gathers the model.
+The trainers are the first members, in the order of their ranks; the workers of each engine follow. Every engine worker reads
+from its engine the slices that it needs, the nearest trainer that has a slice sends it, and no rank gathers the model.
 """
 
 from __future__ import annotations
@@ -20,56 +20,60 @@ from mindspeed_rl import platform
 from mindspeed_rl.platform.rendezvous import meeting_store
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
-from mindspeed_rl.resharding.transfer_plan import Boxes
+from mindspeed_rl.resharding.transfer_plan import RanksBySlice
 
 
 class WeightSyncGroup:
-    """A process group beside those that its members have already. Building it is collective.
+    """A process group in addition to those of its members. Building it is collective.
 
     Attributes:
         exchange: messages between its members.
     """
 
-    def __init__(self, meeting: Rendezvous, rank: int) -> None:
-        """
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        """Connect the members.
+
         Raises:
-            Exception: not all members came in time; torch's own words.
+            torch.distributed.DistError: not all members joined in time.
         """
-        store = meeting_store(meeting.host, meeting.port, meeting.size, serves=rank == 0, timeout_s=meeting.timeout_s)
-        self._store = store  # rank 0 serves it as long as the group lives
+        store = meeting_store(
+            rendezvous.host, rendezvous.port, rendezvous.size, serves=rank == 0, timeout_s=rendezvous.timeout_s
+        )
+        self._store = store  # rank 0 serves it as long as the group exists
         self._group: Any = platform.current().process_group(
-            dist.PrefixStore(meeting.name, store), rank, meeting.size, meeting.timeout_s
+            dist.PrefixStore(rendezvous.name, store), rank, rendezvous.size, rendezvous.timeout_s
         )
         self.exchange: Exchange = Exchange(self._group)
 
     def close(self) -> None:
-        """The connections are closed; members need not agree on when."""
+        """Close the connections; each member at any time."""
         group, self._group = self._group, None
-        # it holds the group as well
+        # it has a reference to the group as well
         del self.exchange
         if hasattr(group, "shutdown"):
             group.shutdown()
         del self._store
 
 
-def build_trainer_push(group: WeightSyncGroup, trained: Trained, *, delta: bool) -> WeightPush:
-    """The push of a trainer; collective over the group."""
+def build_trainer_push(group: WeightSyncGroup, trained: TrainedWeights, *, delta: bool) -> WeightPush:
+    """Build the weight sync of a trainer; collective over the group."""
     exchange = group.exchange
-    exchange.tell(_described(trained, delta) if exchange.rank == 0 else None, trained.device)
-    return WeightPush(replace(trained, node_of=_nodes(exchange, trained.device)), None, exchange, delta=delta)
+    exchange.broadcast(_pack(trained, delta) if exchange.rank == 0 else None, trained.device)
+    return WeightPush(replace(trained, find_node=_gather_nodes(exchange, trained.device)), None, exchange, delta=delta)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the trainers say of the model.
+    """The trainers' description of the model.
 
     Attributes:
+        holders: see `TrainedWeights`.
         shapes: of every HF tensor, in forward order.
     """
 
-    held: Boxes
+    holders: RanksBySlice
     shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, str]
     bucket_bytes: int
@@ -84,45 +88,47 @@ def build_engine_push(
     derived: tuple[str, ...],
     device: torch.device,
 ) -> WeightPush:
-    """The push of an engine's worker; collective over the group.
+    """Build the weight sync of an engine's worker; collective over the group.
 
     Args:
-        read: asks the engine where what lies; with the parameters that it lays out anew after each load.
-        replica: number of the engine.
-        derived: ends of names of parameters that the engine computes from others.
+        group: of trainers and engines.
+        read: returns the engine's destinations, and the parameters that it lays out again after each load.
+        replica: index of the engine.
+        derived: suffixes of names of parameters that the engine computes from others.
+        device: of the engine's weights.
 
     Raises:
-        WeightDeliveryError: this engine is not of the trainers' model. The other members wait then, until this one leaves.
+        WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until this one leaves.
     """
     exchange = group.exchange
-    model = _read_description(exchange.tell(None, device))
-    nodes = _nodes(exchange, device)
+    model = _unpack(exchange.broadcast(None, device))
+    nodes = _gather_nodes(exchange, device)
     destinations, repacked = read(model)
-    trained = Trained(model.held, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
+    trained = TrainedWeights(model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
     return WeightPush(trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta)
 
 
-def _nodes(exchange: Exchange, device: torch.device) -> Callable[[int], int]:
-    hosts = exchange.gather(socket.gethostname(), device)
+def _gather_nodes(exchange: Exchange, device: torch.device) -> Callable[[int], int]:
+    hosts = exchange.all_gather(socket.gethostname(), device)
     return [hosts.index(host) for host in hosts].__getitem__
 
 
-def _described(trained: Trained, delta: bool) -> bytes:
-    # ranks are named once: thousands of boxes lie on the same ones
+def _pack(trained: TrainedWeights, delta: bool) -> bytes:
+    # lists of ranks are sent once: thousands of slices are on the same ones
     groups: dict[tuple[int, ...], int] = {}
-    held = {
-        name: [[box, groups.setdefault(tuple(ranks), len(groups))] for box, ranks in boxes.items()]
-        for name, boxes in trained.held.items()
+    holders = {
+        name: [[tensor_slice, groups.setdefault(tuple(ranks), len(groups))] for tensor_slice, ranks in slices.items()]
+        for name, slices in trained.holders.items()
     }
     copies = dict(trained.copies or {})
-    words = [held, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta]
-    return zlib.compress(json.dumps(words).encode(), 1)
+    fields = [holders, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta]
+    return zlib.compress(json.dumps(fields).encode(), 1)
 
 
-def _read_description(text: bytes) -> ServedModel:
-    held, groups, shapes, copies, bucket_bytes, delta = json.loads(zlib.decompress(text))
-    boxes = {
-        name: {tuple((start, stop) for start, stop in box): groups[number] for box, number in some}
-        for name, some in held.items()
+def _unpack(content: bytes) -> ServedModel:
+    packed, groups, shapes, copies, bucket_bytes, delta = json.loads(zlib.decompress(content))
+    holders = {
+        name: {tuple((start, stop) for start, stop in tensor_slice): groups[index] for tensor_slice, index in slices}
+        for name, slices in packed.items()
     }
-    return ServedModel(boxes, {name: tuple(shape) for name, shape in shapes.items()}, copies, bucket_bytes, delta)
+    return ServedModel(holders, {name: tuple(shape) for name, shape in shapes.items()}, copies, bucket_bytes, delta)

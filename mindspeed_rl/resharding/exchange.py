@@ -1,7 +1,7 @@
-"""Carries a plan out: buckets of bytes between the members of a process group, packed and unpacked in place.
+"""Execution of a plan: buckets of bytes between the members of a process group, packed and unpacked in place.
 
-Knows neither Megatron nor vLLM. A member that trains has sources, a member that generates has sinks, and one that does both has
-both; members without either take part in the exchanges, because an all-to-all needs everybody.
+Independent of Megatron and vLLM. A member that trains has sources, one that generates has sinks, one that does both has both.
+Members without either take part in the exchanges, because an all-to-all needs all members.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl.resharding.layouts import Box, intersection, lengths, relative, whole
+from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index, slice_shape
 from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
 
-class Reads(Protocol):
-    """What a sending rank offers."""
+class SliceReader(Protocol):
+    """The slices of a sending rank."""
 
-    def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Writes a box to `out`, which has its shape and the type that travels."""
+    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
+        """Write a slice to `out`, which has its shape and the transferred type."""
         ...
 
 
@@ -35,57 +35,53 @@ class Exchange:
         self.size: int = group.size()
 
     def start(self, send: Tensor, send_sizes: list[int], receive: Tensor, receive_sizes: list[int]) -> dist.Work:
-        """Begins one exchange; sizes are bytes for and from each member."""
+        """Start one exchange; sizes are bytes for and from each member."""
         return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
 
-    def add_up(self, numbers: Tensor) -> None:
-        """The tensor is the sum of those of all members."""
-        self.begin_adding_up(numbers).wait()
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum over all members."""
+        self.start_all_reduce(tensor).wait()
 
-    def begin_adding_up(self, numbers: Tensor) -> dist.Work:
-        """The tensor is the sum of those of all members once they have been waited for."""
-        return self._group.allreduce([numbers])
+    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Replace the tensor by the sum over all members, once the returned work was waited for."""
+        return self._group.allreduce([tensor])
 
-    def gather(self, text: str, device: torch.device) -> list[str]:
-        """What each member says, in their order.
+    def all_gather(self, text: str, device: torch.device) -> list[str]:
+        """Return the text of each member, in their order.
 
         Args:
-            device: where the group's messages begin.
+            device: of the group's messages.
         """
-        said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
-        sizes[self.rank] = said.numel()
-        self.add_up(sizes)
-        most = int(sizes.max())
-        found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        sizes[self.rank] = content.numel()
+        self.all_reduce(sizes)
+        max_size = int(sizes.max())
+        gathered = [torch.empty(max_size, dtype=torch.uint8, device=device) for _ in range(self.size)]
         # padded, because an allgather takes equal sizes
-        self._group.allgather([found], [torch.nn.functional.pad(said, (0, most - said.numel()))]).wait()
-        return [_bytes_in(each[:size]).decode() for each, size in zip(found, sizes.tolist())]
+        self._group.allgather([gathered], [torch.nn.functional.pad(content, (0, max_size - content.numel()))]).wait()
+        return [each[:size].cpu().numpy().tobytes().decode() for each, size in zip(gathered, sizes.tolist())]
 
-    def tell(self, words: bytes | None, device: torch.device) -> bytes:
-        """What the first member says.
+    def broadcast(self, content: bytes | None, device: torch.device) -> bytes:
+        """Return the bytes of the first member.
 
         Args:
-            words: None on the others.
+            content: None on the others.
         """
-        # a sum in which only the first member's number is not 0
-        size = torch.tensor([0 if words is None else len(words)], device=device)
-        self.add_up(size)
-        told = torch.empty(int(size), dtype=torch.uint8, device=device)
-        if words is not None:
-            told.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        # a sum in which only the first member's size is not 0
+        size = torch.tensor([0 if content is None else len(content)], device=device)
+        self.all_reduce(size)
+        received = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if content is not None:
+            received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([told], options).wait()
-        return _bytes_in(told)
+        self._group.broadcast([received], options).wait()
+        return received.cpu().numpy().tobytes()
 
 
-def _bytes_in(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
-
-
-def world_exchange() -> Exchange:
-    """Among all processes of torch.distributed."""
+def build_world_exchange() -> Exchange:
+    """Return the exchange between all processes of torch.distributed."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is up
     return Exchange(group)
@@ -93,14 +89,14 @@ def world_exchange() -> Exchange:
 
 @dataclass
 class Sinks:
-    """Where a receiving rank wants boxes.
+    """Destinations of slices on a receiving rank.
 
     Attributes:
-        direct: tensor -> (box, view of the engine's memory in the box's shape).
-        gathered: tensors that are handed out whole, once complete.
+        direct: tensor -> (slice, view of the engine's memory in the slice's shape).
+        gathered: tensors that are yielded in full, once complete.
     """
 
-    direct: Mapping[str, list[tuple[Box, Tensor]]] = field(default_factory=dict)
+    direct: Mapping[str, list[tuple[Slice, Tensor]]] = field(default_factory=dict)
     gathered: Collection[str] = ()
 
 
@@ -115,59 +111,62 @@ class _Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """In flight on this rank."""
+        """Bytes in flight on this rank."""
         return sum(self.send_sizes) + sum(self.receive_sizes)
 
 
-def carry(
+def execute_plan(
     plan: Plan,
     exchange: Exchange,
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
     *,
-    sources: Reads | None = None,
+    sources: SliceReader | None = None,
     sinks: Sinks | None = None,
-    travels: Collection[int] | None = None,
+    chunks: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything needed has arrived when the iterator ends; yields the gathered tensors whole. Collective over the group.
+    """Transfer all needed slices; yield the gathered tensors in full. Collective over the group, done when the iterator ends.
 
-    While one bucket is under way the next one is packed, so two buckets of memory are in use besides what is yielded.
+    While one bucket is in flight the next one is packed, so two buckets of memory are in use, and the yielded tensor.
 
     Args:
+        plan: the same on all members.
+        exchange: of the group.
         dtypes: of each tensor on the wire, equal on all members.
+        device: of the buckets.
         sources: None on a rank that sends nothing.
         sinks: None on a rank that receives nothing.
-        travels: pieces that are carried; None for all of them. Equal on all members.
+        chunks: indexes of the chunks to transfer; None for all of them. Equal on all members.
     """
-    return _Carrier(plan, exchange, dtypes, device, sources, sinks or Sinks(), travels).run()
+    return _PlanExecution(plan, exchange, dtypes, device, sources, sinks or Sinks(), chunks).run()
 
 
-class _Carrier:
+class _PlanExecution:
     def __init__(
         self,
         plan: Plan,
         exchange: Exchange,
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
-        sources: Reads | None,
+        sources: SliceReader | None,
         sinks: Sinks,
-        travels: Collection[int] | None,
+        chunks: Collection[int] | None,
     ) -> None:
         self._plan, self._exchange, self._dtypes, self._device = plan, exchange, dtypes, device
         self._sources, self._sinks = sources, sinks
-        chosen = None if travels is None else frozenset(travels)
-        #: exchanges in which anything travels anywhere, and this rank's part of each
-        self._numbers = plan.moves.buckets(chosen)
-        self._buckets = self._split(plan.moves.of(exchange.rank, chosen))
+        chosen = None if chunks is None else frozenset(chunks)
+        #: indexes of the exchanges that have messages between any ranks, and this rank's part of each
+        self._indexes = plan.moves.buckets(chosen)
+        self._buckets = self._split_by_bucket(plan.moves.select_rank(exchange.rank, chosen))
         self._local: dict[int, list[int]] = {}
-        for piece, rank in plan.copies:
-            if rank == exchange.rank and (chosen is None or piece in chosen):
-                self._local.setdefault(plan.pieces[piece].tensor, []).append(piece)
-        self._whole: dict[int, Tensor] = {}
+        for chunk, rank in plan.copies:
+            if rank == exchange.rank and (chosen is None or chunk in chosen):
+                self._local.setdefault(plan.chunks[chunk].tensor, []).append(chunk)
+        self._gathered: dict[int, Tensor] = {}
 
-    def _split(self, moves: Sequence[Move]) -> dict[int, _Bucket]:
+    def _split_by_bucket(self, moves: Sequence[Move]) -> dict[int, _Bucket]:
         rank, size = self._exchange.rank, self._exchange.size
-        buckets = {number: _Bucket([], [], [0] * size, [0] * size) for number in self._numbers}
+        buckets = {index: _Bucket([], [], [0] * size, [0] * size) for index in self._indexes}
         for move in moves:
             bucket = buckets[move.bucket]
             if move.source == rank:
@@ -177,46 +176,46 @@ class _Carrier:
                 bucket.receives.append(move)
                 bucket.receive_sizes[move.source] += move.num_bytes
         for bucket in buckets.values():
-            # an all-to-all takes parts by member; the sorts are stable and moves come in the order of the plan, so both ends
-            # agree on the order in which one member's messages to another lie
+            # an all-to-all takes parts by member; the sorts are stable and moves are in the order of the plan, so both ends
+            # agree on the order of one member's messages to another
             bucket.sends.sort(key=lambda move: move.target)
             bucket.receives.sort(key=lambda move: move.source)
         return buckets
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Tensor]]:
-        ready = self._readiness()
+        ready = self._find_completions()
         size = max((bucket.num_bytes for bucket in self._buckets.values()), default=0)
-        memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._numbers)))]
+        memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._indexes)))]
         before: tuple[_Bucket, dist.Work, Tensor, list[int]] | None = None
         yield from self._finish(ready.pop(-1, []))
-        for turn, number in enumerate(self._numbers):
+        for turn, index in enumerate(self._indexes):
             # the bucket before the last one is unpacked, so its memory is free
-            bucket, space = self._buckets[number], memory[turn % 2]
+            bucket, space = self._buckets[index], memory[turn % 2]
             sent = sum(bucket.send_sizes)
             send, receive = space[:sent], space[sent : bucket.num_bytes]
             self._pack(bucket.sends, send)
             if before is not None:
                 before[1].wait()
-            # begun before the last one is unpacked, so that the wire is not idle meanwhile
+            # started before the last one is unpacked, so that the wire is not idle meanwhile
             work = self._exchange.start(send, bucket.send_sizes, receive, bucket.receive_sizes)
             if before is not None:
                 yield from self._unpack(before[0], before[2], before[3])
-            before = bucket, work, receive, ready.pop(number, [])
+            before = bucket, work, receive, ready.pop(index, [])
         if before is not None:
             before[1].wait()
             yield from self._unpack(before[0], before[2], before[3])
 
-    def _readiness(self) -> dict[int, list[int]]:
-        """Exchange -> tensors that are complete on this rank after it, in order; -1 for those that wait for none."""
+    def _find_completions(self) -> dict[int, list[int]]:
+        """Return for each exchange the tensors that it completes on this rank, in order; -1 for those that wait for none."""
         last: dict[int, int] = {}
-        for number, bucket in self._buckets.items():
+        for index, bucket in self._buckets.items():
             for move in bucket.receives:
-                last[self._plan.pieces[move.piece].tensor] = number
+                last[self._plan.chunks[move.chunk].tensor] = index
         ready: dict[int, list[int]] = {}
         latest = -1
         for tensor in sorted({*last, *self._local}):
-            # those that are here already wait for their turn, so that whole ones are not made all at once
+            # local ones wait for their turn, so that not all full tensors are made at once
             latest = max(latest, last.get(tensor, -1))
             ready.setdefault(latest, []).append(tensor)
         return ready
@@ -225,56 +224,53 @@ class _Carrier:
         assert self._sources is not None or not sends
         offset = 0
         for move in sends:
-            name = self._name(move)
+            name = self._plan.move_tensor(move).name
             out = space[offset : offset + move.num_bytes]
             offset += move.num_bytes
-            dtype, shape = self._dtypes[name], lengths(move.box)
+            dtype, shape = self._dtypes[name], slice_shape(move.tensor_slice)
             assert self._sources is not None
             if (space.storage_offset() + offset - move.num_bytes) % dtype.itemsize == 0:
-                self._sources.read(name, move.box, out.view(dtype).view(shape))
-            else:  # behind elements of a narrower type
+                self._sources.read(name, move.tensor_slice, out.view(dtype).view(shape))
+            else:  # after elements of a narrower type
                 aligned = torch.empty(shape, dtype=dtype, device=self._device)
-                self._sources.read(name, move.box, aligned)
+                self._sources.read(name, move.tensor_slice, aligned)
                 out.copy_(aligned.view(-1).view(torch.uint8))
 
     def _unpack(self, bucket: _Bucket, space: Tensor, ready: list[int]) -> Iterator[tuple[str, Tensor]]:
-        """Puts what arrived where it belongs; yields what is complete with it."""
+        """Copy the received slices to their destinations; yield the tensors that are complete with them."""
         offset = 0
         for move in bucket.receives:
-            name = self._name(move)
-            found = space[offset : offset + move.num_bytes]
+            name = self._plan.move_tensor(move).name
+            received = space[offset : offset + move.num_bytes]
             dtype = self._dtypes[name]
-            # torch views bytes as another type only where an element of it may begin
+            # torch views bytes as another type only at an aligned offset
             if (space.storage_offset() + offset) % dtype.itemsize:
-                found = found.clone()
+                received = received.clone()
             offset += move.num_bytes
-            elements = found.view(dtype).view(lengths(move.box))
-            for box, view in self._places(name, self._plan.pieces[move.piece].tensor):
-                part = intersection(box, move.box)
+            elements = received.view(dtype).view(slice_shape(move.tensor_slice))
+            for tensor_slice, view in self._destinations(name, self._plan.chunks[move.chunk].tensor):
+                part = intersect(tensor_slice, move.tensor_slice)
                 if part is not None:
-                    view[relative(part, box)].copy_(elements[relative(part, move.box)])
+                    view[relative_index(part, tensor_slice)].copy_(elements[relative_index(part, move.tensor_slice)])
         yield from self._finish(ready)
 
     def _finish(self, tensors: list[int]) -> Iterator[tuple[str, Tensor]]:
-        """Adds what this rank has itself, and hands out what is complete with it."""
+        """Copy the slices that this rank has itself; yield the tensors that are complete with them."""
         for tensor in tensors:
             name = self._plan.tensors[tensor].name
-            for piece in self._local.get(tensor, ()):
-                for box, view in self._places(name, tensor):
-                    part = intersection(box, self._plan.pieces[piece].box)
+            for chunk in self._local.get(tensor, ()):
+                for tensor_slice, view in self._destinations(name, tensor):
+                    part = intersect(tensor_slice, self._plan.chunks[chunk].tensor_slice)
                     if part is not None:
                         assert self._sources is not None
-                        self._sources.read(name, part, view[relative(part, box)])
-            if tensor in self._whole:
-                yield name, self._whole.pop(tensor)
+                        self._sources.read(name, part, view[relative_index(part, tensor_slice)])
+            if tensor in self._gathered:
+                yield name, self._gathered.pop(tensor)
 
-    def _name(self, move: Move) -> str:
-        return self._plan.tensors[self._plan.pieces[move.piece].tensor].name
-
-    def _places(self, name: str, tensor: int) -> list[tuple[Box, Tensor]]:
+    def _destinations(self, name: str, tensor: int) -> list[tuple[Slice, Tensor]]:
         if name not in self._sinks.gathered:
             return self._sinks.direct.get(name, [])
-        if tensor not in self._whole:
+        if tensor not in self._gathered:
             shape = self._plan.tensors[tensor].shape
-            self._whole[tensor] = torch.empty(shape, dtype=self._dtypes[name], device=self._device)
-        return [(whole(self._plan.tensors[tensor].shape), self._whole[tensor])]
+            self._gathered[tensor] = torch.empty(shape, dtype=self._dtypes[name], device=self._device)
+        return [(full_slice(self._plan.tensors[tensor].shape), self._gathered[tensor])]

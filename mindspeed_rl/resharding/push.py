@@ -1,7 +1,7 @@
-"""A push: from the training layout into rollout engines, slice by slice, proven.
+"""Weight sync from the training layout into rollout engines, slice by slice, proven.
 
-Colocated ranks have sources and destinations. On disjoint ranks a trainer has sources only and an engine rank destinations
-only; both are members of one process group and call the same methods in the same order. Nothing here needs Megatron or vLLM.
+Colocated ranks have sources and destinations. Disaggregated, a trainer has sources only and an engine rank destinations only;
+both are members of one process group and call the same methods in the same order. Nothing here needs Megatron or vLLM.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.destinations import Destinations, Load
-from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
-from mindspeed_rl.resharding.layouts import Box, intersection, volume, whole
-from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, fingerprints, piece_sums
-from mindspeed_rl.resharding.transfer_plan import Boxes, Plan, TensorInfo, plan_transfer
+from mindspeed_rl.resharding.destinations import Destinations, LoadWeights
+from mindspeed_rl.resharding.exchange import Exchange, Sinks, execute_plan
+from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, num_elements
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, compute_chunk_sums, compute_fingerprints
+from mindspeed_rl.resharding.transfer_plan import Plan, RanksBySlice, TensorInfo, plan_transfer
 
 if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
     from mindspeed_rl.resharding.transfer import Sources
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The training side of a push, as every member of the group knows it.
+class TrainedWeights:
+    """The training side of a weight sync, the same on every member of the group but for its sources.
 
     Attributes:
-        held: which member holds which box of which HF tensor (`layouts.training_boxes`).
+        holders: the members that have each slice of each HF tensor (`layouts.training_slices`).
         shapes: of every HF tensor, in forward order.
         sources: this member's shards; None on a member that trains nothing.
-        device: of the buckets: where this member's weights are.
-        bucket_bytes: most bytes in flight on a member in one exchange.
-        node_of: the machine of a member.
+        device: of the buckets: that of this member's weights.
+        bucket_bytes: limit of the bytes in flight on a member in one exchange.
+        find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
     """
 
-    held: Boxes
+    holders: RanksBySlice
     shapes: Mapping[str, tuple[int, ...]]
     sources: Sources | None
     device: torch.device
     bucket_bytes: int
-    node_of: Callable[[int], int] = lambda rank: 0
+    find_node: Callable[[int], int] = lambda rank: 0
     copies: Mapping[str, str] | None = None
 
 
@@ -51,13 +51,13 @@ class WeightPush:
     """From the training layout into the rollout engines; all methods are collective over the group.
 
     Attributes:
-        received_bytes: what this member got from others in the last push.
-        needed_bytes: the least that a push of all weights can bring it: what its engine needs and its shards do not hold.
+        received_bytes: bytes that this member received from others in the last sync.
+        needed_bytes: lower limit of that for all weights: slices that its engine needs and its shards do not have.
     """
 
     def __init__(
         self,
-        trained: Trained,
+        trained: TrainedWeights,
         destinations: Destinations | None,
         exchange: Exchange,
         *,
@@ -66,14 +66,16 @@ class WeightPush:
         repacked: Collection[str] = (),
         delta: bool = False,
     ) -> None:
-        """Makes the plan; it holds as long as the layouts do.
+        """Make the plan; it is valid as long as the layouts are.
 
         Args:
+            trained: the training side.
             destinations: of this member's engine; None where it has none.
-            replica: number of the engine that this member is a part of.
-            derived: ends of names of parameters that the engine computes from others.
-            repacked: parameters that the engine lays out anew after each load, so they are filled as a whole or not at all.
-            delta: from the second push on only pieces whose bits have changed travel.
+            exchange: of the group.
+            replica: index of the engine that this member is a part of.
+            derived: suffixes of names of parameters that the engine computes from others.
+            repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.
+            delta: from the second sync on, transfer only chunks whose bits have changed.
 
         Raises:
             WeightDeliveryError: a trained tensor, or a part of one, is not taken by this member's engine, or a parameter of it
@@ -83,46 +85,48 @@ class WeightPush:
         self._replica, self._derived, self._delta = replica, derived, delta
         self._delivered: list[int] | None = None
         self.received_bytes = 0
-        own = _Told.of(destinations, repacked, replica).to_json()
-        told = [_Told.from_json(text) for text in exchange.gather(own, trained.device)]
-        needed: dict[str, dict[Box, list[int]]] = {}
+        report = _EngineReport.build(destinations, repacked, replica)
+        reports = [_EngineReport.from_json(text) for text in exchange.all_gather(report.to_json(), trained.device)]
+        needed: dict[str, dict[Slice, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._bundles: dict[str, set[str]] = {}
-        for rank, said in enumerate(told):
-            for name, box in said.needs:
-                needed.setdefault(name, {}).setdefault(box, []).append(rank)
-            self._dtypes |= said.dtypes
-            for parameter, tensors in said.bundles.items():
-                self._bundles.setdefault(parameter, set()).update(tensors)
+        self._groups: dict[str, set[str]] = {}
+        for rank, report in enumerate(reports):
+            for name, tensor_slice in report.needs:
+                needed.setdefault(name, {}).setdefault(tensor_slice, []).append(rank)
+            self._dtypes |= report.dtypes
+            for parameter, names in report.groups.items():
+                self._groups.setdefault(parameter, set()).update(names)
         if destinations is not None:
-            # a tensor may be cut over the ranks of an engine: only together they take it whole
-            mates = [said for said in told if said.replica == replica and said.empty is not None]
-            _check_filled([said.empty for said in mates if said.empty is not None])
-            self._check_taken({(name, box) for said in mates for name, box in said.needs})
+            # a tensor may be split over the ranks of an engine: only together they take it in full
+            engine = [report for report in reports if report.replica == replica and report.empty is not None]
+            _check_filled([report.empty for report in engine if report.empty is not None])
+            self._check_taken({need for report in engine for need in report.needs})
         tensors = [
             TensorInfo(name, shape, self._dtypes[name].itemsize) for name, shape in trained.shapes.items() if name in needed
         ]
-        self.needed_bytes: int = self._missing(destinations, {info.name: info.itemsize for info in tensors})
+        self.needed_bytes: int = self._count_needed_bytes(destinations, {info.name: info.itemsize for info in tensors})
         self.plan: Plan = plan_transfer(
-            tensors, trained.held, needed, bucket_bytes=trained.bucket_bytes, node_of=trained.node_of
+            tensors, trained.holders, needed, bucket_bytes=trained.bucket_bytes, find_node=trained.find_node
         )
 
-    def _missing(self, destinations: Destinations | None, itemsizes: Mapping[str, int]) -> int:
+    def _count_needed_bytes(self, destinations: Destinations | None, itemsizes: Mapping[str, int]) -> int:
         rank, total = self._exchange.rank, 0
         for name, need in [] if destinations is None else destinations.needs():
-            own = [box for box, ranks in self._trained.held.get(name, {}).items() if rank in ranks]
-            common = (intersection(need, box) for box in own)
-            total += (volume(need) - sum(volume(box) for box in common if box is not None)) * itemsizes[name]
+            own = [tensor_slice for tensor_slice, ranks in self._trained.holders.get(name, {}).items() if rank in ranks]
+            common = (intersect(need, tensor_slice) for tensor_slice in own)
+            total += (
+                num_elements(need) - sum(num_elements(tensor_slice) for tensor_slice in common if tensor_slice is not None)
+            ) * itemsizes[name]
         return total
 
-    def _check_taken(self, needs: Collection[tuple[str, Box]]) -> None:
+    def _check_taken(self, needs: Collection[tuple[str, Slice]]) -> None:
         taken: dict[str, int] = {}
-        for name, box in needs:
-            taken[name] = taken.get(name, 0) + volume(box)
+        for name, tensor_slice in needs:
+            taken[name] = taken.get(name, 0) + num_elements(tensor_slice)
         missing = [
             name
             for name, shape in self._trained.shapes.items()
-            if taken.get(name, 0) < volume(whole(shape)) and name not in (self._trained.copies or {})
+            if taken.get(name, 0) < num_elements(full_slice(shape)) and name not in (self._trained.copies or {})
         ]
         if missing:
             raise WeightDeliveryError(
@@ -130,89 +134,89 @@ class WeightPush:
             )
 
     def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
-        """The tensors that each parameter of this member's engine is made of."""
+        """Return the tensors that each parameter of this member's engine is made of."""
         if self._destinations is None:
             return {}
-        found: dict[str, dict[str, None]] = {}
+        names: dict[str, dict[str, None]] = {}
         for entry in self._destinations.entries:
-            found.setdefault(entry.parameter, {})[entry.tensor] = None
-        return {name: tuple(tensors) for name, tensors in found.items()} | dict(self._destinations.whole)
+            names.setdefault(entry.parameter, {})[entry.tensor] = None
+        return {parameter: tuple(tensors) for parameter, tensors in names.items()} | dict(self._destinations.loaded)
 
-    def write(self, model: nn.Module | None, load: Load | None = None) -> None:
-        """The engines' parameters hold the trained weights; not yet proven.
+    def write(self, model: nn.Module | None, load: LoadWeights | None = None) -> None:
+        """Fill the engines' parameters with the trained weights; not yet proven.
 
         Args:
             model: this member's engine, in the layout that its `load_weights` expects; None where it has none.
-            load: takes whole tensors in place of the model's `load_weights`.
+            load: takes full tensors instead of the model's `load_weights`.
         """
         trained, sinks = self._trained, None
         if model is not None:
             assert self._destinations is not None
             parameters = dict(model.named_parameters())
-            direct: dict[str, list[tuple[Box, Tensor]]] = {}
+            direct: dict[str, list[tuple[Slice, Tensor]]] = {}
             for entry in self._destinations.entries:
-                direct.setdefault(entry.tensor, []).append((entry.box, entry.view(parameters[entry.parameter].data)))
-            sinks = Sinks(direct, {name for names in self._destinations.whole.values() for name in names})
+                direct.setdefault(entry.tensor, []).append((entry.tensor_slice, entry.view(parameters[entry.parameter].data)))
+            sinks = Sinks(direct, {name for names in self._destinations.loaded.values() for name in names})
         if trained.sources is not None:
-            # the adapters have been trained since they were merged
+            # the adapters were trained further since they were merged
             trained.sources.forget_merged()
-        travels, present = self._what_travels()
-        self.received_bytes = self.plan.moves.received_by(self._exchange.rank, travels)
-        self._delivered = None  # of no use if this push breaks off
-        arriving = carry(
-            self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, travels=travels
+        chunks, current = self._select_chunks()
+        self.received_bytes = self.plan.moves.received_bytes(self._exchange.rank, chunks)
+        self._delivered = None  # unknown if this sync fails
+        arriving = execute_plan(
+            self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, chunks=chunks
         )
         if sinks is not None and sinks.gathered:
             engine: Any = model
             (load or engine.load_weights)(arriving)
-        # runs the exchanges where nothing is gathered; whatever `load` has left over was not taken
+        # runs the exchanges where nothing is gathered; tensors that `load` has left were not taken
         for name, _ in arriving:
             raise WeightDeliveryError(f"weight push: the rollout engine did not take {name}.")
-        self._delivered = present
+        self._delivered = current
         if trained.sources is not None:
             trained.sources.forget_merged()
 
-    def _what_travels(self) -> tuple[set[int] | None, list[int] | None]:
-        """The pieces that are carried (None for all of them), and the fingerprints of all pieces as they are now."""
+    def _select_chunks(self) -> tuple[set[int] | None, list[int] | None]:
+        """Return the chunks to transfer (None for all of them), and the fingerprints of all chunks as they are now."""
         if not self._delta:
             return None, None
         trained = self._trained
-        present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
-        # nobody knows what the engines hold, so all of it travels
+        current = compute_fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
+        # the engines' content is unknown, so all chunks are transferred
         if self._delivered is None:
-            return None, present
-        changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}
-        return self._with_bundles(changed), present
+            return None, current
+        changed = {index for index, pair in enumerate(zip(self._delivered, current)) if pair[0] != pair[1]}
+        return self._add_groups(changed), current
 
-    def _with_bundles(self, changed: set[int]) -> set[int]:
-        """The changed pieces and all others of the parameters that are filled as a whole."""
-        names = {self.plan.tensors[self.plan.pieces[number].tensor].name for number in changed}
+    def _add_groups(self, changed: set[int]) -> set[int]:
+        """Return the changed chunks and all others of the parameters that are filled in full."""
+        names = {self.plan.tensors[self.plan.chunks[index].tensor].name for index in changed}
         grown, before = set[str](), -1
         while len(grown) > before:  # a tensor may be in two such parameters
             before = len(grown)
-            for tensors in self._bundles.values():
+            for tensors in self._groups.values():
                 if tensors & (names | grown):
                     grown |= tensors
-        numbers = {self.plan.tensor_numbers[name] for name in grown}
-        return changed | {number for number, piece in enumerate(self.plan.pieces) if piece.tensor in numbers}
+        indexes = {self.plan.tensor_indexes[name] for name in grown}
+        return changed | {index for index, chunk in enumerate(self.plan.chunks) if chunk.tensor in indexes}
 
     def prove(self, model: nn.Module | None) -> DeliveryProof:
-        """Every parameter of every engine holds what was trained.
+        """Prove that every parameter of every engine has the trained weights.
 
         Args:
             model: this member's engine, ready to generate; None where it has none.
 
         Raises:
-            WeightDeliveryError: one does not; raised on every member.
+            WeightDeliveryError: one has not; raised on every member.
         """
-        found = self.compare(model)
-        found.check()
-        return found
+        proof = self.compare(model)
+        proof.check()
+        return proof
 
     def compare(self, model: nn.Module | None) -> DeliveryProof:
-        """As `prove`, for members that go on without the engines that differ."""
+        """Compare as `prove`, for members that continue without the engines that differ."""
         device = self._trained.device
-        sums = piece_sums(self.plan, self._trained.sources, self._dtypes, self._exchange, device)
+        sums = compute_chunk_sums(self.plan, self._trained.sources, self._dtypes, self._exchange, device)
         return compare(
             model,
             self.plan,
@@ -226,45 +230,45 @@ class WeightPush:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a member says of its engine when the plan is made.
+class _EngineReport:
+    """A member's description of its engine, from which the plan is made.
 
     Attributes:
-        replica: number of the engine.
-        bundles: parameter that is filled as a whole or not at all -> the tensors in it.
+        replica: index of the engine.
+        groups: parameter that is filled in full or not at all -> the tensors in it.
         empty: parameters that take nothing; None where there is no engine.
     """
 
     replica: int
-    needs: Sequence[tuple[str, Box]]
+    needs: Sequence[tuple[str, Slice]]
     dtypes: Mapping[str, torch.dtype]
-    bundles: Mapping[str, Sequence[str]]
+    groups: Mapping[str, Sequence[str]]
     empty: Sequence[str] | None
 
     @classmethod
-    def of(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _Told:
+    def build(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _EngineReport:
         if destinations is None:
             return cls(replica, [], {}, {}, None)
-        bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
+        groups = {name: list(tensors) for name, tensors in destinations.loaded.items()}
         for entry in destinations.entries:
             if entry.parameter in repacked:
-                bundles.setdefault(entry.parameter, []).append(entry.tensor)
-        return cls(replica, destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
+                groups.setdefault(entry.parameter, []).append(entry.tensor)
+        return cls(replica, destinations.needs(), dict(destinations.dtypes), groups, destinations.empty)
 
     def to_json(self) -> str:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
-        return json.dumps([self.replica, self.needs, dtypes, self.bundles, self.empty])
+        return json.dumps([self.replica, self.needs, dtypes, self.groups, self.empty])
 
     @classmethod
-    def from_json(cls, text: str) -> _Told:
-        replica, needs, dtypes, bundles, empty = json.loads(text)
-        # JSON makes lists of tuples, and boxes are keys
-        boxes = [(name, tuple((start, stop) for start, stop in box)) for name, box in needs]
-        return cls(replica, boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
+    def from_json(cls, text: str) -> _EngineReport:
+        replica, needs, dtypes, groups, empty = json.loads(text)
+        # JSON makes lists of tuples, and slices are keys
+        slices = [(name, tuple((start, stop) for start, stop in tensor_slice)) for name, tensor_slice in needs]
+        return cls(replica, slices, {name: getattr(torch, dtype) for name, dtype in dtypes.items()}, groups, empty)
 
 
 def _check_filled(empty: Sequence[Sequence[str]]) -> None:
-    """Raises WeightDeliveryError where a parameter takes nothing on any engine rank."""
+    """Raise WeightDeliveryError where a parameter takes nothing on any engine rank."""
     if not empty:
         return
     nowhere = set(empty[0]).intersection(*empty[1:])

@@ -1,6 +1,6 @@
-"""Where trainers and engines on other devices meet, and what an engine says after a push: what the driver passes between them.
+"""Messages of a disaggregated weight sync that the driver passes on: the members' rendezvous, and an engine's report.
 
-Apart from `spanning`, whose plans bring a compiler that the driver has no use for.
+Separate from `disaggregated`, whose plans import a compiler that the driver does not need.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ _M = TypeVar("_M", bound="_Message")
 
 @dataclass(frozen=True)
 class _Message:
-    """What travels between the driver and the members of a group."""
+    """A message between the driver and the members of a group."""
 
     def to_json(self) -> str:
-        """As it travels."""
+        """Return the JSON text of the message."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls: type[_M], text: str) -> _M:
-        """What `to_json` wrote."""
+        """Read the text of `to_json`."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Rendezvous(_Message):
-    """Where the members of a group meet.
+    """The rendezvous of the members of a group.
 
     Attributes:
         host, port: of the store, which rank 0 serves.
-        name: of this meeting; a group that is made anew has another.
-        size: members.
-        timeout_s: longest wait for each other, at the meeting and in a push.
+        name: of this rendezvous; a group that is built again has another.
+        size: number of members.
+        timeout_s: limit of the wait for each other, at the rendezvous and in a sync.
     """
 
     host: str
@@ -46,13 +46,13 @@ class Rendezvous(_Message):
 
 @dataclass(frozen=True)
 class DeliveryReport(_Message):
-    """What an engine's worker says after a push.
+    """Report of an engine's worker after a weight sync.
 
     Attributes:
-        num_parameters: of this worker that were compared with what was trained.
-        differing: parameters of its engine, on any of its workers, that do not hold that.
-        received_bytes: what this worker got from trainers.
-        needed_bytes: what it needs where nothing is left out.
+        num_parameters: of this worker that were compared with the trained weights.
+        differing: parameters of its engine, on any of its workers, without the trained weights.
+        received_bytes: bytes that this worker received from trainers.
+        needed_bytes: bytes that it needs where all chunks are transferred.
     """
 
     num_parameters: int

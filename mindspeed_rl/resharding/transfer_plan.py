@@ -1,15 +1,19 @@
-"""What every inference rank gets from which training rank, and in which bucket: pure data, made without processes or torch.
+"""The plan of a weight sync: which slice each inference rank gets from which training rank, and in which bucket.
 
-The planner knows ranks, tensors and boxes, nothing else. Colocated engines and engines on devices of their own are planned by
-the same call; what differs is the numbers in `held` and `needed`:
+Pure data, made without processes or torch, from ranks, tensors and slices alone. The same call plans colocated and
+disaggregated engines; they differ in the ranks of `holders` and `needed`:
 
-- colocated: training and inference ranks are the same numbers 0 .. world - 1. What a rank holds itself is copied, not sent.
-- disjoint: number the members of the process group that joins both sides, for example trainers 0 .. T - 1 and inference ranks
-  T .. T + I - 1 (`training_boxes(..., first_rank=0)`, `Destinations.needs` of each engine rank under its number in the group).
-  Every member calls `plan_transfer` with the same arguments, or gets the plan sent. A trainer then calls `transfer.push` with
-  its sources and no destinations, an inference rank with its destinations and no sources; all of them take part in each bucket.
+- colocated: training and inference ranks are the same integers 0 .. world - 1. A rank copies what it has itself.
+- disaggregated: ranks are those of the process group of both sides, for example trainers 0 .. T - 1 and inference ranks
+  T .. T + I - 1 (`training_slices(..., first_rank=0)`, `Destinations.needs` of each engine rank under its rank in the group).
+  Every member calls `plan_transfer` with the same arguments, or receives the plan. Then a trainer has sources and no
+  destinations, an inference rank destinations and no sources; all of them take part in each bucket.
 
 The order of everything in a plan is a function of the arguments alone, so ranks that call with equal arguments plan alike.
+
+Choosing the sender of each message and its bucket is greedy and depends on all choices before: loops, which numba compiles
+where there are many messages. Messages are columns: the plan of a cluster has hundreds of thousands, and a rank reads its own
+only.
 """
 
 from __future__ import annotations
@@ -18,28 +22,31 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mindspeed_rl.resharding.layouts import Box, intersection, parts, volume
+from mindspeed_rl.resharding.layouts import Slice, intersect, num_elements, split_slice
 
-#: tensor name -> box -> the ranks that hold (or need) it
-Boxes = Mapping[str, Mapping[Box, Sequence[int]]]
+Column = npt.NDArray[np.int64]
+#: messages up to which the loops are not compiled: to import numba takes longer
+_UNCOMPILED = 10_000
+#: tensor name -> slice -> the ranks that have (or need) it
+RanksBySlice = Mapping[str, Mapping[Slice, Sequence[int]]]
 
 
 class PlanError(RuntimeError):
-    """What an inference rank needs is held by nobody."""
+    """No training rank has a slice that an inference rank needs."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An HF tensor as it travels.
+    """An HF tensor as it is transferred.
 
     Attributes:
-        shape: of the whole tensor.
-        itemsize: bytes of an element on the wire, which is what the engine stores.
+        shape: of the full tensor.
+        itemsize: bytes of an element on the wire, in the type that the engine stores.
     """
 
     name: str
@@ -48,30 +55,30 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one training shard and one need have in common; the proof sums piece by piece.
+class Chunk:
+    """The intersection of one training shard and one needed slice; the proof sums chunk by chunk.
 
     Attributes:
         tensor: index of its tensor.
-        prover: the rank that sums it where it is trained.
+        prover: the training rank that sums it.
     """
 
     tensor: int
-    box: Box
+    tensor_slice: Slice
     prover: int
 
 
 @dataclass(frozen=True)
 class Move:
-    """One message: a part of a piece from a rank to another.
+    """One message: a part of a chunk from one rank to another.
 
     Attributes:
-        piece: index of the piece that the box is in.
-        bucket: number of the exchange in which it travels.
+        chunk: index of the chunk that contains the slice.
+        bucket: index of the exchange that transfers it.
     """
 
-    piece: int
-    box: Box
+    chunk: int
+    tensor_slice: Slice
     source: int
     target: int
     bucket: int
@@ -79,17 +86,17 @@ class Move:
 
 
 class Moves(Sequence[Move]):
-    """All messages of a plan, ordered by bucket, then as the tensors are."""
+    """All messages of a plan, ordered by bucket, then in the order of the tensors."""
 
-    def __init__(self, messages: MessageList, boxes: Sequence[Box], source: Column, bucket: Column) -> None:
+    def __init__(self, messages: MessageList, slices: Sequence[Slice], source: Column, bucket: Column) -> None:
         # stable: both ends of a message pack and unpack in this order
         order = np.argsort(bucket, kind="stable")
-        self._boxes = boxes
-        self._piece, self._box, self._target = messages.piece[order], messages.box[order], messages.target[order]
+        self._slices = slices
+        self._chunk, self._slice, self._target = messages.chunk[order], messages.tensor_slice[order], messages.target[order]
         self._size, self._source, self._bucket = messages.size[order], source[order], bucket[order]
 
     def __len__(self) -> int:
-        return len(self._piece)
+        return len(self._chunk)
 
     @overload
     def __getitem__(self, index: int) -> Move: ...
@@ -99,289 +106,270 @@ class Moves(Sequence[Move]):
 
     def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
         if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
+            return [self[position] for position in range(len(self))[index]]
         return Move(
-            int(self._piece[index]),
-            self._boxes[self._box[index]],
+            int(self._chunk[index]),
+            self._slices[self._slice[index]],
             int(self._source[index]),
             int(self._target[index]),
             int(self._bucket[index]),
             int(self._size[index]),
         )
 
-    def of(self, rank: int, pieces: Collection[int] | None = None) -> list[Move]:
-        """Those that this rank sends or receives.
+    def select_rank(self, rank: int, chunks: Collection[int] | None = None) -> list[Move]:
+        """Return the messages that this rank sends or receives.
 
         Args:
-            pieces: whose messages count; None for all.
+            rank: of the member.
+            chunks: whose messages count; None for all.
         """
-        chosen = ((self._source == rank) | (self._target == rank)) & self._among(pieces)
-        return [self[int(number)] for number in chosen.nonzero()[0]]
+        chosen = ((self._source == rank) | (self._target == rank)) & self._select(chunks)
+        return [self[int(index)] for index in chosen.nonzero()[0]]
 
-    def buckets(self, pieces: Collection[int] | None = None) -> list[int]:
-        """Numbers of the exchanges in which messages of these pieces travel between any ranks."""
-        return np.unique(self._bucket[self._among(pieces)]).tolist()
+    def buckets(self, chunks: Collection[int] | None = None) -> list[int]:
+        """Return the indexes of the exchanges that transfer these chunks between any ranks."""
+        return np.unique(self._bucket[self._select(chunks)]).tolist()
 
-    def received_by(self, rank: int, pieces: Collection[int] | None = None) -> int:
-        """Bytes of these pieces that others send to this rank."""
-        return int(self._size[(self._target == rank) & self._among(pieces)].sum())
+    def received_bytes(self, rank: int, chunks: Collection[int] | None = None) -> int:
+        """Return the bytes of these chunks that other ranks send to this rank."""
+        return int(self._size[(self._target == rank) & self._select(chunks)].sum())
 
-    def total(self, pieces: Collection[int] | None = None) -> int:
-        """Bytes of these pieces that travel between any ranks."""
-        return int(self._size[self._among(pieces)].sum())
-
-    def sent(self) -> dict[int, int]:
-        """Bytes that each sending rank sends."""
-        return self._bytes_by(self._source)
-
-    def received(self) -> dict[int, int]:
-        """Bytes that each receiving rank receives."""
-        return self._bytes_by(self._target)
-
-    def _among(self, pieces: Collection[int] | None) -> Any:
-        return np.True_ if pieces is None else np.isin(self._piece, np.fromiter(pieces, dtype=np.int64, count=len(pieces)))
-
-    def _bytes_by(self, ranks: Column) -> dict[int, int]:
-        # in whole numbers: weights of bincount are floats
-        found, inverse = np.unique(ranks, return_inverse=True)
-        total = np.zeros(len(found), dtype=np.int64)
+    def bytes_by_rank(self, side: Literal["source", "target"]) -> dict[int, int]:
+        """Return the bytes that each sending rank sends, or each receiving rank receives."""
+        # in integers: weights of bincount are floats
+        ranks, inverse = np.unique(self._source if side == "source" else self._target, return_inverse=True)
+        total = np.zeros(len(ranks), dtype=np.int64)
         np.add.at(total, inverse, self._size)
-        return dict(zip(found.tolist(), total.tolist()))
+        return dict(zip(ranks.tolist(), total.tolist()))
+
+    def _select(self, chunks: Collection[int] | None) -> npt.NDArray[np.bool_]:
+        if chunks is None:
+            return np.ones(len(self), dtype=np.bool_)
+        return np.isin(self._chunk, np.fromiter(chunks, dtype=np.int64, count=len(chunks)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A push.
+    """The plan of a weight sync.
 
     Attributes:
-        copies: (piece, rank) where the rank holds what it needs itself.
-        num_buckets: exchanges of the push; every member of the group takes part in each.
-        need_pieces: (tensor, needed box) -> the pieces that it is made of.
+        copies: (chunk, rank) where the rank has what it needs itself.
+        num_buckets: exchanges; every member of the group takes part in each.
+        need_chunks: (tensor, needed slice) -> the chunks that form it.
     """
 
     tensors: tuple[TensorInfo, ...]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
     moves: Moves
     num_buckets: int
-    need_pieces: Mapping[tuple[int, Box], tuple[int, ...]] = field(repr=False)
+    need_chunks: Mapping[tuple[int, Slice], tuple[int, ...]] = field(repr=False)
 
     @cached_property
-    def tensor_numbers(self) -> dict[str, int]:
+    def tensor_indexes(self) -> dict[str, int]:
         """Index of each tensor by its name."""
-        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+        return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
-    def sent(self) -> dict[int, int]:
-        """Bytes that each sending rank sends."""
-        return self.moves.sent()
-
-    def received(self) -> dict[int, int]:
-        """Bytes that each receiving rank receives."""
-        return self.moves.received()
+    def move_tensor(self, move: Move) -> TensorInfo:
+        """Return the tensor of a message."""
+        return self.tensors[self.chunks[move.chunk].tensor]
 
 
 def plan_transfer(
     tensors: Sequence[TensorInfo],
-    held: Boxes,
-    needed: Boxes,
+    holders: RanksBySlice,
+    needed: RanksBySlice,
     *,
     bucket_bytes: int,
-    node_of: Callable[[int], int] = lambda rank: 0,
+    find_node: Callable[[int], int] = lambda rank: 0,
 ) -> Plan:
-    """The push that gives every rank what it needs and does not hold, each byte once.
+    """Plan the transfer that gives every rank what it needs and does not have, each byte once.
 
-    A byte comes from the nearest rank that holds it: the rank itself, else one of its node, else any. Among equally near
+    A byte comes from the nearest rank that has it: the rank itself, else one of its node, else any. Among equally near
     ranks the load is spread until moving one message would not make it more even, so they differ by less than a bucket.
 
     Args:
-        tensors: in the order in which they are to travel.
-        held: boxes of one tensor do not overlap; equal boxes on several ranks are copies.
-        needed: boxes may overlap; a tensor that nobody needs may be missing.
-        bucket_bytes: most bytes that a rank sends and receives in one bucket together. What is larger is split.
-        node_of: the machine of a rank.
+        tensors: in the order of their transfer.
+        holders: slices of one tensor do not overlap; equal slices on several ranks are copies.
+        needed: slices may overlap; a tensor that no rank needs may be missing.
+        bucket_bytes: limit of the bytes that a rank sends and receives in one bucket together. Larger slices are split.
+        find_node: returns the machine of a rank.
 
     Raises:
-        PlanError: a part of what is needed is held by nobody.
+        PlanError: no rank has a part of what is needed.
     """
-    pieces: list[Piece] = []
-    numbers: dict[tuple[int, Box], int] = {}
-    need_pieces: dict[tuple[int, Box], tuple[int, ...]] = {}
+    chunks: list[Chunk] = []
+    indexes: dict[tuple[int, Slice], int] = {}
+    need_chunks: dict[tuple[int, Slice], tuple[int, ...]] = {}
     copies: list[tuple[int, int]] = []
     proving: dict[int, int] = {}
-    most_bytes = max(1, bucket_bytes // 4)  # four to a bucket: little stays empty when the next one does not fit
+    max_bytes = max(1, bucket_bytes // 4)  # four to a bucket: little stays empty when the next one does not fit
 
-    def parts_of(number: int) -> list[Box]:
-        piece = pieces[number]
-        return parts(piece.box, max(1, most_bytes // tensors[piece.tensor].itemsize))
+    def split_chunk(index: int) -> list[Slice]:
+        chunk = chunks[index]
+        return split_slice(chunk.tensor_slice, max(1, max_bytes // tensors[chunk.tensor].itemsize))
 
-    builder = MessageBuilder(parts_of)
-    senders = _Senders(builder, node_of)
-    for index, tensor in enumerate(tensors):
-        shards = [(shard, tuple(holders)) for shard, holders in held.get(tensor.name, {}).items()]
+    builder = MessageBuilder(split_chunk)
+    senders = _Senders(builder, find_node)
+    for number, tensor in enumerate(tensors):
+        shards = [(shard, tuple(ranks)) for shard, ranks in holders.get(tensor.name, {}).items()]
         for need, targets in needed.get(tensor.name, {}).items():
-            found, made_of = 0, []
-            for shard, holders in shards:
-                box = need if need == shard else intersection(need, shard)
-                if box is None:
+            num_covered, covering = 0, []
+            for shard, ranks in shards:
+                tensor_slice = need if need == shard else intersect(need, shard)
+                if tensor_slice is None:
                     continue
-                size = volume(box)
-                found += size
-                # different needs may cut the same piece out of a shard, which is then summed once
-                number = numbers.get((index, box))
-                if number is None:
-                    number = numbers[index, box] = len(pieces)
-                    # any copy would do: the work of summing is spread by bytes
-                    prover = min(holders, key=lambda rank: proving.get(rank, 0))
+                size = num_elements(tensor_slice)
+                num_covered += size
+                # different needs may intersect a shard in the same chunk, which is then summed once
+                index = indexes.get((number, tensor_slice))
+                if index is None:
+                    index = indexes[number, tensor_slice] = len(chunks)
+                    # any copy works: the sums are spread by bytes
+                    prover = min(ranks, key=lambda rank: proving.get(rank, 0))
                     proving[prover] = proving.get(prover, 0) + size * tensor.itemsize
-                    pieces.append(Piece(index, box, prover))
-                made_of.append(number)
+                    chunks.append(Chunk(number, tensor_slice, prover))
+                covering.append(index)
                 for target in targets:
-                    group = senders.of(holders, target)
+                    group = senders.find_group(ranks, target)
                     if group is None:
-                        copies.append((number, target))
+                        copies.append((index, target))
                     else:
-                        builder.add(number, target, group)
+                        builder.add(index, target, group)
             # shards do not overlap, so counting elements is enough
-            if found != volume(need):
+            if num_covered != num_elements(need):
                 raise PlanError(
                     f"resharding: ranks {list(targets)[:4]} need {need} of {tensor.name}, of which training ranks hold "
-                    f"{found} of {volume(need)} elements."
+                    f"{num_covered} of {num_elements(need)} elements."
                 )
-            need_pieces[index, need] = tuple(made_of)
-    messages = builder.messages(lambda number, box: volume(box) * tensors[pieces[number].tensor].itemsize)
+            need_chunks[number, need] = tuple(covering)
+    messages = builder.messages(lambda index, part: num_elements(part) * tensors[chunks[index].tensor].itemsize)
     source = messages.choose_senders()
-    bucket = messages.fill_buckets(source, bucket_bytes, most_bytes)
-    moves = Moves(messages, builder.boxes, source, bucket)
+    bucket = messages.fill_buckets(source, bucket_bytes, max_bytes)
+    moves = Moves(messages, builder.slices, source, bucket)
     # -1 without messages: no exchange at all
-    return Plan(tuple(tensors), tuple(pieces), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_pieces)
+    return Plan(tuple(tensors), tuple(chunks), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_chunks)
 
 
 class _Senders:
-    """Who may send to whom; looked up once for each pair, since the tensors of all layers lie on the same ranks."""
+    """Senders for each target; computed once for each pair, since the tensors of all layers are on the same ranks."""
 
-    def __init__(self, builder: MessageBuilder, node_of: Callable[[int], int]) -> None:
-        self._builder, self._node_of = builder, node_of
-        self._known: dict[tuple[tuple[int, ...], int], int | None] = {}
+    def __init__(self, builder: MessageBuilder, find_node: Callable[[int], int]) -> None:
+        self._builder, self._find_node = builder, find_node
+        self._groups: dict[tuple[tuple[int, ...], int], int | None] = {}
 
-    def of(self, holders: tuple[int, ...], target: int) -> int | None:
-        """The group of the nearest holders; None where the target is one itself."""
+    def find_group(self, holders: tuple[int, ...], target: int) -> int | None:
+        """Return the group of the nearest holders; None where the target is one itself."""
         key = (holders, target)
-        if key not in self._known:
+        if key not in self._groups:
             if target in holders:
-                self._known[key] = None
+                self._groups[key] = None
             else:
-                near = [rank for rank in holders if self._node_of(rank) == self._node_of(target)]
-                self._known[key] = self._builder.group(near or holders)
-        return self._known[key]
-
-
-Column = npt.NDArray[np.int64]
-#: messages up to which the loops run as they stand: to import numba takes longer
-_UNCOMPILED = 10_000
+                near = [rank for rank in holders if self._find_node(rank) == self._find_node(target)]
+                self._groups[key] = self._builder.group(near or holders)
+        return self._groups[key]
 
 
 @dataclass
 class MessageList:
-    """Messages whose sender and exchange are still to be chosen, in the order in which they are to travel.
+    """Messages without sender and exchange yet, in the order of their transfer.
 
     Attributes:
-        piece, box, target, group, size: of each message: indexes of its piece and its box, the rank that receives, index of the
-            ranks that may send, bytes.
+        chunk, tensor_slice, target, group, size: of each message: indexes of its chunk and its slice, the rank that receives,
+            index of the ranks that may send, bytes.
         groups: ranks that may send; equal ones have one index.
     """
 
-    piece: Column
-    box: Column
+    chunk: Column
+    tensor_slice: Column
     target: Column
     group: Column
     size: Column
     groups: Sequence[Sequence[int]]
 
     def choose_senders(self) -> Column:
-        """The sender of each message, such that no message could move to another one and even out the two."""
-        if not len(self.piece):
-            return self.piece
+        """Return the sender of each message, such that no message could move to another one and even out the two."""
+        if not len(self.chunk):
+            return self.chunk
         first = np.cumsum([0, *(len(ranks) for ranks in self.groups)])
         ranks = np.array([rank for ranks in self.groups for rank in ranks], dtype=np.int64)
         # stable, because every rank makes the plan for itself and all must come to the same one
         largest_first = np.argsort(-self.size, kind="stable")
-        return _loop(_senders, len(self.piece))(self.group, self.size, largest_first, first.astype(np.int64), ranks)
+        loop = _choose_senders if len(self.chunk) <= _UNCOMPILED else _compile(_choose_senders)
+        return loop(self.group, self.size, largest_first, first.astype(np.int64), ranks)
 
-    def fill_buckets(self, source: Column, bucket_bytes: int, most_bytes: int) -> Column:
-        """The exchange of each message: the first one with room on both its ranks.
+    def fill_buckets(self, source: Column, bucket_bytes: int, max_bytes: int) -> Column:
+        """Return the exchange of each message: the first one with room on both its ranks.
 
         Args:
+            source: the sender of each message.
             bucket_bytes: room on a rank, for what it sends and receives together.
-            most_bytes: of a message, but for those of one element.
+            max_bytes: limit of a message, but for those of one element.
         """
-        if not len(self.piece):
-            return self.piece
+        if not len(self.chunk):
+            return self.chunk
         num_ranks = 1 + max(int(source.max()), int(self.target.max()))
-        return _loop(_buckets, len(self.piece))(source, self.target, self.size, num_ranks, bucket_bytes, most_bytes)
+        loop = _fill_buckets if len(self.chunk) <= _UNCOMPILED else _compile(_fill_buckets)
+        return loop(source, self.target, self.size, num_ranks, bucket_bytes, max_bytes)
 
 
 class MessageBuilder:
-    """Collects what each rank gets of each piece."""
+    """Collects the chunks that each rank receives.
 
-    def __init__(self, parts_of: Callable[[int], Sequence[Any]]) -> None:
-        """
-        Args:
-            parts_of: the boxes that a piece is sent in, by its index; asked once for each that is sent.
-        """
-        self._parts_of = parts_of
-        self.boxes: list[Any] = []
+    Args:
+        split: returns the slices that a chunk is sent in, by its index; called once for each that is sent.
+    """
+
+    def __init__(self, split: Callable[[int], Sequence[Slice]]) -> None:
+        self._split = split
+        self.slices: list[Slice] = []
         self._first: dict[int, tuple[int, int]] = {}
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def group(self, ranks: Sequence[int]) -> int:
-        """The index of ranks that may send."""
+        """Return the index of ranks that may send."""
         return self._groups.setdefault(tuple(ranks), len(self._groups))
 
-    def add(self, piece: int, target: int, group: int) -> None:
-        """The target gets all parts of the piece from one of the group each."""
-        if piece not in self._first:
-            parts = self._parts_of(piece)
-            self._first[piece] = len(self.boxes), len(parts)
-            self.boxes += parts
-        self._rows.append((piece, target, group, *self._first[piece]))
+    def add(self, chunk: int, target: int, group: int) -> None:
+        """Add the messages of a chunk to the target, each from one rank of the group."""
+        if chunk not in self._first:
+            parts = self._split(chunk)
+            self._first[chunk] = len(self.slices), len(parts)
+            self.slices += parts
+        self._rows.append((chunk, target, group, *self._first[chunk]))
 
-    def messages(self, bytes_of: Callable[[int, Any], int]) -> MessageList:
-        """All of them, in the order of the calls.
+    def messages(self, count_bytes: Callable[[int, Slice], int]) -> MessageList:
+        """Return all messages, in the order of the calls.
 
         Args:
-            bytes_of: of a part of the piece with this index.
+            count_bytes: returns the bytes of a part of the chunk with this index.
         """
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
         counts = rows[:, 4]
-        piece, target, group, first = (np.repeat(rows[:, column], counts) for column in range(4))
+        chunk, target, group, first = (np.repeat(rows[:, column], counts) for column in range(4))
         before = np.repeat(np.cumsum(counts) - counts, counts)
-        box = first + np.arange(len(piece)) - before
-        sizes = np.zeros(len(self.boxes), dtype=np.int64)
-        for number, (start, count) in self._first.items():
-            sizes[start : start + count] = [bytes_of(number, part) for part in self.boxes[start : start + count]]
-        return MessageList(piece, box, target, group, sizes[box], list(self._groups))
-
-
-def _loop(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The function itself, or compiled for so many messages."""
-    return function if count <= _UNCOMPILED else _compiled(function)
+        tensor_slice = first + np.arange(len(chunk)) - before
+        sizes = np.zeros(len(self.slices), dtype=np.int64)
+        for index, (start, count) in self._first.items():
+            sizes[start : start + count] = [count_bytes(index, part) for part in self.slices[start : start + count]]
+        return MessageList(chunk, tensor_slice, target, group, sizes[tensor_slice], list(self._groups))
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(loop: Callable[..., Column]) -> Callable[..., Column]:
     import numba  # brings LLVM
 
-    compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+    compiled: Callable[..., Column] = numba.njit(cache=True)(loop)
     return compiled
 
 
-def _senders(group: Column, size: Column, largest_first: Column, first: Column, ranks: Column) -> Any:
+def _choose_senders(group: Column, size: Column, largest_first: Column, first: Column, ranks: Column) -> Column:
     load = np.zeros(ranks.max() + 1, dtype=np.int64)
     source = np.full(group.size, -1, dtype=np.int64)
     for message in range(group.size):
         start = first[group[message]]
-        # those without a choice first: the others even out what these leave
+        # those without a choice first: the others even out their load
         if first[group[message] + 1] - start == 1:
             source[message] = ranks[start]
             load[ranks[start]] += size[message]
@@ -389,9 +377,9 @@ def _senders(group: Column, size: Column, largest_first: Column, first: Column, 
         start, stop = first[group[message]], first[group[message] + 1]
         if stop - start > 1:
             lightest = ranks[start]
-            for place in range(start + 1, stop):
-                if load[ranks[place]] < load[lightest]:
-                    lightest = ranks[place]
+            for index in range(start + 1, stop):
+                if load[ranks[index]] < load[lightest]:
+                    lightest = ranks[index]
             source[message] = lightest
             load[lightest] += size[message]
     changed = True
@@ -402,9 +390,9 @@ def _senders(group: Column, size: Column, largest_first: Column, first: Column, 
             if stop - start == 1:
                 continue
             other = ranks[start]
-            for place in range(start + 1, stop):
-                if load[ranks[place]] < load[other]:
-                    other = ranks[place]
+            for index in range(start + 1, stop):
+                if load[ranks[index]] < load[other]:
+                    other = ranks[index]
             if load[source[message]] - load[other] > size[message]:
                 load[source[message]] -= size[message]
                 load[other] += size[message]
@@ -413,17 +401,17 @@ def _senders(group: Column, size: Column, largest_first: Column, first: Column, 
     return source
 
 
-def _buckets(source: Column, target: Column, size: Column, num_ranks: int, bucket_bytes: int, most_bytes: int) -> Any:
+def _fill_buckets(source: Column, target: Column, size: Column, num_ranks: int, bucket_bytes: int, max_bytes: int) -> Column:
     load = np.zeros((num_ranks, 64), dtype=np.int64)
     first_open = np.zeros(num_ranks, dtype=np.int64)
     buckets = np.empty(size.size, dtype=np.int64)
     for message in range(size.size):
         one, other = source[message], target[message]
-        # a message that is larger than a bucket travels alone
+        # a message that is larger than a bucket gets one of its own
         room = max(bucket_bytes, size[message]) - size[message]
         bucket = max(first_open[one], first_open[other])
         while True:
-            if bucket >= load.shape[1] - 1:  # one column stays free for whoever looks past the last
+            if bucket >= load.shape[1] - 1:  # one column stays free for the searches below, which read past the last
                 wider = np.zeros((num_ranks, 2 * load.shape[1]), dtype=np.int64)
                 wider[:, : load.shape[1]] = load
                 load = wider
@@ -434,8 +422,8 @@ def _buckets(source: Column, target: Column, size: Column, num_ranks: int, bucke
         for rank in (one, other):
             load[rank, bucket] += size[message]
             opened = first_open[rank]
-            while load[rank, opened] > 0 and load[rank, opened] + most_bytes > bucket_bytes:
+            while load[rank, opened] > 0 and load[rank, opened] + max_bytes > bucket_bytes:
                 opened += 1
-            # buckets before it have no room for another message, so later searches do not begin at the first one
+            # buckets before it have no room for another message, so later searches start after them
             first_open[rank] = opened
     return buckets

@@ -43,7 +43,7 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     pushed = dict(stream.named_tensors(torch.bfloat16))
     assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
     assert pushed["model.norm.weight"].dtype == torch.bfloat16
-    plan, dtypes = stream.whole_plan(torch.bfloat16)
+    plan, dtypes = stream.plan_full_tensors(torch.bfloat16)
     chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
     sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}

@@ -171,7 +171,7 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     before = base_of(engine)
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
-    plan, dtypes = stream.whole_plan(torch.bfloat16)
+    plan, dtypes = stream.plan_full_tensors(torch.bfloat16)
     chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
     sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert_same(base_of(engine), before)

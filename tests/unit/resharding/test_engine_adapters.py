@@ -10,10 +10,10 @@ from torch import nn
 
 from mindspeed_rl.resharding.adapters import (
     BaseLoader,
-    adapter_arguments,
-    differing_adapters,
-    held_adapters,
-    sent_adapters,
+    build_adapter_arguments,
+    find_differing_adapters,
+    sum_loaded_adapters,
+    sum_sent_adapters,
 )
 
 
@@ -60,28 +60,28 @@ def rank(columns: slice, rows: slice, fault: float = 0.0) -> Any:
     """What a tensor rank holds: B of k and v cut by rows, A of o by columns; the scale of 2 is in B."""
     kv = Wrapped(*((a, 2.0 * b[rows]) for a, b in (K, V)))
     kv.lora_b_stacked[1][0, 0, 0, 0] += fault
-    return held_adapters(Model(kv_proj=kv, o_proj=Wrapped((O[0][:, columns], 2.0 * O[1]))))
+    return sum_loaded_adapters(Model(kv_proj=kv, o_proj=Wrapped((O[0][:, columns], 2.0 * O[1]))))
 
 
 def test_two_ranks_hold_an_adapter_together_or_each_whole_or_with_repeated_heads() -> None:
-    sent = sent_adapters(FILE, 2.0, torch.float32)
+    sent = sum_sent_adapters(FILE, 2.0, torch.float32)
     assert set(sent) == {"attn.k_proj", "attn.v_proj", "attn.o_proj"}
     half = [rank(slice(0, 2), slice(0, 3)), rank(slice(2, 4), slice(3, 6))]
-    assert differing_adapters(half, sent) == []
-    assert differing_adapters([rank(slice(None), slice(None))], sent) == []
+    assert find_differing_adapters(half, sent) == []
+    assert find_differing_adapters([rank(slice(None), slice(None))], sent) == []
     repeated = [rank(slice(0, 2), slice(0, 3)), rank(slice(2, 4), slice(3, 6))] * 2
-    assert differing_adapters(repeated, sent) == []
+    assert find_differing_adapters(repeated, sent) == []
 
 
 @pytest.mark.parametrize("fault", [0.5, -1e-3])
 def test_a_changed_missing_or_foreign_adapter_is_named(fault: float) -> None:
-    sent = sent_adapters(FILE, 2.0, torch.float32)
+    sent = sum_sent_adapters(FILE, 2.0, torch.float32)
     half = [rank(slice(0, 2), slice(0, 3), fault), rank(slice(2, 4), slice(3, 6))]
-    assert differing_adapters(half, sent) == ["attn.v_proj"]
-    assert differing_adapters([rank(slice(0, 2), slice(0, 3))], sent) == ["attn.k_proj", "attn.v_proj", "attn.o_proj"]
+    assert find_differing_adapters(half, sent) == ["attn.v_proj"]
+    assert find_differing_adapters([rank(slice(0, 2), slice(0, 3))], sent) == ["attn.k_proj", "attn.v_proj", "attn.o_proj"]
     fewer = {name: sums for name, sums in sent.items() if name != "attn.o_proj"}
-    assert differing_adapters([rank(slice(None), slice(None))], fewer) == ["attn.o_proj"]
-    assert differing_adapters([{}], fewer) == ["attn.k_proj", "attn.v_proj"]
+    assert find_differing_adapters([rank(slice(None), slice(None))], fewer) == ["attn.o_proj"]
+    assert find_differing_adapters([{}], fewer) == ["attn.k_proj", "attn.v_proj"]
 
 
 def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() -> None:
@@ -95,4 +95,4 @@ def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
 def test_an_engine_has_room_for_the_next_larger_rank(rank: int, room: int) -> None:
-    assert adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    assert build_adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}

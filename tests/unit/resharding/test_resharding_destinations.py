@@ -9,7 +9,7 @@ from test_resharding_plan import CONFIGS, ops_of
 from torch import nn
 
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes
+from mindspeed_rl.resharding.layouts import InferenceLayout, inference_slices
 
 SHAPES = {
     "q": (8, 6),
@@ -65,11 +65,11 @@ class Fused(nn.Module):
 def test_boxes_are_read_and_a_loader_that_deals_out_rows_keeps_its_tensors(dtype: torch.dtype) -> None:
     model = Fused(dtype)
     found = read_destinations(model, model.load_weights, SHAPES, torch.bfloat16)
-    assert {(entry.tensor, entry.box) for entry in found.entries} == {
+    assert {(entry.tensor, entry.tensor_slice) for entry in found.entries} == {
         ("q", ((4, 8), (0, 6))), ("k", ((1, 3), (0, 6))), ("norm", ((0, 6),)), ("bias", ((4, 8),)), ("score", ((0, 1), (0, 6))),
         ("head", ((10000, 20000), (0, 6))), ("wide", ((0, 2), (10000, 20000))),
     }  # fmt: skip
-    assert set(found.whole) == {"held.odd"}
+    assert set(found.loaded) == {"held.odd"}
     assert set(found.dtypes.values()) == {dtype}, "tensors travel as what the engine stores"
 
 
@@ -88,7 +88,7 @@ def test_an_entry_is_a_view_of_the_elements_that_the_loader_writes() -> None:
     parameters = dict(model.named_parameters())
     for entry in found.entries:
         held = entry.view(parameters[entry.parameter].data)
-        assert torch.equal(held, tensors[entry.tensor][tuple(slice(*side) for side in entry.box)])
+        assert torch.equal(held, tensors[entry.tensor][tuple(slice(*side) for side in entry.tensor_slice)])
         assert held.untyped_storage().data_ptr() == parameters[entry.parameter].untyped_storage().data_ptr()
 
 
@@ -103,11 +103,11 @@ def test_the_stated_layout_is_what_an_engine_reads_out(name: str, tp: int, exper
     kv_heads = {"few heads": 2, "latent": 8}.get(name, 4)
     count = 8 if experts else 0
     sharing = max(1, expert_ranks // tp)
-    stated = inference_boxes(ops, InferenceLayout(tp, sharing, expert_ranks > 1, sharing), num_experts=count)
+    stated = inference_slices(ops, InferenceLayout(tp, sharing, expert_ranks > 1, sharing), num_experts=count)
     for rank in range(max(tp, expert_ranks)):
         at = EngineRank(tp, rank % tp, 8, kv_heads, count, expert_ranks, rank % expert_ranks)
         engine = EngineModel(shapes, at)
         found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
         assert set(found.needs()) == {
-            (hf, box) for hf, boxes in stated.items() for box, ranks in boxes.items() if rank in ranks
+            (hf, tensor_slice) for hf, slices in stated.items() for tensor_slice, ranks in slices.items() if rank in ranks
         }

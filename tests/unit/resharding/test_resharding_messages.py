@@ -51,19 +51,19 @@ def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: 
 
 
 def drawn(seed: int) -> tuple[MessageList, list[tuple[int, ...]], list[int], list[int]]:
-    """Messages of pieces in one to three parts, for ranks 4 to 7 from some of ranks 0 to 3."""
+    """Messages of chunks in one to three parts, for ranks 4 to 7 from some of ranks 0 to 3."""
     dice = random.Random(seed)
-    pieces = [[dice.randint(1, 40) for _ in range(dice.randint(1, 3))] for _ in range(40)]
-    builder = MessageBuilder(lambda piece: pieces[piece])
+    chunks = [[dice.randint(1, 40) for _ in range(dice.randint(1, 3))] for _ in range(40)]
+    builder = MessageBuilder(lambda chunk: chunks[chunk])
     senders, targets, sizes = [], [], []
-    for piece, parts in enumerate(pieces):
+    for chunk, parts in enumerate(chunks):
         ranks = tuple(sorted(dice.sample(range(4), dice.randint(1, 4))))
         for target in sorted(dice.sample(range(4, 8), dice.randint(1, 4))):
-            builder.add(piece, target, builder.group(ranks))
+            builder.add(chunk, target, builder.group(ranks))
             senders += [ranks] * len(parts)
             targets += [target] * len(parts)
             sizes += parts
-    return builder.messages(lambda piece, part: part), senders, targets, sizes
+    return builder.messages(lambda chunk, part: part), senders, targets, sizes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,5 +80,5 @@ def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, mo
 
 
 def test_no_messages_need_nothing() -> None:
-    messages = MessageBuilder(lambda piece: []).messages(lambda piece, part: 1)
-    assert messages.choose_senders().tolist() == [] and messages.fill_buckets(messages.piece, 10, 2).tolist() == []
+    messages = MessageBuilder(lambda chunk: []).messages(lambda chunk, part: 1)
+    assert messages.choose_senders().tolist() == [] and messages.fill_buckets(messages.chunk, 10, 2).tolist() == []

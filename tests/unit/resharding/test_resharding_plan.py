@@ -18,16 +18,16 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.resharding.layouts import (
-    Box,
     InferenceLayout,
-    inference_boxes,
-    intersection,
-    lengths,
-    parts,
-    training_boxes,
-    training_places,
-    volume,
-    whole,
+    Slice,
+    full_slice,
+    inference_slices,
+    intersect,
+    num_elements,
+    rank_positions,
+    slice_shape,
+    split_slice,
+    training_slices,
 )
 from mindspeed_rl.resharding.transfer_plan import Plan, PlanError, TensorInfo, plan_transfer
 
@@ -61,14 +61,14 @@ class Pair:
     """A model, where its weights are trained and where they are needed."""
 
     tensors: list[TensorInfo]
-    held: Mapping[str, Mapping[Box, Sequence[int]]]
-    needed: Mapping[str, Mapping[Box, Sequence[int]]]
+    held: Mapping[str, Mapping[Slice, Sequence[int]]]
+    needed: Mapping[str, Mapping[Slice, Sequence[int]]]
     bucket: int
     node_size: int
 
     def plan(self) -> Plan:
         return plan_transfer(
-            self.tensors, self.held, self.needed, bucket_bytes=self.bucket, node_of=lambda rank: rank // self.node_size
+            self.tensors, self.held, self.needed, bucket_bytes=self.bucket, find_node=lambda rank: rank // self.node_size
         )
 
 
@@ -104,11 +104,11 @@ def draw(seed: int) -> Pair | None:
     try:
         for op in ops:
             op.check_divisible(layout.expert_tp_size if op.axis == "etp" else tp)
-        needed = inference_boxes(ops, infer, num_experts=8 if moe else 0, first_rank=first)
-        places = training_places(layout, world, cp=cp, order=dice.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")))
+        needed = inference_slices(ops, infer, num_experts=8 if moe else 0, first_rank=first)
+        places = rank_positions(layout, world, cp=cp, order=dice.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")))
     except (ValueError, AssertionError):
         return None
-    held = training_boxes(ops, layout, places)
+    held = training_slices(ops, layout, places)
     shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     tensors = [TensorInfo(name, shape, 2 if "bias" not in name else 4) for name, shape in shapes.items()]
     return Pair(tensors, held, needed, dice.choice((300, 1 << 12, 1 << 14, 1 << 20)), dice.choice((2, 4, 1000)))
@@ -121,19 +121,19 @@ def pairs() -> dict[int, tuple[Pair, Plan]]:
     return {seed: (pair, pair.plan()) for seed, pair in drawn.items() if pair is not None}
 
 
-def counted(shape: tuple[int, ...], boxes: Iterable[Box]) -> numpy.ndarray:
-    """How often each element is in one of the boxes."""
+def counted(shape: tuple[int, ...], slices: Iterable[Slice]) -> numpy.ndarray:
+    """How often each element is in one of the slices."""
     times = numpy.zeros(shape, dtype=numpy.int16)
-    for box in boxes:
-        times[tuple(slice(*side) for side in box)] += 1
+    for tensor_slice in slices:
+        times[tuple(slice(*side) for side in tensor_slice)] += 1
     return times
 
 
-def ranks_by_box(boxes: Mapping[Box, Sequence[int]]) -> dict[int, list[Box]]:
-    found: dict[int, list[Box]] = {}
-    for box, ranks in boxes.items():
+def ranks_by_box(slices: Mapping[Slice, Sequence[int]]) -> dict[int, list[Slice]]:
+    found: dict[int, list[Slice]] = {}
+    for tensor_slice, ranks in slices.items():
         for rank in ranks:
-            found.setdefault(rank, []).append(box)
+            found.setdefault(rank, []).append(tensor_slice)
     return found
 
 
@@ -141,21 +141,23 @@ def test_every_rank_ends_with_exactly_its_bytes() -> None:
     """A simulation element by element: what is held and what arrives is what is needed, and arrives once."""
     assert len(pairs()) > 200
     for seed, (pair, plan) in pairs().items():
-        arrived: dict[tuple[int, int], list[Box]] = {}
-        local: dict[tuple[int, int], list[Box]] = {}
+        arrived: dict[tuple[int, int], list[Slice]] = {}
+        local: dict[tuple[int, int], list[Slice]] = {}
         holds = {info.name: ranks_by_box(pair.held[info.name]) for info in plan.tensors}
         for number, rank in plan.copies:
-            piece = plan.pieces[number]
-            local.setdefault((rank, piece.tensor), []).append(piece.box)
+            chunk = plan.chunks[number]
+            local.setdefault((rank, chunk.tensor), []).append(chunk.tensor_slice)
         for move in plan.moves:
-            piece = plan.pieces[move.piece]
-            assert intersection(move.box, piece.box) == move.box
-            arrived.setdefault((move.target, piece.tensor), []).append(move.box)
-            sources = holds[plan.tensors[piece.tensor].name][move.source]
-            assert any(intersection(box, move.box) == move.box for box in sources), "sent by a rank that does not hold it"
+            chunk = plan.chunks[move.chunk]
+            assert intersect(move.tensor_slice, chunk.tensor_slice) == move.tensor_slice
+            arrived.setdefault((move.target, chunk.tensor), []).append(move.tensor_slice)
+            sources = holds[plan.tensors[chunk.tensor].name][move.source]
+            assert any(intersect(tensor_slice, move.tensor_slice) == move.tensor_slice for tensor_slice in sources), (
+                "sent by a rank that does not hold it"
+            )
         for tensor, info in enumerate(plan.tensors):
-            for rank, boxes in ranks_by_box(pair.needed.get(info.name, {})).items():
-                wanted = counted(info.shape, boxes).clip(max=1)
+            for rank, slices in ranks_by_box(pair.needed.get(info.name, {})).items():
+                wanted = counted(info.shape, slices).clip(max=1)
                 here = counted(info.shape, holds[info.name].get(rank, [])).clip(max=1)
                 got = counted(info.shape, arrived.pop((rank, tensor), []))
                 copied = counted(info.shape, local.pop((rank, tensor), []))
@@ -168,7 +170,7 @@ def test_buckets_hold_their_bytes_on_each_rank() -> None:
     for seed, (pair, plan) in pairs().items():
         load: Counter[tuple[int, int]] = Counter()
         for move in plan.moves:
-            size = volume(move.box) * plan.tensors[plan.pieces[move.piece].tensor].itemsize
+            size = num_elements(move.tensor_slice) * plan.tensors[plan.chunks[move.chunk].tensor].itemsize
             assert move.num_bytes == size
             load[move.source, move.bucket] += size
             load[move.target, move.bucket] += size
@@ -184,13 +186,17 @@ def test_buckets_hold_their_bytes_on_each_rank() -> None:
 
 def test_senders_are_the_nearest_and_differ_by_less_than_a_bucket() -> None:
     for seed, (pair, plan) in pairs().items():
-        sent = plan.sent()
+        sent = plan.moves.bytes_by_rank("source")
         holders_of = [
-            next(ranks for box, ranks in pair.held[plan.tensors[p.tensor].name].items() if intersection(box, p.box) == p.box)
-            for p in plan.pieces
+            next(
+                ranks
+                for tensor_slice, ranks in pair.held[plan.tensors[p.tensor].name].items()
+                if intersect(tensor_slice, p.tensor_slice) == p.tensor_slice
+            )
+            for p in plan.chunks
         ]
         for move in plan.moves:
-            holders = holders_of[move.piece]
+            holders = holders_of[move.chunk]
             assert move.target not in holders
             near = [rank for rank in holders if rank // pair.node_size == move.target // pair.node_size]
             assert move.source in (near or holders), f"seed {seed}"
@@ -201,25 +207,25 @@ def test_senders_are_the_nearest_and_differ_by_less_than_a_bucket() -> None:
 def test_equal_layouts_move_nothing() -> None:
     ops = ops_of("few heads")
     layout = Layout(num_layers=4, tp=2)
-    held = training_boxes(ops, layout, training_places(layout, 4))
+    held = training_slices(ops, layout, rank_positions(layout, 4))
     tensors = [TensorInfo(name, shape, 2) for op in ops for name, shape in zip(op.hf, op.shapes)]
-    plan = plan_transfer(tensors, held, inference_boxes(ops, InferenceLayout(2, 2)), bucket_bytes=1 << 20)
-    moved = {plan.tensors[plan.pieces[move.piece].tensor].name for move in plan.moves}
+    plan = plan_transfer(tensors, held, inference_slices(ops, InferenceLayout(2, 2)), bucket_bytes=1 << 20)
+    moved = {plan.tensors[plan.chunks[move.chunk].tensor].name for move in plan.moves}
     assert moved == {"model.embed_tokens.weight", "lm_head.weight"}  # the engine pads 40 rows to 64, the trainer does not
 
 
 def test_a_rank_of_a_pipeline_gets_the_other_stages_and_nothing_else() -> None:
     ops = ops_of("few heads")
     layout = Layout(num_layers=4, pp=2)
-    held = training_boxes(ops, layout, training_places(layout, 2))
+    held = training_slices(ops, layout, rank_positions(layout, 2))
     shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
-    plan = plan_transfer(tensors, held, inference_boxes(ops, InferenceLayout(1, 2)), bucket_bytes=1 << 20)
-    size = {name: 2 * volume(whole(shape)) for name, shape in shapes.items()}
+    plan = plan_transfer(tensors, held, inference_slices(ops, InferenceLayout(1, 2)), bucket_bytes=1 << 20)
+    size = {name: 2 * num_elements(full_slice(shape)) for name, shape in shapes.items()}
     second = [
         name for name in size if "layers.2." in name or "layers.3." in name or name in ("model.norm.weight", "lm_head.weight")
     ]
-    assert plan.received() == {
+    assert plan.moves.bytes_by_rank("target") == {
         0: sum(size[name] for name in second),
         1: sum(size.values()) - sum(size[name] for name in second),
     }
@@ -227,23 +233,23 @@ def test_a_rank_of_a_pipeline_gets_the_other_stages_and_nothing_else() -> None:
 
 def test_copies_on_data_parallel_ranks_share_the_sending() -> None:
     tensors = [TensorInfo("w", (64, 8), 2)]
-    held = {"w": {whole((64, 8)): [0, 1, 2, 3]}}
-    needed = {"w": {whole((64, 8)): list(range(4, 8))}}
+    held = {"w": {full_slice((64, 8)): [0, 1, 2, 3]}}
+    needed = {"w": {full_slice((64, 8)): list(range(4, 8))}}
     plan = plan_transfer(tensors, held, needed, bucket_bytes=512)
-    assert plan.sent() == dict.fromkeys(range(4), 1024) and plan.received() == dict.fromkeys(range(4, 8), 1024)
+    assert plan.moves.bytes_by_rank("source") == dict.fromkeys(range(4), 1024) and plan.moves.bytes_by_rank("target") == dict.fromkeys(range(4, 8), 1024)
 
 
 def test_a_tensor_that_is_larger_than_a_bucket_is_split_evenly() -> None:
     tensors = [TensorInfo("w", (10, 6), 4)]
-    plan = plan_transfer(tensors, {"w": {whole((10, 6)): [0]}}, {"w": {whole((10, 6)): [1]}}, bucket_bytes=200)
+    plan = plan_transfer(tensors, {"w": {full_slice((10, 6)): [0]}}, {"w": {full_slice((10, 6)): [1]}}, bucket_bytes=200)
     assert sum(move.num_bytes for move in plan.moves) == 240
-    assert {lengths(move.box) for move in plan.moves} == {(2, 6)} and plan.num_buckets == 2
+    assert {slice_shape(move.tensor_slice) for move in plan.moves} == {(2, 6)} and plan.num_buckets == 2
 
 
 def test_parts_follow_the_order_of_the_elements() -> None:
-    box = ((2, 5), (1, 8))
-    assert parts(box, 3)[:4] == [((2, 3), (1, 3)), ((2, 3), (3, 5)), ((2, 3), (5, 8)), ((3, 4), (1, 3))]
-    assert parts(box, 21) == [box]
+    tensor_slice = ((2, 5), (1, 8))
+    assert split_slice(tensor_slice, 3)[:4] == [((2, 3), (1, 3)), ((2, 3), (3, 5)), ((2, 3), (5, 8)), ((3, 4), (1, 3))]
+    assert split_slice(tensor_slice, 21) == [tensor_slice]
 
 
 def test_what_nobody_holds_is_an_error_that_names_it() -> None:
@@ -254,4 +260,4 @@ def test_what_nobody_holds_is_an_error_that_names_it() -> None:
 
 def test_ranks_that_cannot_hold_the_layout_are_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks cannot hold tensor 4"):
-        training_places(Layout(num_layers=4, tp=4), 6)
+        rank_positions(Layout(num_layers=4, tp=4), 6)

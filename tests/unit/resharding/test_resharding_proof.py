@@ -1,4 +1,4 @@
-"""Bit sums add up over pieces and move with every bit; the check names what was not delivered."""
+"""Bit sums add up over chunks and move with every bit; the check names what was not delivered."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine_model import EngineModel, EngineRank
 
 from mindspeed_rl.resharding.bit_sums import bit_sum, ordered_sums
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import world_exchange
-from mindspeed_rl.resharding.layouts import Box, whole
+from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError
-from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.transfer import Sources
 
 
@@ -38,8 +38,8 @@ def test_changes_that_move_bit_patterns_up_and_down_alike_do_not_cancel() -> Non
 
 def test_large_tensors_are_summed_in_pieces() -> None:
     tensor = torch.randn((1 << 22) + 3)
-    pieces = (tensor[:1000], tensor[1000:])
-    assert bit_sum(tensor) == sum(map(bit_sum, pieces)) % 2**64
+    chunks = (tensor[:1000], tensor[1000:])
+    assert bit_sum(tensor) == sum(map(bit_sum, chunks)) % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,12 +95,12 @@ class Held:
 
     tensors: dict[str, torch.Tensor]
 
-    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
-        for _, view in self.views(name, box):
+    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor) -> None:
+        for _, view in self.views(name, tensor_slice):
             out.copy_(view)
 
-    def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        yield box, self.tensors[name][tuple(slice(*side) for side in box)]
+    def views(self, name: str, tensor_slice: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:
+        yield tensor_slice, self.tensors[name][tuple(slice(*side) for side in tensor_slice)]
 
     def forget_merged(self) -> None:
         pass
@@ -121,12 +121,12 @@ def pushed(trained: dict[str, torch.Tensor]) -> tuple[WeightPush, EngineModel]:
     """An engine that fuses, pads, stacks and transposes, filled from these tensors."""
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3, transposed=True))
-    held = {name: {whole(shape): [0]} for name, shape in shapes.items()}
+    held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
     sources = cast(Sources, Held(trained))
     push = WeightPush(
-        Trained(held, shapes, sources, torch.device("cpu"), 1 << 20),
+        TrainedWeights(held, shapes, sources, torch.device("cpu"), 1 << 20),
         read_destinations(engine, engine.load_weights, shapes, torch.float32),
-        world_exchange(),
+        build_world_exchange(),
     )
     push.write(engine)
     return push, engine
@@ -175,13 +175,13 @@ def test_a_tensor_without_a_place_and_a_place_without_a_tensor_are_named(group: 
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     engine = EngineModel({k: v for k, v in shapes.items() if k != "embed_tokens.weight"}, EngineRank(1, 0, num_experts=3))
     found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
-    held = {name: {whole(shape): [0]} for name, shape in shapes.items()}
-    side = Trained(held, shapes, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
+    held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
+    side = TrainedWeights(held, shapes, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
     with pytest.raises(WeightDeliveryError, match=r"no parameter for 1 tensors, for example embed_tokens\.weight"):
-        WeightPush(side, found, world_exchange())
+        WeightPush(side, found, build_world_exchange())
     engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3))
     fewer = {name: shape for name, shape in shapes.items() if name != "embed_tokens.weight"}
-    side = Trained(held, fewer, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
+    side = TrainedWeights(held, fewer, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
     found = read_destinations(engine, engine.load_weights, fewer, torch.float32)
     with pytest.raises(WeightDeliveryError, match=r"1 parameters .* got no tensor, for example embed_tokens\.weight"):
-        WeightPush(side, found, world_exchange())
+        WeightPush(side, found, build_world_exchange())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ports import free_port
+from ports import find_free_port
 
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.in_process import InProcessEngine
@@ -223,7 +223,7 @@ def _rank(rank: int, port: int, results: Any) -> None:
 
 def test_the_ranks_of_a_replica_take_the_same_steps() -> None:
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
+    results, port = context.Queue(), find_free_port()
     processes = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()

@@ -40,10 +40,10 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.resharding.layouts import relative, whole
+from mindspeed_rl.resharding.layouts import relative_index, full_slice
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import world_exchange
-from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -55,12 +55,12 @@ shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
 
 class Held:
-    # tensors that are trained in one piece
-    def views(self, name, box):
-        yield box, self.tensors[name][relative(box, whole(shapes[name]))]
+    # tensors that are trained in one chunk
+    def views(self, name, tensor_slice):
+        yield tensor_slice, self.tensors[name][relative_index(tensor_slice, full_slice(shapes[name]))]
 
-    def read(self, name, box, out):
-        out.copy_(next(self.views(name, box))[1])
+    def read(self, name, tensor_slice, out):
+        out.copy_(next(self.views(name, tensor_slice))[1])
 
     def forget_merged(self):
         pass
@@ -72,10 +72,10 @@ held, pushes = Held(), []
 def write(model):
     if not pushes:
         found = read_destinations(model, model.load_weights, shapes, torch.float32, skip=DERIVED)
-        places = {name: {whole(shape): [0]} for name, shape in shapes.items()}
-        trained = Trained(places, shapes, held, torch.device("cpu"), 1 << 20)
+        holders = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
+        trained = TrainedWeights(holders, shapes, held, torch.device("cpu"), 1 << 20)
         repacked = engine.find_repacked_parameters(model)
-        pushes.append(WeightPush(trained, found, world_exchange(), derived=DERIVED, repacked=repacked))
+        pushes.append(WeightPush(trained, found, build_world_exchange(), derived=DERIVED, repacked=repacked))
     pushes[0].write(model)
 
 
