@@ -19,12 +19,12 @@ from mindspeed_rl.observability.metrics import Metric
 if TYPE_CHECKING:
     from mindspeed_rl.config import Objective
 
-WHITEN_EPS = 1e-8
+_WHITEN_EPS = 1e-8
 
 
 @torch.no_grad()
 def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """Returns (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
+    """Return (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
 
     Raises:
         ValueError: an input that the estimator needs is missing, or a group is too small for it.
@@ -34,7 +34,7 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
             f"adv_estimator {objective.adv_estimator} needs n_samples_per_prompt >= {objective.min_group_size}, "
             f"not {inputs.group_size}: it compares the responses of a prompt"
         )
-    if missing := missing_inputs(inputs, objective):
+    if missing := list_missing_inputs(inputs, objective):
         raise ValueError(f"adv_estimator {objective.adv_estimator} needs {' and '.join(missing)}")
     if inputs.kl is not None and inputs.kl_coef and not objective.advantage.kl_in_reward:
         raise ValueError(
@@ -49,13 +49,13 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
         terms[f"critic/{label}/min"] = masked_extreme(values, mask, "min")
     if inputs.group_size > 1:
         groups, valid = inputs.rewards.view(-1, inputs.group_size), inputs.valid.view(-1, inputs.group_size)
-        # a row without a score is neither the largest nor the smallest
+        # a row without a score is neither the maximum nor the minimum
         spread = torch.where(valid, groups, float("-inf")).amax(dim=1) - torch.where(valid, groups, float("inf")).amin(dim=1)
         terms["reward/zero_std_groups"] = masked_mean((spread == 0).float(), valid.any(dim=1))
     return advantages, returns, read_metrics(terms)
 
 
-#: need -> (attribute of AdvantageInputs, what it is)
+#: need -> (attribute of AdvantageInputs, its description)
 _INPUTS = {
     "values": ("values", "the critic's values [B, R]"),
     "greedy_baseline": ("greedy_rewards", "[B]: the score of each row's prompt answered greedily"),
@@ -63,23 +63,23 @@ _INPUTS = {
 }
 
 
-def missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
-    """Returns what the objective's estimator needs and the inputs do not have, each in words."""
-    wanted = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
-    return [f"{name}, {words}" for name, words in wanted if getattr(inputs, name) is None]
+def list_missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
+    """Return descriptions of the inputs that the objective's estimator needs and does not have."""
+    needed = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
+    return [f"{name}, {description}" for name, description in needed if getattr(inputs, name) is None]
 
 
 def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centres each reward on its group's mean, scales it, and spreads it over the response.
+    """Centre each reward on its group's mean, scales it, and spreads it over the response.
 
-    A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the whole batch, or no
+    A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the full batch, or no
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
 
     Raises:
         ValueError: one row with scale "batch": the std is undefined.
     """
-    scores = sequence_rewards(inputs)
-    mean, std, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
+    scores = _compute_sequence_rewards(inputs)
+    mean, std, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     centred = scores - mean
     if objective.scale_rewards == "group":
         centred = centred / (std + objective.adv_epsilon)
@@ -88,68 +88,68 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
             raise ValueError("adv_estimator group_norm with scale_rewards batch needs at least 2 scored responses in the batch")
         centred = centred / (scores[inputs.valid].std() + objective.adv_epsilon)
     elif objective.scale_rewards != "none":
-        raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which group_norm does not know")
+        raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which group_norm does not have")
     advantages = _spread(centred, inputs)
     return advantages, advantages
 
 
 def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Compares each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
+    """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j = G/(G-1) * (R_i - mean_group R).
     """
-    scores = sequence_rewards(inputs)
-    mean, _, count = _group_statistics(scores, inputs.valid, inputs.group_size)
+    scores = _compute_sequence_rewards(inputs)
+    mean, _, count = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     # a single scored response equals its mean, so any divisor gives 0
     advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Whitens the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
+    """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
-    returns = _discounted(token_rewards(inputs), inputs.mask, objective.gamma)
+    returns = _discount(compute_token_rewards(inputs), inputs.mask, objective.gamma)
     advantages = whiten(returns, inputs.mask) if objective.advantage_whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centres each reward on its group, spreads it over the tokens and whitens over the batch (arXiv:2501.03262)."""
-    scores = sequence_rewards(inputs)
-    mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
+    """Centre each reward on its group, spreads it over the tokens and whitens over the batch (arXiv:2501.03262)."""
+    scores = _compute_sequence_rewards(inputs)
+    mean, _, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
     advantages = whiten(returns, inputs.mask) if objective.advantage_whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
 def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Subtracts the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
+    """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
     A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
     assert inputs.greedy_rewards is not None
-    returns = _discounted(token_rewards(inputs), inputs.mask, objective.gamma)
+    returns = _discount(compute_token_rewards(inputs), inputs.mask, objective.gamma)
     return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
 
 
 def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Estimates advantages with a critic (GAE, arXiv:1506.02438) and whitens them.
+    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whitens them.
 
     delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
-    next response token: tokens the actor did not sample are stepped over. V after the last token is 0.
+    next response token: tokens that the actor did not sample are skipped. V after the last token is 0.
     """
     assert inputs.values is not None
-    rewards, values, mask = token_rewards(inputs), inputs.values.double(), inputs.mask
+    rewards, values, mask = compute_token_rewards(inputs), inputs.values.double(), inputs.mask
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
     running = torch.zeros_like(next_value)
     for t in range(mask.shape[1] - 1, -1, -1):
-        here = mask[:, t]
+        sampled = mask[:, t]
         step = rewards[:, t] + objective.gamma * next_value - values[:, t] + objective.gamma * objective.lam * running
-        running = torch.where(here, step, running)
-        next_value = torch.where(here, values[:, t], next_value)
+        running = torch.where(sampled, step, running)
+        next_value = torch.where(sampled, values[:, t], next_value)
         # where the mask is False a later token's, dropped at the end
         advantages[:, t] = running
     returns = advantages + values
@@ -159,34 +159,34 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Normalizes every reward function within the group, adds them up, and whitens over the batch (GDPO, arXiv:2601.05242).
+    """Normalize every reward function within the group, adds them up, and whitens over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
     A_i = (a_i - mean_batch a) / (std_batch a + eps).
 
     Raises:
-        ValueError: as many weights as there are not components, or fewer than 2 scored responses.
+        ValueError: the numbers of weights and components differ, or fewer than 2 scored responses.
     """
     components = inputs.reward_components
     assert components is not None
     weights = inputs.reward_weights if inputs.reward_weights is not None else (1.0,) * components.shape[1]
     if len(weights) != components.shape[1]:
-        raise ValueError(f"{len(weights)} reward weights were given for {components.shape[1]} reward functions")
+        raise ValueError(f"{len(weights)} reward weights are set for {components.shape[1]} reward functions")
     valid = inputs.valid
     if valid.sum() < 2:
         raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
         column = torch.where(valid, column, 0)
-        mean, std, _ = _group_statistics(column, valid, inputs.group_size)
+        mean, std, _ = _compute_group_statistics(column, valid, inputs.group_size)
         total += weight * (column - mean) / (std + objective.adv_epsilon)
-    kept = total[valid]
-    advantages = _spread((total - kept.mean()) / (kept.std() + objective.adv_epsilon), inputs)
+    scored = total[valid]
+    advantages = _spread((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
     return advantages, advantages
 
 
-def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Returns the score of each response less its summed KL penalty: [B] float64."""
+def _compute_sequence_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return the score of each response less its summed KL penalty: [B] float64."""
     # rewards may be NaN in rows without a score
     scores = torch.where(inputs.valid, inputs.rewards.double(), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
@@ -194,11 +194,11 @@ def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
     return scores
 
 
-def token_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Returns rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
+def compute_token_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
     mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
-    # -1, which is no position, for a row without a response token
+    # -1, which is not a position, for a row without a response token
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     rewards = torch.where(positions == last, inputs.rewards.double().unsqueeze(1), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
@@ -207,19 +207,19 @@ def token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
+    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
 
     Raises:
         ValueError: fewer than two tokens: the variance is undefined.
     """
-    kept = values[mask]
-    if kept.numel() < 2:
-        raise ValueError(f"whitening needs at least 2 response tokens in the batch, not {kept.numel()}")
-    return (values - kept.mean()) * torch.rsqrt(kept.var() + WHITEN_EPS)
+    sampled = values[mask]
+    if sampled.numel() < 2:
+        raise ValueError(f"whitening needs at least 2 response tokens in the batch, not {sampled.numel()}")
+    return (values - sampled.mean()) * torch.rsqrt(sampled.var() + _WHITEN_EPS)
 
 
-def _group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
+def _compute_group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
     groups, valid = scores.view(-1, group_size), valid.view(-1, group_size)
     count = valid.sum(dim=1, keepdim=True)
     mean = torch.where(valid, groups, 0).sum(dim=1, keepdim=True) / count.clamp(min=1)
@@ -237,7 +237,7 @@ def _finish(values: Tensor, inputs: AdvantageInputs) -> Tensor:
     return torch.where(inputs.mask, values, 0.0).to(inputs.rewards.dtype)
 
 
-def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def _discount(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     for t in range(mask.shape[1] - 1, -1, -1):

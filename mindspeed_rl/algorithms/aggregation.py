@@ -1,7 +1,7 @@
-"""From per-token losses to a sum and a count, so that sum / count over the global batch is the loss.
+"""Sum and count of per-token losses, so that sum / count over the global batch is the loss.
 
 Policy, KL and entropy terms of a token are added first and share the normalizer, hence one count. With m the loss mask,
-|o_i| the tokens of row i that train, N the rows that hold a response:
+|o_i| the tokens of row i that train, N the rows with a response:
 
     sequence  sum_i 1/|o_i| sum_t m L   / N             mean over sequences of token means (GRPO)
     token     sum_i sum_t m L           / sum_i |o_i|   mean over tokens (DAPO, BNPO)
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def aggregate(
     token_losses: Tensor, loss_mask: Tensor, response_mask: Tensor, normalizer: Normalizer, max_response_length: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (sum, count) of the per-token losses under the normalizer.
+    """Return (sum, count) of the per-token losses under the normalizer.
 
     Args:
         token_losses: [B, R].
@@ -52,10 +52,10 @@ def aggregate(
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
+    """Return the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the sum of each row where the mask is True: [B, 1]."""
+    """Return the sum of each row where the mask is True: [B, 1]."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True)

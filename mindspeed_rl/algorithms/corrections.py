@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Returns the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
+def compute_rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+    """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
 
     Args:
         old_log_probs: [B, R], by the trainer, of the policy that sampled.
@@ -45,34 +45,34 @@ def rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tens
 
 
 def truncate(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Returns min(w, C): [B, R]."""
+    """Return min(w, C): [B, R]."""
     assert objective.correction is not None
     weight = _weight(difference, mask, objective.correction.weight)
     return weight.clamp(max=objective.rollout_importance_sampling_threshold)
 
 
 def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Returns w where C_min <= the bounded number <= C, else 0: [B, R]."""
-    # weights are positive: 0 is no bound from below
+    """Return w where C_min <= the bounded number <= C, else 0: [B, R]."""
+    # weights are positive: 0 is no lower bound
     correction, low = objective.correction, objective.rollout_importance_sampling_threshold_min or 0.0
     assert correction is not None
     bounded = _weight(difference, mask, correction.bounded)
-    kept = (bounded >= low) & (bounded <= objective.rollout_importance_sampling_threshold)
-    return torch.where(kept, _weight(difference, mask, correction.weight), 0.0)
+    inside = (bounded >= low) & (bounded <= objective.rollout_importance_sampling_threshold)
+    return torch.where(inside, _weight(difference, mask, correction.weight), 0.0)
 
 
 def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """w of each token, or of its sequence: the product over its tokens, or their geometric mean."""
+    """Return w of each token, or of its sequence: the product over its tokens, or their geometric mean."""
     if over == "token":
         return difference.exp()
     total = row_sum(difference, mask) if over == "sequence" else row_mean(difference, mask)
-    # a long sequence's product may be infinite, which the limit and the mask both take in
+    # a long sequence's product may be infinite, which both the limit and the mask accept
     return total.exp().expand_as(difference)
 
 
 @torch.no_grad()
-def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Terms]:
-    """Returns how far the trainer's log-probs are from the inference engine's, over the masked tokens.
+def measure_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Terms]:
+    """Return the distance of the trainer's log-probs from the inference engine's, over the masked tokens.
 
     rollout/log_probs_diff_mean, _max: |log pi_old - log mu|.
     rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w.
@@ -80,11 +80,11 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     """
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
     weight = difference.exp()
-    kept = torch.where(mask, weight, 0)
+    masked = torch.where(mask, weight, 0)
     return {
         "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
         "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
         # expm1, because w - 1 cancels where both policies nearly agree
         "rollout/kl": masked_mean(torch.expm1(difference) - difference, mask),
-        "rollout/ess": ("ess", (kept.sum(), mask.sum(), kept.square().sum())),
+        "rollout/ess": ("ess", (masked.sum(), mask.sum(), masked.square().sum())),
     }

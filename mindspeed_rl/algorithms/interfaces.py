@@ -1,4 +1,4 @@
-"""What goes into the losses and estimators and what comes out of them."""
+"""Inputs and outputs of the losses and estimators."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mindspeed_rl.observability.metrics import Metric
 
 
 @dataclass(frozen=True)
-class EffectiveShare(Metric):
-    """The effective share of samples under importance weights w: (sum w)^2 / (count * sum w^2), in (0, 1].
+class EffectiveSampleFraction(Metric):
+    """Effective fraction of samples under importance weights w: (sum w)^2 / (count * sum w^2), in (0, 1].
 
-    value is sum w; the parts merge exactly, which a mean of shares would not.
+    value is sum w; two of them merge exactly, which a mean of fractions would not.
     """
 
     squares: float = 0.0
 
-    def merge(self, other: Metric) -> EffectiveShare:
-        """Returns the share over both parts together."""
-        if not isinstance(other, EffectiveShare):
-            raise ValueError("an effective share merges only with another one")
-        return EffectiveShare("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
+    def merge(self, other: Metric) -> EffectiveSampleFraction:
+        """Return the fraction over both."""
+        if not isinstance(other, EffectiveSampleFraction):
+            raise ValueError("an effective sample fraction merges only with another one")
+        return EffectiveSampleFraction("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
 
     def result(self) -> float:
-        """Returns the share; NaN when nothing was measured or every weight is 0."""
+        """Return the fraction; NaN when nothing was measured or every weight is 0."""
         return self.value**2 / (self.count * self.squares) if self.squares else math.nan
 
 
@@ -38,91 +38,91 @@ Terms = tuple[str, tuple[Tensor, ...]]
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Terms:
-    """Returns the mean of the values where the mask is True."""
+    """Return the mean of the values where the mask is True."""
     return "mean", (torch.where(mask, values.detach(), 0).sum(), mask.sum())
 
 
 def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"]) -> Terms:
-    """Returns the largest or smallest value where the mask is True."""
+    """Return the largest or smallest value where the mask is True."""
     nothing = float("-inf") if reduction == "max" else float("inf")
-    kept = torch.where(mask, values.detach(), nothing)
-    if not kept.numel():
+    masked = torch.where(mask, values.detach(), nothing)
+    if not masked.numel():
         # amax refuses an empty tensor
-        return reduction, (kept.new_tensor(nothing), mask.sum())
-    return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
+        return reduction, (masked.new_tensor(nothing), mask.sum())
+    return reduction, (masked.amax() if reduction == "max" else masked.amin(), mask.sum())
 
 
 class PendingMetrics(Mapping[str, Metric]):
-    """Metrics that stay on the device until somebody looks; `read_together` reads those of several losses in one transfer."""
+    """Metrics that stay on the device until they are read; `read_together` reads those of several losses in one transfer."""
 
     def __init__(self, terms: Mapping[str, Terms]) -> None:
         self._terms = terms
         self._read: dict[str, Metric] | None = None
 
     @property
-    def parts(self) -> list[Tensor]:
-        """What has to be read, in order; nothing once it has been."""
-        return [part for _, parts in self._terms.values() for part in parts] if self._read is None else []
+    def unread(self) -> list[Tensor]:
+        """Tensors that are not read yet, in order."""
+        return [tensor for _, tensors in self._terms.values() for tensor in tensors] if self._read is None else []
 
-    def fill(self, numbers: Iterator[float]) -> None:
-        """Takes the numbers of `parts` off the front; metrics over nothing are left out."""
+    def fill(self, values: Iterator[float]) -> None:
+        """Take the values of `unread` from an iterator; metrics over nothing are left out."""
         if self._read is not None:
             return
         self._read = {}
-        for name, (reduction, parts) in self._terms.items():
-            value, count, *squares = [next(numbers) for _ in parts]
+        for name, (reduction, tensors) in self._terms.items():
+            value, count, *squares = [next(values) for _ in tensors]
             if count:
-                share = EffectiveShare("sum", value, count, *squares) if squares else None
-                self._read[name] = share or Metric(reduction, value, count)
+                fraction = EffectiveSampleFraction("sum", value, count, *squares) if squares else None
+                self._read[name] = fraction or Metric(reduction, value, count)
 
-    def _metrics(self) -> dict[str, Metric]:
+    def _read_all(self) -> dict[str, Metric]:
         if self._read is None:
             read_together([self])
         assert self._read is not None
         return self._read
 
     def __getitem__(self, name: str) -> Metric:
-        return self._metrics()[name]
+        return self._read_all()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics())
+        return iter(self._read_all())
 
     def __len__(self) -> int:
-        return len(self._metrics())
+        return len(self._read_all())
 
 
 def read_together(pending: Iterable[Mapping[str, Metric]]) -> None:
-    """The metrics that are still on the device are plain floats afterwards, read in one transfer."""
+    """Read the metrics that are still on the device, in one transfer; they are plain floats afterwards."""
     waiting = [metrics for metrics in pending if isinstance(metrics, PendingMetrics)]
-    parts = [part for metrics in waiting for part in metrics.parts]
-    # float32 holds counts exactly up to 2**24, more tokens than a micro-batch has
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    # one cast for all parts of a type, not one for each
-    kinds = list(dict.fromkeys(part.dtype for part in parts))
-    places = [place for kind in kinds for place, part in enumerate(parts) if part.dtype == kind]
-    stacked = [torch.stack([part for part in parts if part.dtype == kind]).to(wide) for kind in kinds]
-    numbers = torch.cat(stacked).tolist() if stacked else []
-    ordered = iter([number for _, number in sorted(zip(places, numbers))])
+    tensors = [tensor for metrics in waiting for tensor in metrics.unread]
+    # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    # one cast for all tensors of a type, not one for each
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    indices = [index for dtype in dtypes for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    stacked = [torch.stack([tensor for tensor in tensors if tensor.dtype == dtype]).to(wide) for dtype in dtypes]
+    values = torch.cat(stacked).tolist() if stacked else []
+    ordered = iter([value for _, value in sorted(zip(indices, values))])
     for metrics in waiting:
         metrics.fill(ordered)
 
 
 def read_metrics(terms: Mapping[str, Terms]) -> dict[str, Metric]:
-    """Returns the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
+    """Return the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
     return dict(PendingMetrics(terms))
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss as a sum and the count it is to be divided by.
+    """A loss as a sum and the count that divides it.
 
     The engine divides once: loss = (sum of loss_sum over all micro-batches and data-parallel ranks) / (sum of count over the
-    same). Neither depends on how the rows were cut into micro-batches, so neither does the update.
+    same). Neither depends on the split of rows into micro-batches, so neither does the update.
 
     Attributes:
         loss_sum: 0-d, carries the gradient.
-        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, as the loss's normalizer says.
-        metrics: by the name under which they are logged; `PendingMetrics` spare the host a wait in every micro-batch.
+        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer.
+        metrics: by the name in the log; with `PendingMetrics` the host does not wait in every micro-batch.
     """
 
     loss_sum: Tensor
@@ -132,13 +132,13 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch as the engine hands it to a loss. A response has as many tokens as its row predicts.
+    """One micro-batch as the input of a loss. A response has as many tokens as its row predicts.
 
     Attributes:
-        outputs: what the model's head computes, each [B, R] float32 with gradient: log-probs and entropies of the predicted
+        outputs: of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
             tokens of a language model, one logit a choice where it is restricted to choices, the values of a value head.
         mask: [B, R] bool; True on predicted tokens.
-        columns: what the rows brought along: name -> [B, R], 0 where the mask is False, or [B] for one number a row.
+        columns: of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
     """
 
     outputs: tuple[Tensor, ...]
@@ -150,19 +150,19 @@ class LossInputs:
 class PolicyBatch:
     """Rows of one micro-batch for `policy_loss`. All tensors are [B, R], aligned to the response and padded on the right.
 
-    A row is a whole response: under context parallelism the engine gathers the log-probs of a sequence first. Values at
+    A row is a full response: under context parallelism the engine gathers the log-probs of a sequence first. Values at
     positions where the masks are False are never read.
 
     Attributes:
         log_probs: log pi_theta of the sampled tokens; carries the gradient.
         advantages: one value a token.
-        response_mask: bool; tokens the actor sampled. A row without any is a filler and counts nowhere.
+        response_mask: bool; tokens the actor sampled. A row without any is a filler and is not counted.
         loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
         old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
         ref_log_probs: of the reference policy; required when the KL is in the loss.
-        rollout_log_probs: as reported by the inference engine.
+        rollout_log_probs: those of the inference engine.
         entropy: per-token entropy; required for entropy_coeff (with gradient).
-        old_entropy: of the policy at the start of the update; what entropy_threshold is compared with, else `entropy` is.
+        old_entropy: of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
     """
 
@@ -179,8 +179,10 @@ class PolicyBatch:
 
     @classmethod
     def from_inputs(cls, inputs: LossInputs, *, entropy_threshold: float | None = None) -> PolicyBatch:
-        """The rows of a language model, from the columns advantages, scored_mask, loss_mask and, where they are given,
-        rollout_log_probs, old_log_probs, ref_log_probs and entropies (those at the start of the update).
+        """Build the rows of a language model from its outputs and columns.
+
+        The columns are advantages, scored_mask, loss_mask and, optionally, rollout_log_probs, old_log_probs, ref_log_probs and
+        entropies (those at the start of the update).
         """
         log_probs, entropy = inputs.outputs
         columns = inputs.columns
@@ -212,22 +214,22 @@ class PolicyBatch:
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens train: [B, R] bool."""
+        """Tokens that train: [B, R] bool."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What a policy loss sees of one micro-batch; all tensors are [B, R]. What it returns where `mask` is False is not read.
+    """One micro-batch of a policy loss; all tensors are [B, R]. Losses where `mask` is False are not read.
 
     Attributes:
         ratio: new / old policy at the objective's level; carries the gradient.
         log_probs: log pi_theta of the sampled tokens; carries the gradient.
         mask: bool; tokens that train.
         old_log_probs: of the policy at the start of the update; log_probs without gradient where there is one step a rollout.
-        ref_log_probs: of the reference; there for a loss that needs "reference".
+        ref_log_probs: of the reference; set for a loss that needs "reference".
         entropy: with gradient; None where the caller has none.
-        old_entropy: of the policy at the start of the update; there for a loss that needs "entropies".
+        old_entropy: of the policy at the start of the update; set for a loss that needs "entropies".
     """
 
     ratio: Tensor
@@ -242,13 +244,13 @@ class PolicyInputs:
 
 @dataclass
 class AdvantageInputs:
-    """The whole global batch, for an advantage estimator. B rows, the group_size samples of a prompt being adjacent.
+    """The full global batch, for an advantage estimator. B rows, the group_size samples of a prompt being adjacent.
 
     Attributes:
         rewards: [B], one score a response.
         response_mask: [B, R] bool; tokens the actor sampled.
         group_size: samples of one prompt.
-        scored: [B] bool; rows whose score failed are False: their advantage is 0 and no mean or std sees them. None: all are.
+        scored: [B] bool; False where scoring failed: the advantage is 0 and no mean or std includes the row. None: all are.
         kl: [B, R] per-token KL to the reference, for KL in the reward; None without.
         kl_coef: its coefficient: token t loses kl_coef * kl_t of its reward.
         values: [B, R] critic's values (gae); values[:, t] is the state before token t.
@@ -296,10 +298,10 @@ class AdvantageInputs:
 
     @property
     def valid(self) -> Tensor:
-        """Which rows have a score: [B] bool."""
+        """Rows with a score: [B] bool."""
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens get an advantage: [B, R] bool."""
+        """Tokens that get an advantage: [B, R] bool."""
         return self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)

@@ -3,10 +3,10 @@
 With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/blog/kl-approx.html):
 
     k1 = x            unbiased, noisy, may be negative; as a loss its gradient is zero on average
-    k2 = x^2 / 2      biased value; as a loss its gradient is that of KL(pi || ref), the one that is wanted
+    k2 = x^2 / 2      biased value; as a loss its gradient is that of KL(pi || ref), the intended one
     k3 = e^-x + x - 1 unbiased value, never negative; as a loss its gradient is that of KL(ref || pi)
 
-"k3+" shows the value of k3 and has the gradient of k2.
+"k3+" has the value of k3 and has the gradient of k2.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 
 def k1(x: Tensor) -> Tensor:
-    """Returns x."""
+    """Return x."""
     return x
 
 
 def absolute(x: Tensor) -> Tensor:
-    """Returns |x|."""
+    """Return |x|."""
     return x.abs()
 
 
 def k2(x: Tensor) -> Tensor:
-    """Returns x^2 / 2."""
+    """Return x^2 / 2."""
     return 0.5 * x.square()
 
 
 def k3(x: Tensor) -> Tensor:
-    """Returns e^-x + x - 1, without the cancellation near x = 0."""
+    """Return e^-x + x - 1, without the cancellation near x = 0."""
     return torch.expm1(-x) + x
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, clamp: bool = False) -> Tensor:
-    """Returns the per-token KL estimate.
+    """Return the per-token KL estimate.
 
     Args:
         log_probs: [B, R], of the policy that sampled; the gradient goes through it.
         ref_log_probs: [B, R].
-        clamp: limit x and the value as the estimator's record says: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL and
+        clamp: limit x and the value as in the estimator's record: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL and
             verl do for low_var_kl, and not at all for the others. Beyond it the gradient is zero, except where the record
             names another function for the gradient, which is never limited (k3+).
 
@@ -68,13 +68,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
 
 
 class FixedKL:
-    """A KL coefficient that never changes."""
+    """Controller of a constant KL coefficient."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Leaves the coefficient as it is."""
+        """Leave the coefficient unchanged."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -83,8 +83,8 @@ class FixedKL:
         self.coef = state["coef"]
 
 
-class AdaptiveKL:
-    """A KL coefficient steered towards a target KL (arXiv:1909.08593).
+class AdaptiveKL(FixedKL):
+    """Controller that moves the KL coefficient towards a target KL (arXiv:1909.08593).
 
     update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
     """
@@ -94,24 +94,18 @@ class AdaptiveKL:
             raise ValueError(f"kl_target must be positive, not {target}")
         if horizon <= 0:
             raise ValueError(f"kl_horizon must be positive, not {horizon}")
-        self.coef = coef
+        super().__init__(coef)
         self.target = target
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Moves the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
+        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self.horizon
 
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
-
-
-def kl_controller(objective: Objective) -> FixedKL | AdaptiveKL:
-    """Returns the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
+def build_kl_controller(objective: Objective) -> FixedKL:
+    """Return the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
     if objective.kl_ctrl_type == "fixed":
         return FixedKL(objective.kl_coef)
     return AdaptiveKL(objective.kl_coef, target=objective.kl_target, horizon=objective.kl_horizon)

@@ -1,4 +1,4 @@
-"""Which tokens, responses and groups take part in the update."""
+"""Masks of tokens, responses and groups that take part in the update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from mindspeed_rl.algorithms.aggregation import row_mean
 
 
-def overlong_filter(loss_mask: Tensor, truncated: Tensor) -> Tensor:
-    """Returns the loss mask without the responses that ended for lack of room.
+def filter_overlong(loss_mask: Tensor, truncated: Tensor) -> Tensor:
+    """Return the loss mask without the responses that hit the length limit.
 
     The rewards of these responses still count in their group's advantage; their rows still count as sequences (`aggregation`).
 
@@ -23,14 +23,14 @@ def overlong_filter(loss_mask: Tensor, truncated: Tensor) -> Tensor:
 
 
 def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: float) -> float | None:
-    """Returns the entropy below which tokens lose their policy term, over the whole global batch (arXiv:2506.01939).
+    """Return the entropy below which tokens lose their policy term, over the full global batch (arXiv:2506.01939).
 
     It is the (1 - top_quantile) quantile, linearly interpolated, of the entropies of all shards. Tokens with H >= threshold
-    train. Gather the shards of all data-parallel ranks first: a threshold of a part of the batch depends on how it was cut.
+    train. Gather the shards of all data-parallel ranks first: a threshold of a part of the batch depends on its split.
 
     Args:
         shards: (entropy [b, R], mask [b, R] bool) pairs.
-        top_quantile: the share of tokens that train; 1.0 switches the mask off.
+        top_quantile: the fraction of tokens that train; 1.0 switches the mask off.
 
     Returns:
         None when top_quantile is 1.0.
@@ -42,19 +42,21 @@ def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: flo
         raise ValueError(f"top_entropy_quantile must be in (0, 1], not {top_quantile}")
     if top_quantile == 1.0:
         return None
-    kept = torch.cat([entropy.detach()[mask].flatten().double().cpu() for entropy, mask in shards])
-    if not kept.numel():
+    entropies = torch.cat([entropy.detach()[mask].flatten().double().cpu() for entropy, mask in shards])
+    if not entropies.numel():
         raise ValueError("top_entropy_quantile: the batch has no token to take a quantile of")
     # torch.quantile refuses more than 2^24 numbers, fewer than one batch of long responses.
-    ordered = kept.sort().values
+    ordered = entropies.sort().values
     position = (1.0 - top_quantile) * (ordered.numel() - 1)
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
     return float(ordered[below] + (ordered[above] - ordered[below]) * (position - below))
 
 
-def off_policy_keep(advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float) -> Tensor:
-    """Returns which sequences keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
+def find_on_policy_sequences(
+    advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """Return True for sequences that keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
 
     A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
     advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
@@ -63,13 +65,13 @@ def off_policy_keep(advantages: Tensor, log_probs: Tensor, sampler_log_probs: Te
     return ~((row_mean(advantages, mask) < 0) & (drift > delta))
 
 
-def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
-    """Returns which groups differ within themselves in the metric: [B / group_size] bool (DAPO, arXiv:2503.14476).
+def find_groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
+    """Return True for groups whose rows differ in the metric: [B / group_size] bool (DAPO, arXiv:2503.14476).
 
-    For a metric of right or wrong this keeps 0 < #right < G. Groups of one are kept.
+    For a metric of right or wrong these are groups with 0 < #right < G. Groups of one are True.
 
     Args:
-        metric: [B]; the samples of a prompt are adjacent. NaN where there is no score: such rows say nothing about their group.
+        metric: [B]; the samples of a prompt are adjacent. NaN where there is no score: such rows are ignored.
     """
     if group_size < 1 or metric.numel() % group_size:
         raise ValueError(f"{metric.numel()} rows do not divide into groups of {group_size} samples")
@@ -77,11 +79,11 @@ def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     if group_size == 1:
         return torch.ones(groups.shape[0], dtype=torch.bool, device=metric.device)
     scored = ~groups.isnan()
-    # a group without any score compares -inf > inf, and goes
+    # a group without any score compares -inf > inf: False
     return torch.where(scored, groups, -torch.inf).amax(dim=1) > torch.where(scored, groups, torch.inf).amin(dim=1)
 
 
-def rows_of_groups(groups: Tensor, group_size: int) -> Tensor:
-    """Returns the rows of the groups that are True: [n * group_size] int64, in order."""
+def list_group_rows(groups: Tensor, group_size: int) -> Tensor:
+    """Return the rows of the groups that are True: [n * group_size] int64, in order."""
     first = groups.nonzero().flatten() * group_size
     return (first.unsqueeze(1) + torch.arange(group_size, device=groups.device)).flatten()

@@ -1,10 +1,10 @@
-"""Policy losses, and what all of them share: importance ratio, masks and corrections on the policy term, KL and entropy.
+"""Policy losses with their masks, corrections, KL and entropy, and the critic's loss.
 
 Token loss = w_t * keep_t * L_t + kl_coef * kl_t - entropy_coeff * H_t, aggregated by the loss's normalizer. Masks (top
-entropy, OPSM) and the rollout weights w touch the policy term alone and leave the denominators as they are.
+entropy, OPSM) and the rollout weights w affect only the policy term and leave the denominators unchanged.
 
 A policy loss takes `PolicyInputs` and the objective, and returns (token losses L_t [B, R], to be minimized; clipped [B, R]
-bool, tokens whose policy gradient it cut or capped). Its entry in `catalogue.POLICY_LOSSES` says the rest.
+bool, tokens whose policy gradient it clipped or capped). The rest is in its entry of `catalogue.POLICY_LOSSES`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
-from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
-from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, PolicyBatch, PolicyInputs, Terms, masked_mean
+from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
+from mindspeed_rl.algorithms.interfaces import (
+    LossOutput,
+    PendingMetrics,
+    PolicyBatch,
+    PolicyInputs,
+    Terms,
+    masked_extreme,
+    masked_mean,
+)
 from mindspeed_rl.algorithms.kl import kl_penalty
-from mindspeed_rl.algorithms.masks import off_policy_keep
+from mindspeed_rl.algorithms.masks import find_on_policy_sequences
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
     from mindspeed_rl.config import Objective
 
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them
-LOG_RATIO_LIMIT = 20.0
+_LOG_RATIO_LIMIT = 20.0
 
 
 def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, asymmetric, with an optional second bound for negative advantages.
+    """Compute PPO's clipped objective, asymmetric, with an optional second bound for negative advantages.
 
     L = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)   PPO arXiv:1707.06347, clip-higher arXiv:2503.14476
     clip_ratio_c: for A < 0, L = min(L, -c A)             dual clip arXiv:1912.09729
@@ -50,7 +58,7 @@ def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def cispo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """REINFORCE weighted by the clipped ratio (CISPO, arXiv:2506.13585).
+    """Compute REINFORCE weighted by the clipped ratio (CISPO, arXiv:2506.13585).
 
     L = -sg[clip(r, 1 - eps_low, 1 + eps_high)] A log pi.
     """
@@ -59,16 +67,17 @@ def cispo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def cispo_cap(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """CISPO with an absolute cap and no lower bound: L = -sg[min(r, clip_ratio_high)] A log pi (ScaleRL, arXiv:2510.13786).
+    """Compute CISPO with an absolute cap and no lower bound (ScaleRL, arXiv:2510.13786).
 
-    This is what TRL and ms-swift call cispo; there and here clip_ratio_high is the cap itself, e.g. 5.0.
+    L = -sg[min(r, clip_ratio_high)] A log pi. TRL and ms-swift call this cispo; there and here clip_ratio_high is the cap,
+    e.g. 5.0.
     """
     weight = inputs.ratio.detach().clamp(max=objective.clip_ratio_high)
     return -weight * inputs.advantages * inputs.log_probs, weight != inputs.ratio.detach()
 
 
 def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """A smooth gate in place of the clip (SAPO, arXiv:2511.20347).
+    """Compute a smooth gate instead of the clip (SAPO, arXiv:2511.20347).
 
     L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg. Nothing is clipped.
     """
@@ -79,7 +88,7 @@ def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
-    """Returns the sum and count of the policy loss of these rows, and their metrics.
+    """Return the sum and count of the policy loss of these rows, and their metrics.
 
     Args:
         objective: with the KL coefficient of this step: `dataclasses.replace(objective, kl_coef=...)` where it moves.
@@ -92,40 +101,40 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
-    log_ratio = _bounded(drift)
+    log_ratio = _limit_drift(drift)
     policy, clipped = objective.loss.load()(inputs, objective)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
         "actor/ppo_kl": masked_mean(-drift, mask),
-        "actor/log_ratio_clamped": masked_mean(drift.abs() > LOG_RATIO_LIMIT, mask),
+        "actor/log_ratio_clamped": masked_mean(drift.abs() > _LOG_RATIO_LIMIT, mask),
     }
     if batch.entropy_threshold is not None:
         ranked = batch.entropy if batch.old_entropy is None else batch.old_entropy
-        entropy_keep = _required(ranked, "entropy", "top_entropy_quantile") >= batch.entropy_threshold
+        entropy_keep = _require(ranked, "entropy", "top_entropy_quantile") >= batch.entropy_threshold
         policy = torch.where(entropy_keep, policy, 0)
         metrics["actor/entropy_kept"] = masked_mean(entropy_keep, mask)
     if objective.off_policy_sequence_mask_delta is not None:
         sampler = old_log_probs if rollout_log_probs is None else rollout_log_probs
-        sequence_keep = off_policy_keep(advantages, log_probs, sampler, mask, objective.off_policy_sequence_mask_delta)
+        sequence_keep = find_on_policy_sequences(advantages, log_probs, sampler, mask, objective.off_policy_sequence_mask_delta)
         policy = torch.where(sequence_keep, policy, 0)
         present = mask.any(dim=1, keepdim=True)
         metrics["actor/off_policy_sequences_dropped"] = masked_mean(~sequence_keep, present)
     if objective.correction is not None:
-        sampled = _required(rollout_log_probs, "rollout_log_probs", "rollout_importance_sampling_mode")
-        weights = rollout_weights(old_log_probs, sampled, mask, objective)
+        sampled = _require(rollout_log_probs, "rollout_log_probs", "rollout_importance_sampling_mode")
+        weights = compute_rollout_weights(old_log_probs, sampled, mask, objective)
         policy = policy * weights
         metrics["rollout/weight_mean"] = masked_mean(weights, mask)
     if rollout_log_probs is not None and objective.log_rollout_offpolicy_metrics:
-        metrics |= mismatch_metrics(old_log_probs, rollout_log_probs, mask)
+        metrics |= measure_mismatch(old_log_probs, rollout_log_probs, mask)
 
     def total(token_losses: Tensor) -> tuple[Tensor, Tensor]:
         return aggregate(token_losses, mask, response_mask, objective.normalizer, objective.max_response_length)
 
     loss_sum, count = total(policy)
     metrics["actor/pg_loss"] = ("mean", (loss_sum.detach(), count))
-    # where the reference is at hand its KL is measured, also if it does not train
+    # with a reference its KL is measured, even if it does not train
     if objective.kl_in_loss or inputs.ref_log_probs is not None:
-        reference = _required(inputs.ref_log_probs, "ref_log_probs", "the KL term")
+        reference = _require(inputs.ref_log_probs, "ref_log_probs", "the KL term")
         kl = kl_penalty(log_probs, reference, objective.kl, clamp=objective.kl_clamp)
         # tokens come from the old policy: the ratio turns the estimate into one under the new
         if objective.use_bias_correction_kl:
@@ -135,16 +144,55 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         if objective.kl_in_loss:
             loss_sum = loss_sum + objective.kl_in_loss * kl_sum
     if objective.entropy_coeff:
-        entropy_sum, _ = total(_required(batch.entropy, "entropy", "entropy_coeff"))
+        entropy_sum, _ = total(_require(batch.entropy, "entropy", "entropy_coeff"))
         loss_sum = loss_sum - objective.entropy_coeff * entropy_sum
     if batch.entropy is not None:
         metrics["actor/entropy"] = masked_mean(batch.entropy, mask)
     return LossOutput(loss_sum, count, PendingMetrics(metrics))
 
 
+def value_loss(
+    values: Tensor, returns: Tensor, response_mask: Tensor, *, old_values: Tensor | None = None, clip_range: float | None = None
+) -> LossOutput:
+    """Return the squared error of the critic's values as a token sum and token count.
+
+    L_t = 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), arXiv:1707.06347; without clip_range 1/2 (v - G)^2.
+
+    Args:
+        values: [B, R], with gradient.
+        returns: [B, R].
+        response_mask: [B, R] bool; tokens the actor sampled.
+        old_values: [B, R] at the start of the update; required with clip_range.
+        clip_range: c, `cliprange_value`; None does not clip.
+    """
+    # Masked first, so that nothing at a padding position can reach the sum.
+    values = torch.where(response_mask, values, 0)
+    returns = torch.where(response_mask, returns, 0)
+    losses = (values - returns).square()
+    terms: dict[str, Terms] = {}
+    if clip_range is not None:
+        if clip_range < 0:
+            raise ValueError(f"cliprange_value must not be negative, not {clip_range}")
+        if old_values is None:
+            raise ValueError("cliprange_value needs old_values, which the batch does not have")
+        old_values = torch.where(response_mask, old_values, 0)
+        bounded = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
+        terms["critic/vf_clipfrac"] = masked_mean(bounded > losses, response_mask)
+        # the worse of the two: clipping never makes a step look better than it is
+        losses = torch.maximum(losses, bounded)
+    loss_sum, count = aggregate(0.5 * losses, response_mask, response_mask, "token", None)
+    terms |= {
+        "critic/vf_loss": ("mean", (loss_sum.detach(), count)),
+        "critic/values/mean": masked_mean(values, response_mask),
+        "critic/values/max": masked_extreme(values, response_mask, "max"),
+        "critic/values/min": masked_extreme(values, response_mask, "min"),
+    }
+    return LossOutput(loss_sum, count, PendingMetrics(terms))
+
+
 @torch.no_grad()
-def update_ratios(batch: PolicyBatch, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Returns the importance ratio of every token as the loss takes it, and which tokens it clips: [B, R] each."""
+def compute_update_ratios(batch: PolicyBatch, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Return the importance ratio of every token as the loss takes it, and True for clipped tokens: [B, R] each."""
     inputs = _policy_inputs(batch, objective)
     _, clipped = objective.loss.load()(inputs, objective)
     return inputs.ratio, clipped & inputs.mask
@@ -157,7 +205,7 @@ def _policy_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
     # exactly on-policy the ratio is 1, and carries the gradient of log pi
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
     return PolicyInputs(
-        ratio=importance_ratio(_bounded(log_probs - old_log_probs), mask, objective.level),
+        ratio=_compute_importance_ratio(_limit_drift(log_probs - old_log_probs), mask, objective.level),
         log_probs=log_probs,
         advantages=torch.where(mask, batch.advantages, 0),
         mask=mask,
@@ -168,13 +216,13 @@ def _policy_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
     )
 
 
-def _bounded(drift: Tensor) -> Tensor:
+def _limit_drift(drift: Tensor) -> Tensor:
     # e^99 is infinite in float32, and infinity times 0 is no gradient
-    return drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return drift.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
-def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Returns the importance ratio of every token: [B, R], with gradient.
+def _compute_importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return the importance ratio of every token: [B, R], with gradient.
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
     latter with the gradient of log pi(t) alone.
@@ -189,7 +237,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     return (log_ratio - log_ratio.detach() + sequence.detach()).exp()
 
 
-def _required(value: Tensor | None, name: str, needed_by: str) -> Tensor:
+def _require(value: Tensor | None, name: str, needed_by: str) -> Tensor:
     if value is None:
         raise ValueError(f"{needed_by} needs {name}, which the batch does not have")
     return value

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, masked_mean
-from mindspeed_rl.catalogue.records import unknown_name
+from mindspeed_rl.catalogue.records import describe_unknown_name
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import MegatronConfig
 
-DPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge", "ipo")
-SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
+_DPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge", "ipo")
+_SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
 
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """P pairs. Log-probs are sums over the tokens of the answer; those of the policy carry the gradient.
+    """P pairs, whose log-probs are sums over the tokens of the answer; those of the policy carry the gradient.
 
     Attributes:
         chosen_log_probs, rejected_log_probs: [P].
@@ -39,7 +39,7 @@ class PreferenceBatch:
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """beta > 0; label_smoothing in [0, 0.5), for sigmoid; pref_ftx weighs an SFT loss on the chosen answer."""
+    """Settings of DPO: beta > 0; label_smoothing in [0, 0.5), for sigmoid; pref_ftx weighs an SFT loss on the chosen answer."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     beta: float = 0.1
@@ -47,19 +47,19 @@ class DPOSettings:
     pref_ftx: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.loss_type not in DPO_LOSS_TYPES:
-            raise ValueError(unknown_name("dpo_loss_type", self.loss_type, list(DPO_LOSS_TYPES)))
+        if self.loss_type not in _DPO_LOSS_TYPES:
+            raise ValueError(describe_unknown_name("dpo_loss_type", self.loss_type, list(_DPO_LOSS_TYPES)))
         _check_preference("dpo", self)
 
     @classmethod
     def from_config(cls, config: MegatronConfig) -> DPOSettings:
-        """Returns the settings that the dpo keys of a run file mean."""
+        """Return the settings of the dpo keys of a run file."""
         return cls(config.dpo_loss_type, config.dpo_beta, config.dpo_label_smoothing, config.pref_ftx)
 
 
 @dataclass(frozen=True)
 class SimPOSettings:
-    """beta > 0; gamma_beta_ratio is the target margin over beta; loss_type one of SIMPO_LOSS_TYPES."""
+    """Settings of SimPO: beta > 0; gamma_beta_ratio is the target margin over beta; loss_type is sigmoid or hinge."""
 
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
     beta: float = 2.5
@@ -68,22 +68,22 @@ class SimPOSettings:
     pref_ftx: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.loss_type not in SIMPO_LOSS_TYPES:
-            raise ValueError(unknown_name("simpo_loss_type", self.loss_type, list(SIMPO_LOSS_TYPES)))
+        if self.loss_type not in _SIMPO_LOSS_TYPES:
+            raise ValueError(describe_unknown_name("simpo_loss_type", self.loss_type, list(_SIMPO_LOSS_TYPES)))
         _check_preference("simpo", self)
         if self.gamma_beta_ratio < 0:
             raise ValueError(f"gamma_beta_ratio must not be negative, not {self.gamma_beta_ratio}")
 
     @classmethod
     def from_config(cls, config: MegatronConfig) -> SimPOSettings:
-        """Returns the settings that the simpo keys of a run file mean."""
+        """Return the settings of the simpo keys of a run file."""
         return cls(
             config.simpo_loss_type, config.simpo_beta, config.gamma_beta_ratio, config.simpo_label_smoothing, config.pref_ftx
         )
 
 
 def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
-    """Returns the DPO loss (arXiv:2305.18290) summed over pairs.
+    """Return the DPO loss (arXiv:2305.18290) summed over pairs.
 
     z = (log pi_c - log pi_r) - (ref_c - ref_r), with label smoothing e:
         sigmoid: -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z)
@@ -96,48 +96,50 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
     chosen = batch.chosen_log_probs - batch.ref_chosen_log_probs
     rejected = batch.rejected_log_probs - batch.ref_rejected_log_probs
     if settings.loss_type == "ipo":
-        chosen, rejected = chosen / _lengths(batch.chosen_lengths), rejected / _lengths(batch.rejected_lengths)
+        chosen, rejected = chosen / _check_lengths(batch.chosen_lengths), rejected / _check_lengths(batch.rejected_lengths)
         losses = (chosen - rejected - 1.0 / (2.0 * settings.beta)).square()
     else:
-        losses = _margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
-    losses = losses + _sft_term(batch, settings.pref_ftx)
-    # what DPO calls the implicit rewards, up to a term that only the prompt decides
-    return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
+        losses = _compute_margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
+    losses = losses + _compute_sft_term(batch, settings.pref_ftx)
+    # DPO's implicit rewards, up to a term of the prompt alone
+    return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 
 def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
-    """Returns the SimPO loss (arXiv:2405.14734) summed over pairs.
+    """Return the SimPO loss (arXiv:2405.14734) summed over pairs.
 
     z = log pi_c / |c| - log pi_r / |r| - gamma_beta_ratio; sigmoid and hinge of beta z as in DPO, and
     its pref_ftx term. No reference model.
     """
-    chosen = batch.chosen_log_probs / _lengths(batch.chosen_lengths)
-    rejected = batch.rejected_log_probs / _lengths(batch.rejected_lengths)
+    chosen = batch.chosen_log_probs / _check_lengths(batch.chosen_lengths)
+    rejected = batch.rejected_log_probs / _check_lengths(batch.rejected_lengths)
     z = chosen - rejected - settings.gamma_beta_ratio
-    losses = _margin_loss(settings.beta * z, settings.loss_type, settings.label_smoothing) + _sft_term(batch, settings.pref_ftx)
-    return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
+    losses = _compute_margin_loss(settings.beta * z, settings.loss_type, settings.label_smoothing) + _compute_sft_term(
+        batch, settings.pref_ftx
+    )
+    return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 
 def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
-    """Returns the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
+    """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
 
     Args:
         chosen_scores, rejected_scores: [P], the value head on the last token of each answer; with gradient.
     """
-    return _pair_output(-F.logsigmoid(chosen_scores - rejected_scores), chosen_scores, rejected_scores)
+    return _build_pair_output(-functional.logsigmoid(chosen_scores - rejected_scores), chosen_scores, rejected_scores)
 
 
 def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor) -> LossOutput:
-    """Returns the process reward model's cross entropy at the placeholders, as a sum and their number.
+    """Return the process reward model's cross entropy at the placeholders, as a sum and their number.
 
     Args:
-        logits: [B, S, K], with gradient: the logits of the K reward tokens (the whole vocabulary when none are named).
-        labels: [B, S] int64 in [0, K) where the mask is True: which of the K is right; other positions are never read.
+        logits: [B, S, K], with gradient: the logits of the K reward tokens (the full vocabulary when none are named).
+        labels: [B, S] int64 in [0, K) where the mask is True: the index of the right one; other positions are never read.
         placeholder_mask: [B, S] bool.
     """
-    # cross_entropy wants a class at every position, also where the result is dropped
+    # cross_entropy needs a class at every position, even where the result is dropped
     targets = torch.where(placeholder_mask, labels, 0)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
     loss_sum, count = torch.where(placeholder_mask, losses, 0).sum(), placeholder_mask.sum()
     right = logits.argmax(dim=-1) == targets
     return LossOutput(loss_sum, count, PendingMetrics({"rewards/accuracies": masked_mean(right, placeholder_mask)}))
@@ -154,28 +156,28 @@ def _check_preference(stage: str, settings: DPOSettings | SimPOSettings) -> None
         raise ValueError(f"pref_ftx must not be negative, not {settings.pref_ftx}")
 
 
-def _margin_loss(margin: Tensor, loss_type: str, label_smoothing: float) -> Tensor:
+def _compute_margin_loss(margin: Tensor, loss_type: str, label_smoothing: float) -> Tensor:
     if loss_type == "hinge":
-        return F.relu(1.0 - margin)
-    return -(1.0 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+        return functional.relu(1.0 - margin)
+    return -(1.0 - label_smoothing) * functional.logsigmoid(margin) - label_smoothing * functional.logsigmoid(-margin)
 
 
-def _sft_term(batch: PreferenceBatch, pref_ftx: float) -> Tensor | float:
-    return -pref_ftx * batch.chosen_log_probs / _lengths(batch.chosen_lengths) if pref_ftx else 0.0
+def _compute_sft_term(batch: PreferenceBatch, pref_ftx: float) -> Tensor | float:
+    return -pref_ftx * batch.chosen_log_probs / _check_lengths(batch.chosen_lengths) if pref_ftx else 0.0
 
 
-def _lengths(lengths: Tensor) -> Tensor:
+def _check_lengths(lengths: Tensor) -> Tensor:
     if (lengths < 1).any():
         raise ValueError(f"pairs {(lengths < 1).nonzero().flatten().tolist()[:8]} have an answer without tokens")
     return lengths
 
 
-def _pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor) -> LossOutput:
-    everything = torch.ones_like(losses, dtype=torch.bool)
+def _build_pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor) -> LossOutput:
+    all_pairs = torch.ones_like(losses, dtype=torch.bool)
     metrics = {
-        "rewards/chosen": masked_mean(chosen, everything),
-        "rewards/rejected": masked_mean(rejected, everything),
-        "rewards/margins": masked_mean(chosen - rejected, everything),
-        "rewards/accuracies": masked_mean(chosen > rejected, everything),
+        "rewards/chosen": masked_mean(chosen, all_pairs),
+        "rewards/rejected": masked_mean(rejected, all_pairs),
+        "rewards/margins": masked_mean(chosen - rejected, all_pairs),
+        "rewards/accuracies": masked_mean(chosen > rejected, all_pairs),
     }
-    return LossOutput(losses.sum(), everything.sum(), PendingMetrics(metrics))
+    return LossOutput(losses.sum(), all_pairs.sum(), PendingMetrics(metrics))

@@ -1,16 +1,16 @@
-"""A rollout batch on disk: NAME.safetensors with the columns and NAME.json with what they mean.
+"""A rollout batch on disk: NAME.safetensors with the columns and NAME.json with their description.
 
 Columns (B rows, R response positions padded on the right; the samples of a prompt are adjacent rows):
 
     response_mask      [B, R] bool     required: tokens the actor sampled
     rewards            [B]    float    required: total score of each response
     log_probs          [B, R] float    required: of the policy that is trained, at the sampled tokens
-    input_ids          [B, S] int      prompt and response, for whoever wants to run the model again; not read here
+    input_ids          [B, S] int      prompt and response, to run the model again; not read here
     loss_mask          [B, R] bool     tokens that train, when fewer than response_mask
-    truncated          [B]    bool     the response ended for lack of room (overlong_filter)
-    scored             [B]    bool     the response has a score; those that have none take no part
+    truncated          [B]    bool     the response hit the length limit (overlong_filter)
+    scored             [B]    bool     the response has a score; others take no part
     old_log_probs, ref_log_probs, rollout_log_probs, entropy, values   [B, R] float
-    weight_versions    [B, R] int      of the weights that drew each token, -1 behind the response; not read here
+    weight_versions    [B, R] int      of the weights that sampled each token, -1 after the response; not read here
     greedy_rewards     [B]    float    remax
     reward_components  [B, K] float    gdpo; the reward functions in the order of the run file, then a reward model
 
@@ -19,7 +19,7 @@ The JSON object:
     format               "mindspeed_rl.rollout_batch"
     version              1
     group_size           samples of a prompt
-    max_response_length  most tokens of a response (dr_grpo)
+    max_response_length  maximum tokens of a response (dr_grpo)
     stage                ray_grpo, ray_dapo or ray_ppo
     rl_config            the keys of the run file's group that differ from their defaults
 """
@@ -36,10 +36,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FORMAT, VERSION = "mindspeed_rl.rollout_batch", 1
-REQUIRED = ("response_mask", "rewards", "log_probs")
-BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored")
-TOKEN_COLUMNS = (
+_FORMAT, _VERSION = "mindspeed_rl.rollout_batch", 1
+_REQUIRED = ("response_mask", "rewards", "log_probs")
+_BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored")
+_TOKEN_COLUMNS = (
     "loss_mask",
     "weight_versions",
     "log_probs",
@@ -49,13 +49,13 @@ TOKEN_COLUMNS = (
     "entropy",
     "values",
 )
-ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
-COLUMNS = ("input_ids", "response_mask", "reward_components", *TOKEN_COLUMNS, *ROW_COLUMNS)
+_ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
+COLUMNS = ("input_ids", "response_mask", "reward_components", *_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A rollout batch and the settings it was made under; see the module's text for the columns."""
+    """A rollout batch and its settings; see the module's docstring for the columns."""
 
     columns: Mapping[str, Tensor]
     group_size: int
@@ -64,7 +64,7 @@ class RolloutBatch:
     rl_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        missing = [name for name in REQUIRED if name not in self.columns]
+        missing = [name for name in _REQUIRED if name not in self.columns]
         if missing:
             raise ValueError(f"the rollout batch lacks the columns {', '.join(missing)}")
         unknown = [name for name in self.columns if name not in COLUMNS]
@@ -74,31 +74,31 @@ class RolloutBatch:
         if mask.dim() != 2:
             raise ValueError(f"column response_mask is {list(mask.shape)}, but must be [B, R]")
         for name, column in self.columns.items():
-            # input_ids and reward_components have widths of their own
-            expected = mask.shape if name in TOKEN_COLUMNS else mask.shape[:1] if name in ROW_COLUMNS else column.shape
+            # input_ids and reward_components have other widths
+            expected = mask.shape if name in _TOKEN_COLUMNS else mask.shape[:1] if name in _ROW_COLUMNS else column.shape
             if column.shape != expected or column.shape[0] != mask.shape[0]:
                 raise ValueError(f"column {name} is {list(column.shape)}, but response_mask is {list(mask.shape)}")
-            if name in BOOL_COLUMNS and column.dtype != torch.bool:
+            if name in _BOOL_COLUMNS and column.dtype != torch.bool:
                 raise ValueError(f"column {name} must be bool, not {column.dtype}")
 
     def save(self, path: Path) -> None:
-        """Writes `path`, which ends in .safetensors, and the JSON file beside it."""
+        """Write `path`, which ends in .safetensors, and the JSON file next to it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         # safetensors takes no strided views
         save_file({name: column.detach().cpu().contiguous() for name, column in self.columns.items()}, path)
-        meaning = {
-            "format": FORMAT,
-            "version": VERSION,
+        description = {
+            "format": _FORMAT,
+            "version": _VERSION,
             "group_size": self.group_size,
             "max_response_length": self.max_response_length,
             "stage": self.stage,
             "rl_config": dict(self.rl_config),
         }
-        path.with_suffix(".json").write_text(json.dumps(meaning, indent=2) + "\n", encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load_rollout_batch(path: Path) -> RolloutBatch:
-    """Returns the batch saved under `path`.
+    """Return the batch saved under `path`.
 
     Raises:
         ValueError: a file is missing, is of another format, or its columns do not fit together.
@@ -109,14 +109,19 @@ def load_rollout_batch(path: Path) -> RolloutBatch:
             raise ValueError(
                 f"{file} does not exist; a rollout batch is a .safetensors file with a .json file of the same name"
             )
-    meaning = json.loads(sidecar.read_text(encoding="utf-8"))
-    if (meaning.get("format"), meaning.get("version")) != (FORMAT, VERSION):
+    description = json.loads(sidecar.read_text(encoding="utf-8"))
+    if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
         raise ValueError(
-            f"{sidecar}: format {meaning.get('format')!r} version {meaning.get('version')!r}, not {FORMAT!r} {VERSION}"
+            f"{sidecar}: format {description.get('format')!r} version {description.get('version')!r}, "
+            f"not {_FORMAT!r} {_VERSION}"
         )
-    lacking = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in meaning]
-    if lacking:
-        raise ValueError(f"{sidecar} lacks {', '.join(lacking)}")
+    missing = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in description]
+    if missing:
+        raise ValueError(f"{sidecar} lacks {', '.join(missing)}")
     return RolloutBatch(
-        load_file(path), meaning["group_size"], meaning["max_response_length"], meaning["stage"], meaning["rl_config"]
+        load_file(path),
+        description["group_size"],
+        description["max_response_length"],
+        description["stage"],
+        description["rl_config"],
     )

@@ -1,8 +1,8 @@
-"""Every policy loss, advantage estimator, KL estimator and rollout correction: the only place that knows one by name.
+"""Every policy loss, advantage estimator, KL estimator and rollout correction: the only module with their names.
 
-No torch here: a record says where the function is, what it needs, which keys of rl_config it reads within which bounds, and
-its formula. `config.objective` picks the records of a run; the rest of the package reads what it picked. A new
-algorithm is a function and an entry below; docs/adding_an_algorithm.md shows it, and how a plug-in does the same.
+No torch here: a record has the function's module and name, its needs, the keys of rl_config that it reads with their bounds,
+and its formula. `config.objective` selects the records of a run, which the rest of the package reads. A new algorithm is a
+function and an entry below; docs/adding_an_algorithm.md has an example, and one of a plug-in.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mindspeed_rl.catalogue.records import (
     PolicyLoss,
 )
 
-_POSITIVE, _NOT_NEGATIVE, _SHARE = Bounds(0, excludes_low=True), Bounds(0), Bounds(0, 1)
+_POSITIVE, _NOT_NEGATIVE, _FRACTION = Bounds(0, excludes_low=True), Bounds(0), Bounds(0, 1)
 
-#: bounds of the numbers of rl_config that algorithms read, whichever algorithm a run takes
+#: bounds of the numbers of rl_config that algorithms read, whatever algorithm a run has
 SETTINGS: dict[str, Bounds] = {
     "clip_ratio": _NOT_NEGATIVE,
-    "clip_ratio_low": _SHARE,
+    "clip_ratio_low": _FRACTION,
     "clip_ratio_high": _NOT_NEGATIVE,
     "clip_ratio_c": Bounds(1, excludes_low=True, default=3.0, rule="dual_clip"),
     "tau_pos": _POSITIVE,
     "tau_neg": _POSITIVE,
-    "gamma": _SHARE,
-    "lam": _SHARE,
+    "gamma": _FRACTION,
+    "lam": _FRACTION,
     "adv_epsilon": _NOT_NEGATIVE,
     "cliprange_value": _NOT_NEGATIVE,
     "init_kl_coef": _NOT_NEGATIVE,
@@ -44,14 +44,14 @@ SETTINGS: dict[str, Bounds] = {
 
 # --- policy losses ----------------------------------------------------------------------------------------------------
 
-#: what the ratio r of new to old policy is taken over
+#: levels of the ratio r of new to old policy
 LEVELS: dict[str, str] = {
     "token": "r_t = exp(log pi(o_t) - log pi_old(o_t))",
     "sequence": "r = exp(mean_t(log pi(o_t) - log pi_old(o_t)))",
     "sequence_token": "r_t = sg[exp(mean_t(log pi - log pi_old))] * pi(o_t) / sg[pi(o_t)]",
 }
 
-#: what the sum over tokens is divided by
+#: divisors of the sum over tokens
 NORMALIZERS: dict[str, str] = {
     "sequence": "mean over sequences of the mean over each sequence's tokens",
     "token": "mean over all response tokens of the mini-batch",
@@ -104,12 +104,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage decides where the run file does not.
+    """Defaults of a stage.
 
     Attributes:
-        loss_type: without loss_type.
-        sequence_loss_type: the same with token_level_loss false; None where that key does nothing.
-        kl_in_loss: the KL to the reference is in the loss unless use_kl_in_reward puts it into the reward; else it is nowhere.
+        loss_type: of a run file without loss_type.
+        sequence_loss_type: the same with token_level_loss false; None where that key has no effect.
+        kl_in_loss: the KL to the reference is in the loss unless use_kl_in_reward puts it into the reward; False: in neither.
     """
 
     loss_type: str
@@ -239,14 +239,14 @@ CORRECTIONS: dict[str, Correction] = {
     "token_geometric_mask": replace(_MASK, bounded="geometric", formula="w_t if {low} <= geo w <= {high}, else 0"),
 }
 
-# --- questions --------------------------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------------------------
 
 
-def readers(table: Mapping[str, Algorithm], setting: str) -> tuple[str, ...]:
-    """Return the names of those that read a key of rl_config."""
+def list_readers(table: Mapping[str, Algorithm], setting: str) -> tuple[str, ...]:
+    """Return the names of the records that read a key of rl_config."""
     return tuple(name for name, record in table.items() if record.may_read(setting))
 
 
-def needing(table: Mapping[str, Algorithm], need: str) -> tuple[str, ...]:
-    """Return the names of those that need something."""
+def list_needing(table: Mapping[str, Algorithm], need: str) -> tuple[str, ...]:
+    """Return the names of the records that need an input."""
     return tuple(name for name, record in table.items() if need in record.needs)

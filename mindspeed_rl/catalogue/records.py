@@ -1,4 +1,4 @@
-"""What the catalogue says of an algorithm, and how a record is found: by its name, or as the "module:NAME" of a plug-in."""
+"""Records of the catalogue's algorithms, and the search for one: by its name, or as the "module:NAME" of a plug-in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Level = Literal["token", "sequence", "sequence_token"]
 Normalizer = Literal["sequence", "token", "constant"]
 Scale = Literal["group", "batch", "none", "gdpo"]
 
-#: what an algorithm may ask for beyond rewards, masks and the log-probs of the policy that learns
+#: inputs that an algorithm may need beyond rewards, masks and the log-probs of the policy that is trained
 NEEDS: dict[str, str] = {
     "reference": "log-probs of the reference model",
-    "old_log_probs": "log-probs of the policy at the start of the update, computed even where they equal the present ones",
-    "values": "the critic's values, so a critic that learns beside the actor",
+    "old_log_probs": "log-probs of the policy at the start of the update, computed even where they equal the current ones",
+    "values": "the critic's values, so a critic that is trained with the actor",
     "greedy_baseline": "the reward of the greedy response to each prompt",
     "reward_parts": "the score of each reward function, before weights",
     "entropies": "entropies of the policy at the start of the update",
@@ -27,15 +27,15 @@ NEEDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number may lie.
+    """Bounds of a number.
 
     Attributes:
         low, high: None is open.
         excludes_low: the number must be greater than `low`.
-        meaning: what the number is, for the sentence that refuses a wrong one.
+        meaning: description of the number, for the error about a wrong one.
         default: a value to propose instead of one outside.
-        otherwise: keys of rl_config with the values that make the bound pointless.
-        rule: short stable name of the rule that a number outside breaks.
+        otherwise: keys of rl_config with the values under which the bound does not matter.
+        rule: short stable name of the rule that a number outside violates.
         excludes_high: the number must be less than `high`.
     """
 
@@ -44,30 +44,36 @@ class Bounds:
     excludes_low: bool = False
     meaning: str = ""
     default: float | None = None
-    otherwise: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: Mapping[str, object] = field(default_factory=dict)
     rule: str = "range"
     excludes_high: bool = False
 
     def contain(self, value: float) -> bool:
-        """True when the value lies within."""
+        """Return True when the value is inside."""
         if self.low is not None and (value <= self.low if self.excludes_low else value < self.low):
             return False
         return self.high is None or (value < self.high if self.excludes_high else value <= self.high)
 
     def __str__(self) -> str:
-        parts = [f"{'greater than' if self.excludes_low else 'at least'} {exact(self.low)}"] if self.low is not None else []
-        parts += [f"{'less than' if self.excludes_high else 'at most'} {exact(self.high)}"] if self.high is not None else []
+        parts = (
+            [f"{'greater than' if self.excludes_low else 'at least'} {format_exact(self.low)}"]
+            if self.low is not None
+            else []
+        )
+        parts += (
+            [f"{'less than' if self.excludes_high else 'at most'} {format_exact(self.high)}"] if self.high is not None else []
+        )
         return " and ".join(parts)
 
 
-def exact(number: float) -> str:
-    """A bound as people write it: 1e+09 for a round one, 4294967295 where rounding would change it."""
-    return f"{number:g}" if float(f"{number:g}") == number else str(number)
+def format_exact(value: float) -> str:
+    """Return a number in its shortest exact form: 1e+09 for a round one, 4294967295 where rounding would change it."""
+    return f"{value:g}" if float(f"{value:g}") == value else str(value)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A piece of a formula that depends on one setting.
+    """Text in a formula that depends on one setting.
 
     Attributes:
         setting: its key in rl_config.
@@ -76,24 +82,24 @@ class Choice:
     """
 
     setting: str
-    texts: Mapping[Any, str]
+    texts: Mapping[object, str]
     otherwise: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One entry of the catalogue, or what a plug-in brings in its place. Plain values only: it travels to the workers.
+    """One entry of the catalogue, or the record of a plug-in. Plain values only: it travels to the workers.
 
     Attributes:
         target: "module:function" of the torch function; it is imported when `load` is called.
-        formula: template of what the function computes. `{name}` is a piece of `choices`, or a number of the run: any
-            number of rl_config by its key, besides `lower` and `upper` (bounds of the clipped ratio), `group_size` and
-            `others` (group_size - 1). None: the algorithm brings no formula.
-        choices: pieces of the formula by name.
-        reads: keys of rl_config that the function reads; None where nobody said which.
-        needs: words of `NEEDS`.
-        bounds: bounds of settings that hold for this algorithm besides those of `catalogue.SETTINGS`.
-        folders: where the modules of a plug-in are looked for when they are not installed.
+        formula: template of the function's formula. `{name}` is one of `choices`, or a number of the run: any
+            number of rl_config by its key, and `lower` and `upper` (bounds of the clipped ratio), `group_size` and
+            `others` (group_size - 1). None: the algorithm has no formula.
+        choices: texts in the formula by name.
+        reads: keys of rl_config that the function reads; None where they are unknown.
+        needs: keys of `NEEDS`.
+        bounds: bounds of settings for this algorithm in addition to those of `catalogue.SETTINGS`.
+        folders: searched for the modules of a plug-in that are not installed.
     """
 
     target: str
@@ -108,13 +114,13 @@ class Algorithm:
     key: ClassVar[str] = ""
     #: parameters of the function
     parameters: ClassVar[tuple[str, ...]] = ()
-    #: words of NEEDS that reach the function
+    #: keys of NEEDS that the function may use
     may_need: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         if ":" not in self.target:
             raise ValueError(f"target {self.target!r} of a {type(self).__name__} is not of the form module:function")
-        # the record is frozen, and a plug-in may give any collection of words
+        # the record is frozen, and a plug-in may use any collection
         object.__setattr__(self, "needs", frozenset(self.needs))
         if self.reads is not None:
             object.__setattr__(self, "reads", frozenset(self.reads))
@@ -128,13 +134,13 @@ class Algorithm:
         Raises:
             ValueError: it cannot be imported.
         """
-        return _imported(self.target, f"target {self.target!r}", self.folders)
+        return _import(self.target, f"target {self.target!r}", self.folders)
 
     def may_read(self, name: str) -> bool:
-        """True unless the record says that the function does not read this key of rl_config."""
+        """Return True unless the record excludes that the function reads this key of rl_config."""
         return self.reads is None or name in self.reads
 
-    def text(self, numbers: Mapping[str, Any]) -> str | None:
+    def format_formula(self, numbers: Mapping[str, object]) -> str | None:
         """Return the formula with the run's numbers in it; None when there is no formula.
 
         Raises:
@@ -142,11 +148,11 @@ class Algorithm:
         """
         if self.formula is None:
             return None
-        pieces = {
+        choices = {
             name: choice.texts.get(numbers[choice.setting], choice.otherwise).format_map(numbers)
             for name, choice in self.choices.items()
         }
-        return self.formula.format_map({**numbers, **pieces})
+        return self.formula.format_map({**numbers, **choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +162,9 @@ class PolicyLoss(Algorithm):
     The function takes `(inputs: PolicyInputs, objective: Objective)` and returns (losses [B, R], clipped [B, R] bool).
 
     Attributes:
-        normalizer: what the summed loss is divided by: a key of `catalogue.NORMALIZERS`.
-        level: the importance ratio it takes when importance_sampling_level is unset.
-        levels: those it can take.
+        normalizer: divisor of the summed loss: a key of `catalogue.NORMALIZERS`.
+        level: of the importance ratio when importance_sampling_level is unset.
+        levels: those it supports.
     """
 
     normalizer: Normalizer = "token"
@@ -172,16 +178,16 @@ class PolicyLoss(Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator(Algorithm):
-    """From scores to advantages.
+    """An estimator of advantages from scores.
 
     The function takes `(inputs: AdvantageInputs, objective: Objective)` and returns (advantages, returns), both [B, R].
 
     Attributes:
-        min_group_size: responses of a prompt it compares at least.
-        groups_while: (key, values): the minimum holds only while the key has one of these values.
-        kl_in_reward: False where there is no reward to take the KL from.
-        instead: (key, value, name): with this value of the key, the estimator of that name is meant.
-        idle: {key: (other, value)}: the key does nothing while the other key has this value.
+        min_group_size: minimum responses of a prompt that it compares.
+        groups_while: (key, values): the minimum applies only while the key has one of these values.
+        kl_in_reward: False without a reward from which the KL is subtracted.
+        instead: (key, value, name): with this value of the key, the estimator of that name is used.
+        idle: {key: (other, value)}: the key has no effect while the other key has this value.
     """
 
     min_group_size: int = 1
@@ -197,11 +203,11 @@ class AdvantageEstimator(Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class KlEstimator(Algorithm):
-    """The KL to the reference of each token. The function takes x = log pi - log ref [B, R] and returns [B, R].
+    """An estimator of the KL to the reference of each token. The function takes x = log pi - log ref [B, R] and returns [B, R].
 
     Attributes:
-        clamp: (limit of x, limit of the value) with kl_clamp; None: kl_clamp does nothing.
-        gradient: "module:function" of x whose gradient is taken in place of the value's; None: the value's own.
+        clamp: (limit of x, limit of the value) with kl_clamp; None: kl_clamp has no effect.
+        gradient: "module:function" of x whose gradient replaces the value's; None: the value's.
     """
 
     clamp: tuple[float, float] | None = None
@@ -216,18 +222,18 @@ class KlEstimator(Algorithm):
         Raises:
             ValueError: it cannot be imported.
         """
-        return _imported(self.gradient or self.target, f"target {self.target!r}", self.folders)
+        return _import(self.gradient or self.target, f"target {self.target!r}", self.folders)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Algorithm):
-    """Weights for the difference between rollout engine and trainer.
+    """Weights that correct the difference between rollout engine and trainer.
 
     The function takes `(difference, mask, objective)`, difference = log pi_old - log pi_rollout [B, R], and returns [B, R].
 
     Attributes:
-        weight: over what the weight is taken: each token, the product of the sequence, or its geometric mean.
-        bounded: masks alone: over what the number is taken that lies between the thresholds where a weight is kept.
+        weight: scope of the weight: each token, the product of the sequence, or its geometric mean.
+        bounded: only of masks: scope of the number that is compared with the thresholds.
     """
 
     weight: Literal["token", "sequence", "geometric"] = "token"
@@ -241,7 +247,7 @@ Record = TypeVar("Record", bound=Algorithm)
 
 
 def find(table: Mapping[str, Record], kind: type[Record], name: str, folders: Sequence[str] = ()) -> Record:
-    """Return the record of `name`, or what the plug-in that it spells out brings: a record, or a bare function.
+    """Return the record of `name`, or that of the plug-in that it names, which is a record or a function.
 
     Args:
         table, kind: names and class of one family.
@@ -249,23 +255,23 @@ def find(table: Mapping[str, Record], kind: type[Record], name: str, folders: Se
 
     Raises:
         ValueError: an unknown name, a plug-in that cannot be imported, one that is neither record nor function, or a function
-            with other parameters; it says key and value.
+            with other parameters; the message has key and value.
     """
     if name in table:
         return table[name]
     if ":" not in name:
-        raise ValueError(f"rl_config.{unknown_name(kind.key, name, table)}, or module:NAME")
-    found = _imported(name, f"rl_config.{kind.key} {name!r}", folders)
+        raise ValueError(f"rl_config.{describe_unknown_name(kind.key, name, table)}, or module:NAME")
+    plugin = _import(name, f"rl_config.{kind.key} {name!r}", folders)
     try:
-        if isinstance(found, Algorithm):
-            if not isinstance(found, kind):
-                raise ValueError(f"it is a {type(found).__name__}, but a {kind.__name__} is wanted")
-            # a worker imports the module where the driver has found it
-            record = replace(found, folders=tuple(folders))
-        elif callable(found) and not inspect.isclass(found):
+        if isinstance(plugin, Algorithm):
+            if not isinstance(plugin, kind):
+                raise ValueError(f"it is a {type(plugin).__name__}, but a {kind.__name__} is expected")
+            # a worker imports the module from the folder of the driver
+            record = replace(plugin, folders=tuple(folders))
+        elif callable(plugin) and not inspect.isclass(plugin):
             record = kind(target=name, reads=None, folders=tuple(folders))
         else:
-            raise ValueError(f"it is neither a {kind.__name__} nor a function, but a {type(found).__name__}")
+            raise ValueError(f"it is neither a {kind.__name__} nor a function, but a {type(plugin).__name__}")
         check_parameters(record)
     except ValueError as error:
         raise ValueError(f"rl_config.{kind.key} is {name!r}: {error}") from error
@@ -278,19 +284,19 @@ def check_parameters(record: Algorithm) -> None:
     try:
         inspect.signature(function).bind(*record.parameters)
     except TypeError as error:
-        wanted = ", ".join(record.parameters)
-        raise ValueError(f"{record.target} does not take the parameters ({wanted}): {error}") from error
+        expected = ", ".join(record.parameters)
+        raise ValueError(f"{record.target} does not take the parameters ({expected}): {error}") from error
 
 
-def unknown_name(key: str, name: object, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Return the sentence that names a wrong value, the nearest right one and all right ones."""
+def describe_unknown_name(key: str, name: object, known: Mapping[str, object] | Sequence[str]) -> str:
+    """Return the message about a wrong value, with the most similar valid one and all valid ones."""
     near = registry.nearest(name, known)
     hint = "" if near is None else f"did you mean {near!r}? "
     return f"{key}: unknown value {name!r}; {hint}known values: {', '.join(known)}"
 
 
-def _imported(target: str, subject: str, folders: Sequence[str]) -> Any:
-    """The object that "module:NAME" spells out; the folders stay on sys.path, for what the module imports later."""
-    # behind what is installed, so that a file of the working directory never hides a library
+def _import(target: str, subject: str, folders: Sequence[str]) -> Any:
+    """Return the object that "module:NAME" names; the folders stay on sys.path, for later imports of the module."""
+    # after installed packages, so that a file of the working directory never hides a library
     sys.path.extend(folder for folder in folders if folder not in sys.path)
     return registry.load(target, subject, wraps=Exception)  # a user's module may raise anything

@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl.algorithms.advantages import compute_advantages, missing_inputs
+from mindspeed_rl.algorithms.advantages import compute_advantages, list_missing_inputs
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.kl import kl_penalty
-from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
+from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.keys.schema import build
 from mindspeed_rl.config.compat.aliases import apply_aliases
+from mindspeed_rl.config.keys.schema import build
 from mindspeed_rl.config.objective import build_objective, unusable_plugins
 from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 from mindspeed_rl.observability.metrics import merge
@@ -75,7 +75,7 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
     objective = build_objective(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
     inputs = _advantage_inputs(config, objective, columns)
     mistakes = [violation.message for violation in algorithm_violations(config, objective)]
-    mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in missing_inputs(inputs, objective)]
+    mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in list_missing_inputs(inputs, objective)]
     if mistakes:
         raise ValueError("\n".join(mistakes))
     advantages, returns, metrics = compute_advantages(inputs, objective)
@@ -127,7 +127,7 @@ def _loss_mask(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
         return mask
     if "truncated" not in columns:
         raise ValueError("overlong_filter needs the column truncated")
-    return overlong_filter(mask, columns["truncated"])
+    return filter_overlong(mask, columns["truncated"])
 
 
 def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str, Tensor]) -> AdvantageInputs:

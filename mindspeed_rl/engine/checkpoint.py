@@ -25,6 +25,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors import SafetensorError
@@ -324,9 +325,9 @@ def _build_finisher(
 
 def _build_sharded_state(
     engine: TrainEngine, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
-) -> dict[str, Any]:
+) -> ShardedStateDict:
     """Return Megatron's sharded state of weights and, with `with_optimizer`, optimizer."""
-    state: dict[str, Any] = {}
+    state: ShardedStateDict = {}
     for index, model in enumerate(engine.model.models):
         weights = model.sharded_state_dict()
         if subset != "all":
@@ -425,7 +426,7 @@ def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], pa
     scheduler.step(increment=0)
 
 
-def _add_zero_head(model: nn.Module, weights: dict[str, Any]) -> None:
+def _add_zero_head(model: nn.Module, weights: ShardedStateDict) -> None:
     """Add a head whose values are 0 to the weights of a model chunk that has a head."""
     head = dict(model.named_parameters()).get(SCORE_HEAD)
     if head is not None:
@@ -524,7 +525,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         files.fetch(list_needed_files(path, sharded) | ({_get_random_name(dist.get_rank())} if restores_random else set()))
     with _explaining_failures(f"load: {path} does not fit this run"):
         # a tuple is returned only where keys may be missing
-        state = cast(dict[str, Any], dist_checkpointing.load(sharded, str(path)))
+        state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
     for index, model in enumerate(engine.model.models):
         if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
             _add_zero_head(model, state[f"model{index}"])

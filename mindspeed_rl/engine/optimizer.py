@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -112,7 +113,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
 # schedule's.
 
 
-def shard_optimizer_state(optimizer: MegatronOptimizer, weights: dict[str, Any], *, is_loading: bool) -> dict[str, _States]:
+def shard_optimizer_state(optimizer: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> dict[str, _States]:
     """Return the sharded state that Megatron saves or loads, by part of the optimizer; collective.
 
     Parameters that were never updated get their initial moments: a save before the first step has them too.
@@ -142,7 +143,7 @@ def _list_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
     return {f"part{index}": part for index, part in enumerate(chain) if part.optimizer is not None}
 
 
-def _shard_part(part: MegatronOptimizer, weights: dict[str, Any], *, is_loading: bool) -> _States:
+def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> _States:
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
     sharded = part.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)

@@ -79,7 +79,7 @@ class _VocabLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, list_readers
-from mindspeed_rl.catalogue.records import Bounds, exact
+from mindspeed_rl.catalogue.records import Bounds, format_exact
 from mindspeed_rl.config.keys import GROUPS, collect_keys, find_range
 from mindspeed_rl.config.keys.generate import SamplingConfig
 from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup
@@ -231,8 +231,8 @@ def _describe_key(path: str, key: Key, language: Language) -> str:
 def _describe_bounds(bounds: Bounds, language: Language) -> str:
     if language == "en":
         return str(bounds)
-    parts = [f"{'大于' if bounds.excludes_low else '不小于'} {exact(bounds.low)}"] if bounds.low is not None else []
-    parts += [f"{'小于' if bounds.excludes_high else '不大于'} {exact(bounds.high)}"] if bounds.high is not None else []
+    parts = [f"{'大于' if bounds.excludes_low else '不小于'} {format_exact(bounds.low)}"] if bounds.low is not None else []
+    parts += [f"{'小于' if bounds.excludes_high else '不大于'} {format_exact(bounds.high)}"] if bounds.high is not None else []
     return "，".join(parts)
 
 

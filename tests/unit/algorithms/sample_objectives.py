@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 
 _KEYS = {
@@ -26,7 +26,7 @@ def objective(
     """A sound objective: grpo without KL and without clamps unless the options say otherwise; raises what is broken."""
     keys = {"kl_coef": 0.0, "kl_clamp": False, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, **options}
     rl = RLConfig(loss_type=loss_type, clip_higher_enable=True, **{_KEYS.get(name, name): keys[name] for name in keys})
-    made = objective_of(rl, "ray_grpo", max_response_length=max_response_length, group_size=group_size)
+    made = build_objective(rl, "ray_grpo", max_response_length=max_response_length, group_size=group_size)
     if mistakes := [violation.message for violation in algorithm_violations(rl, made)]:
         raise ValueError("\n".join(mistakes))
     return made

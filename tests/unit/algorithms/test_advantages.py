@@ -8,11 +8,11 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms import advantages
-from mindspeed_rl.algorithms.advantages import token_rewards, whiten
+from mindspeed_rl.algorithms.advantages import compute_token_rewards, whiten
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 
 SIZE, ROWS, LENGTH = 3, 12, 7
 
@@ -168,7 +168,7 @@ def test_group_norm_with_scale_gdpo_is_gdpo():
 def test_the_score_sits_on_the_last_sampled_token_and_the_kl_on_every_one():
     mask = torch.tensor([[True, False, True, False]])
     inputs = AdvantageInputs(torch.tensor([1.0]), mask, kl=torch.tensor([[0.5, 9.0, 1.0, 9.0]]), kl_coef=0.1)
-    np.testing.assert_allclose(token_rewards(inputs), [[-0.05, 0.0, 0.9, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(compute_token_rewards(inputs), [[-0.05, 0.0, 0.9, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus_baseline", "gdpo"])
@@ -275,7 +275,7 @@ def test_the_metrics_cover_response_tokens_only():
 
 def test_the_objective_takes_its_numbers_from_the_run_file():
     config = RLConfig(scale_rewards="none", adv_epsilon=0.1, gamma=0.5, lam=0.25, adv_estimator="gae", advantage_whiten=False)
-    made = objective_of(config, "ray_ppo")
+    made = build_objective(config, "ray_ppo")
     got = (made.scale_rewards, made.adv_epsilon, made.gamma, made.lam, made.advantage_whiten)
     assert got == ("none", 0.1, 0.5, 0.25, False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sample_objectives import objective
 
-from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
+from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
 from mindspeed_rl.algorithms.interfaces import read_metrics
 from mindspeed_rl.catalogue import CORRECTIONS
 from mindspeed_rl.observability.metrics import merge
@@ -22,7 +22,7 @@ def weights(differences, mode, high=1.5, low=None):
     difference = torch.tensor([differences], dtype=torch.float64)
     mask = torch.ones_like(difference, dtype=torch.bool)
     zeros = torch.zeros_like(difference)
-    return rollout_weights(difference, zeros, mask, correction(mode, high, low))[0].tolist()
+    return compute_rollout_weights(difference, zeros, mask, correction(mode, high, low))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
     mask = rng.random((5, 8)) < 0.6
     mask[3] = False
     low = 0.3 if mode.endswith("mask") else None
-    got = rollout_weights(
+    got = compute_rollout_weights(
         *(torch.tensor(np.where(mask, values, np.nan)) for values in (old, rollout)),
         torch.tensor(mask),
         correction(mode, 1.4, low),
@@ -69,13 +69,13 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
 
 def test_weights_carry_no_gradient():
     old = torch.zeros(1, 2, requires_grad=True)
-    assert not rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), correction("token_mask", 2.0)).requires_grad
+    assert not compute_rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), correction("token_mask", 2.0)).requires_grad
 
 
 def test_mismatch_by_hand():
     mask = torch.tensor([[True, True, False]])
     old, rollout = torch.tensor([[TWO, 0.0, 9.0]]), torch.tensor([[0.0, TWO, 0.0]])
-    results = {name: metric.result() for name, metric in read_metrics(mismatch_metrics(old, rollout, mask)).items()}
+    results = {name: metric.result() for name, metric in read_metrics(measure_mismatch(old, rollout, mask)).items()}
     # w = 2 and 0.5
     assert results == pytest.approx(
         {
@@ -89,7 +89,7 @@ def test_mismatch_by_hand():
 
 def test_two_equal_policies_have_no_kl_and_a_full_effective_sample_size():
     old = -torch.rand(3, 4)
-    metrics = read_metrics(mismatch_metrics(old, old, torch.ones(3, 4, dtype=torch.bool)))
+    metrics = read_metrics(measure_mismatch(old, old, torch.ones(3, 4, dtype=torch.bool)))
     assert metrics["rollout/kl"].result() == 0.0
     assert metrics["rollout/ess"].result() == 1.0
 
@@ -98,8 +98,8 @@ def test_the_effective_sample_size_of_parts_merges_to_that_of_the_whole():
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.7
-    whole = merge([read_metrics(mismatch_metrics(old, rollout, mask))]).results()
-    parts = [read_metrics(mismatch_metrics(old[rows], rollout[rows], mask[rows])) for rows in ([0], [1, 2, 3], [4, 5])]
+    whole = merge([read_metrics(measure_mismatch(old, rollout, mask))]).results()
+    parts = [read_metrics(measure_mismatch(old[rows], rollout[rows], mask[rows])) for rows in ([0], [1, 2, 3], [4, 5])]
     assert merge(parts).results() == pytest.approx(whole)
 
 
@@ -114,5 +114,5 @@ def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
     counts = [5, 3, 2]
     old = torch.cat([pi[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
     rollout = torch.cat([mu[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
-    metrics = read_metrics(mismatch_metrics(old, rollout, torch.ones_like(old, dtype=torch.bool)))
+    metrics = read_metrics(measure_mismatch(old, rollout, torch.ones_like(old, dtype=torch.bool)))
     assert metrics["rollout/kl"].result() == pytest.approx(true.item())

@@ -7,7 +7,7 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms import kl
-from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, kl_controller
+from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, build_kl_controller
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.catalogue.records import KlEstimator, find
 
@@ -136,8 +136,8 @@ def test_the_fixed_controller_does_not_move():
 
 
 def test_the_run_file_chooses_the_controller():
-    assert isinstance(kl_controller(objective(kl_coef=0.2)), FixedKL)
-    adaptive = kl_controller(objective(kl_ctrl_type="adaptive", kl_coef=0.2, kl_target=3.0, kl_horizon=7))
+    assert isinstance(build_kl_controller(objective(kl_coef=0.2)), FixedKL)
+    adaptive = build_kl_controller(objective(kl_ctrl_type="adaptive", kl_coef=0.2, kl_target=3.0, kl_horizon=7))
     assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 7)
 
 

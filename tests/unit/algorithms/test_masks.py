@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.masks import entropy_threshold, groups_with_signal, overlong_filter, rows_of_groups
+from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong, find_groups_with_signal, list_group_rows
 
 
 def test_the_overlong_filter_empties_truncated_rows_only():
     mask = torch.tensor([[True, True], [True, False]])
-    got = overlong_filter(mask, torch.tensor([True, False]))
+    got = filter_overlong(mask, torch.tensor([True, False]))
     assert got.tolist() == [[False, False], [True, False]]
     assert mask[0].all()
 
@@ -45,24 +45,24 @@ def test_a_quantile_of_no_tokens_is_refused():
 
 def test_groups_are_kept_when_some_but_not_all_are_right():
     right = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    kept = groups_with_signal(right, 2)
+    kept = find_groups_with_signal(right, 2)
     assert kept.tolist() == [False, True, False]
-    assert rows_of_groups(kept, 2).tolist() == [2, 3]
+    assert list_group_rows(kept, 2).tolist() == [2, 3]
 
 
 def test_equal_scores_that_do_not_add_exactly_are_still_no_signal():
-    assert groups_with_signal(torch.tensor([0.1] * 3), 3).tolist() == [False]
+    assert find_groups_with_signal(torch.tensor([0.1] * 3), 3).tolist() == [False]
 
 
 def test_a_failed_score_is_no_difference():
     nan = float("nan")
-    assert groups_with_signal(torch.tensor([1.0, nan, 1.0, nan, 0.0, 1.0, nan, nan, nan]), 3).tolist() == [False, True, False]
+    assert find_groups_with_signal(torch.tensor([1.0, nan, 1.0, nan, 0.0, 1.0, nan, nan, nan]), 3).tolist() == [False, True, False]
 
 
 def test_groups_of_one_are_kept():
-    assert groups_with_signal(torch.tensor([1.0, 0.0]), 1).tolist() == [True, True]
+    assert find_groups_with_signal(torch.tensor([1.0, 0.0]), 1).tolist() == [True, True]
 
 
 def test_rows_that_do_not_fill_groups_are_refused():
     with pytest.raises(ValueError, match="3 rows do not divide"):
-        groups_with_signal(torch.ones(3), 2)
+        find_groups_with_signal(torch.ones(3), 2)

@@ -7,9 +7,9 @@ import math
 import torch
 
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
-from mindspeed_rl.algorithms.policy_losses import update_ratios
+from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 
 
 def batch() -> PolicyBatch:
@@ -21,8 +21,8 @@ def batch() -> PolicyBatch:
 
 
 def ratios_of(**keys: object) -> tuple[torch.Tensor, torch.Tensor]:
-    objective = objective_of(RLConfig(clip_ratio=0.2, **keys), "ray_grpo", max_response_length=3, group_size=2)
-    return update_ratios(batch(), objective)
+    objective = build_objective(RLConfig(clip_ratio=0.2, **keys), "ray_grpo", max_response_length=3, group_size=2)
+    return compute_update_ratios(batch(), objective)
 
 
 def test_tokens_beyond_the_clip_range_in_the_direction_they_are_pushed_are_clipped() -> None:

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.value_losses import value_loss
+from mindspeed_rl.algorithms.policy_losses import value_loss
 from mindspeed_rl.observability.metrics import merge
 
 

@@ -49,7 +49,7 @@ def test_a_formula_fills_for_every_choice(record: Algorithm) -> None:
     for filling in fillings:
         if any(filling[choice.setting] is None and None not in choice.texts for choice in record.choices.values()):
             continue
-        text = record.text(filling)
+        text = record.format_formula(filling)
         assert text and "{" not in text and "None" not in text
 
 
@@ -117,7 +117,7 @@ def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: s
     made = made_objective(
         loss_type=loss_type, clip_higher_enable=True, clip_ratio_low=0.2, clip_ratio_high=high, tau_pos=1.3, **changes
     )
-    text = made.loss.text(made.numbers())
+    text = made.loss.format_formula(made.numbers())
     for ratio in (0.5, 0.9, 1.0, 1.1, 1.6, 3.0):
         for advantage in (-1.5, 2.0):
             tensors = {
@@ -149,7 +149,7 @@ def test_the_formula_of_a_kl_estimator_is_what_its_function_computes(name: str) 
 def test_the_formula_of_a_correction_is_what_its_function_computes(mode: str) -> None:
     low = {"rollout_importance_sampling_threshold_min": 0.7} if "mask" in mode else {}
     made = made_objective(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.4, **low)
-    text = made.correction.text(made.numbers())
+    text = made.correction.format_formula(made.numbers())
     for weights in ((0.5, 1.2, 1.6), (1.1, 1.2, 0.9), (3.0, 0.9, 0.8)):
         difference = torch.tensor([weights], dtype=torch.float64).log()
         got = made.correction.load()(difference, torch.ones(1, 3, dtype=torch.bool), made)[0]
@@ -164,5 +164,5 @@ def test_the_formula_of_group_norm_is_what_its_function_computes(scale: str) -> 
     rewards = torch.tensor([1.0, 4.0, 0.0, 2.0], dtype=torch.float64)
     got, _ = made.advantage.load()(AdvantageInputs(rewards, torch.ones(4, 1, dtype=torch.bool), group_size=4), made)
     spread = {"std_4": lambda r: r.std(ddof=1), "std_batch": lambda r: r.std(ddof=1), "mean_4": lambda r: r.mean()}
-    expected = value_of(made.advantage.text(made.numbers()), r=rewards.numpy(), **spread)
+    expected = value_of(made.advantage.format_formula(made.numbers()), r=rewards.numpy(), **spread)
     np.testing.assert_allclose(got[:, 0], expected, rtol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.explain.resources import parallel_groups
+from mindspeed_rl.config.explain.resources import list_parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
@@ -153,7 +153,7 @@ def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) ->
 @pytest.mark.parametrize("tp_pp_dp", [False, True])
 def test_ranks_are_ordered_as_the_run_file_and_the_plan_say(tp_pp_dp: bool) -> None:
     order = parallel.get_rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
-    ours = parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
+    ours = list_parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
     ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order)
     for axis in ("tp", "dp", "pp"):
         assert sorted(ranks.get_ranks(axis)) == sorted(ours[axis])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from ports import free_port
+from ports import find_free_port
 
 HERE = Path(__file__).parent
 QUICK = ("qwen2-tied", "qwen3-moe", "glm4")
@@ -18,7 +18,7 @@ QUICK = ("qwen2-tied", "qwen3-moe", "glm4")
 
 def largest_differences(folder: Path, models: tuple[str, ...]) -> dict[str, float]:
     """Run both processes to the end and read what they found."""
-    port = str(free_port())
+    port = str(find_free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
     logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
     processes = [
