@@ -201,7 +201,7 @@ def deliver(case: Case) -> dict[str, Any]:
             report["proven"].append(side.push.prove(side.engine).num_parameters)
             report["received"].append(side.push.received_bytes)
         report["parameters"] = 0 if side.engine is None else len(dict(side.engine.named_parameters()))
-        report["loaded whole"] = sorted(side.destinations.whole) if side.destinations else []
+        report["loaded whole"] = sorted(side.destinations.loaded) if side.destinations else []
         report["needed"] = side.push.needed_bytes
         report["planned"] = side.push.plan.moves.bytes_by_rank("target").get(side.exchange.rank, 0)
         dist.barrier()
