@@ -5,7 +5,8 @@ The methods are the phases of the loop; `SupervisedGroup` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,18 +24,18 @@ from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.roles import PassSettings, Role, build_micro_batching
-from mindspeed_rl.workers.stages.stage import make_stage, shares
+from mindspeed_rl.workers.stages.stage import make_stage, split_batches
 
 
 class SupervisedWorker(DeviceWorker):
     """The trained model (and the reference, where the stage has one) of one rank.
 
     Attributes:
-        consumed: samples that were trained on, over all replicas and since the beginning of the run.
+        consumed: samples that were trained on, over all replicas and since the start of the run.
     """
 
     def __init__(self, run: Run, *, rank: int) -> None:
-        """Joins the training world, opens the data and builds the models."""
+        """Join the training world, open the data and build the models."""
         super().__init__(run, rank)
         cfg, plan = run.config, run.plan
         config = self.config = cfg.actor_config
@@ -52,7 +53,7 @@ class SupervisedWorker(DeviceWorker):
         order = self.stage.order(len(self.train_items), plan, self.consumed)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
         num_tokens = self.stage.num_tokens if balanced else None
-        self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica, num_tokens)
+        self._batches = split_batches(order, self.train_items, *self.replica, num_tokens)
 
     def _build(self, pad_id: int) -> None:
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
@@ -75,18 +76,18 @@ class SupervisedWorker(DeviceWorker):
         return owners
 
     def resumed_state(self) -> dict[str, Any]:
-        """{"iteration": ..., "run_state": ...} of the checkpoint when the run goes on from one, else nothing."""
+        """Return {"iteration": ..., "run_state": ...} of the checkpoint when the run resumes from one, else nothing."""
         return self.role.resumed or {}
 
     def data(self) -> DataSummary:
-        """What the run learns from."""
+        """Return the summary of the data."""
         held_out = 0 if self.held_out is None else len(self.held_out)
         return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long)
 
     # ------------------------------------------------------------------ phases
 
     def train(self) -> WorkerReport:
-        """One optimizer step on this replica's share of the next global batch."""
+        """Make one optimizer step on this replica's share of the next global batch."""
         metrics, num_samples = Metrics(), self.run.plan.num_samples
         with self.phase(TRAIN, metrics):
             rows = self._rows(next(self._batches))
@@ -95,11 +96,11 @@ class SupervisedWorker(DeviceWorker):
                 result = self.role.engine.train_step(rows, self.batching, loss)
                 self.role.poll_save()
         self.consumed += num_samples
-        metrics.merge(_named("train/", result.losses))
+        metrics.merge(_name_metrics("train/", result.losses))
         metrics.add_last("train/lr", result.lr)
         metrics.add_last("train/grad_norm", result.grad_norm)
         if self.is_output:
-            # a share, because each replica has a rank that adds its own
+            # divided, because one rank of each replica adds them
             metrics.add_sum("train/samples", num_samples / self.replica[0])
             metrics.add_sum("train/tokens", sum(rows.lengths))
             metrics.add_sum("train/model_tflop", self.flops.training(rows.lengths) / 1e12)
@@ -107,50 +108,48 @@ class SupervisedWorker(DeviceWorker):
         return self._report(metrics)
 
     def evaluate(self) -> WorkerReport:
-        """The loss on at most `eval_iters` batches of the held-out items; what does not fill all replicas is left out."""
+        """Compute the loss on at most `eval_iters` batches of held-out items, without a remainder for some replicas alone."""
         num_ranks, batch, held_out = self.replica[0], self.run.plan.num_samples, self.held_out
-        assert held_out is not None  # the loop asked `data` first
+        assert held_out is not None  # the loop has called `data` before
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
         batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
         metrics = Metrics()
         with self.phase(EVALUATE, metrics):
-            for items in shares(batches, held_out, *self.replica):
+            for items in split_batches(batches, held_out, *self.replica):
                 losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
-                metrics.merge(_named("eval/", losses))
+                metrics.merge(_name_metrics("eval/", losses))
         return self._report(metrics)
 
     def save(self, iteration: int) -> WorkerReport:
-        """A checkpoint that a run can go on from after `iteration` steps."""
+        """Write a checkpoint from which a run can resume after `iteration` steps."""
         with self.timers(SAVE.timer):
             self.role.save(iteration, {"consumed_samples": self.consumed})
         return self._report()
 
     def finish(self) -> WorkerReport:
-        """Waits for background saves."""
+        """Wait for background saves."""
         self.role.finish_saves()
         return self._report()
 
     # ------------------------------------------------------------------ shared
 
-    def _rows(self, items: list[Any]) -> Rows:
-        """The engine's rows, with the reference's log-prob of each answer where the loss needs it."""
+    def _rows(self, items: list[object]) -> Rows:
+        """Return the engine's rows, with the reference's log-prob of each answer where the loss needs it."""
         rows = self.stage.rows(items)
         if not self.stage.needs_reference:
             return rows
         with self.timers(REFERENCE_LOG_PROBS.timer):
-            if self.reference is not None:
-                result = self.reference.engine.forward(rows, self.batching)
-            else:
-                with adapters_disabled(self.role.model):
-                    result = self.role.engine.forward(rows, self.batching)
+            # without a model of its own the reference is the policy without its adapters
+            with adapters_disabled(self.role.model) if self.reference is None else nullcontext():
+                result = (self.reference or self.role).engine.forward(rows, self.batching)
         # only the last pipeline stage has them, and needs them
         log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
         sums = [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
         return replace(rows, columns={**rows.columns, "ref_log_probs": sums})
 
 
-def _named(prefix: str, losses: Iterable[LossOutput]) -> Metrics:
-    """The losses and their own metrics, under names with this prefix."""
+def _name_metrics(prefix: str, losses: Iterable[LossOutput]) -> Metrics:
+    """Return the losses and their own metrics, under names with this prefix."""
     metrics = Metrics()
     for loss in losses:
         metrics.add(f"{prefix}loss", Metric("mean", loss.loss_sum.item(), loss.count.item()))

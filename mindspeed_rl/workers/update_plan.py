@@ -1,4 +1,4 @@
-"""Who works on which rows, in which order: pure arithmetic, also used by the driver."""
+"""The rows of each optimizer step, and of each rank in it: pure arithmetic, which the driver uses too."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mindspeed_rl.engine.balance import balance_ranks
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What the driver decides about one update.
+    """The driver's decisions about one update.
 
     Attributes:
         steps: rows of each optimizer step.
         kl_coef: this iteration's coefficient.
         entropy_threshold: of top-entropy masking, None without.
         columns: of the data plane, that the policy loss reads.
-        iteration: number of the iteration, from 0.
-        records_log_probs: the rows get those of the last step as the column update_log_probs.
+        iteration: index of the iteration, from 0.
+        records_log_probs: the rows get the log-probs of their last step, as the column update_log_probs.
     """
 
     steps: list[list[int]]
@@ -34,20 +34,20 @@ class UpdatePlan:
 def plan_mini_batches(
     num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
 ) -> list[list[int]]:
-    """Rows of each optimizer step of an iteration, in order.
+    """Return the rows of each optimizer step of an iteration, in order.
 
     Args:
         num_rows: rows of the rollout.
         mini_batch_size: rows of a step.
         epochs: passes over the rows.
-        group_size: shuffling moves whole groups, so that a group stays in one step.
+        group_size: shuffling moves complete groups, so that a group stays in one step.
         shuffle_seed: None keeps the order.
     """
     steps = []
     for epoch in range(epochs):
         order = np.arange(num_rows)
         if shuffle_seed is not None:
-            # numpy keeps the stream of RandomState over releases, that of its newer generators it does not promise
+            # numpy keeps the stream of RandomState over releases, and does not promise so for its newer generators
             groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
                 num_rows // group_size
             )
@@ -59,9 +59,13 @@ def plan_mini_batches(
 def split_rows(
     rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
 ) -> list[int]:
-    """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens.
+    """Return this data-parallel rank's rows of a step, as many as those of the other ranks.
 
     Args:
+        rows: of the step.
+        num_ranks: data-parallel ranks.
+        rank: index of this one.
+        lengths: tokens of the rows: ranks get about the same tokens; None gives them consecutive rows.
         group_size: with lengths, so many adjacent rows stay together where that leaves every rank equally many groups.
     """
     if lengths is None:
@@ -71,4 +75,4 @@ def split_rows(
         group_size = 1
     sums = [sum(lengths[first : first + group_size]) for first in range(0, len(rows), group_size)]
     groups = balance_ranks(sums, num_ranks)[rank]
-    return [rows[group * group_size + place] for group in groups for place in range(group_size)]
+    return [rows[group * group_size + offset] for group in groups for offset in range(group_size)]

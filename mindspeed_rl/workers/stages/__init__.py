@@ -1,4 +1,4 @@
-"""What each supervised stage learns from and with which loss; a stage is one class and one line here."""
+"""The supervised stages, each with its data and its loss; a stage is one class and one line here."""
 
 #: megatron_training.stage -> module:class
 STAGES = {

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def token_loss(inputs: LossInputs) -> LossOutput:
-    """-log p summed over the tokens of `loss_mask`, and their number."""
+    """Return -log p summed over the tokens of `loss_mask`, and their number."""
     mask = inputs.columns["loss_mask"] & inputs.mask
     return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
 
 
-def labelled_rows(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
-    """Rows that predict the labelled tokens, without log-probs of what lies in front of the first of them.
+def build_labelled_rows(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
+    """Return rows that predict the labelled tokens, without log-probs of the tokens before the first of them.
 
     Args:
-        pieces: (input_ids, labels) of each row, unshifted, IGNORE_INDEX where nothing is learnt.
+        samples: (input_ids, labels) of each row, unshifted, IGNORE_INDEX where nothing is learnt.
     """
     input_ids, prompt_lengths, targets, masks = [], [], [], []
-    for ids, labels in pieces:
+    for ids, labels in samples:
         # nothing predicts the first token
         labelled = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
         first = int(labelled[0]) if len(labelled) else len(ids)
@@ -46,7 +46,7 @@ def labelled_rows(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
     return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)
 
 
-class Instruction(Stage):
+class Instruction(Stage[InstructionSample]):
     """Supervised tuning. With `reset_attention_mask` the samples of a pack see only themselves."""
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -65,15 +65,15 @@ class Instruction(Stage):
         )
 
     def rows(self, items: Sequence[InstructionSample]) -> Rows:
-        pieces, group_sizes = [], []
+        samples, group_sizes = [], []
         for item in items:
             ends = np.cumsum(item["sample_lengths"]).tolist()
             cuts = list(zip([0, *ends], ends)) if self.config.reset_attention_mask else [(0, len(item["input_ids"]))]
-            samples = [(item["input_ids"][first:end], item["labels"][first:end]) for first, end in cuts]
-            learnt = [sample for sample in samples if (sample[1][1:] != IGNORE_INDEX).any()] or samples[:1]
-            pieces += learnt
+            pack = [(item["input_ids"][first:end], item["labels"][first:end]) for first, end in cuts]
+            learnt = [sample for sample in pack if (sample[1][1:] != IGNORE_INDEX).any()] or pack[:1]
+            samples += learnt
             group_sizes.append(len(learnt))
-        rows = labelled_rows(pieces)
+        rows = build_labelled_rows(samples)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
@@ -81,7 +81,11 @@ class Instruction(Stage):
 
 
 def check_resets(config: MegatronConfig) -> None:
-    """Raises ValueError for positions that restart where the attention does not."""
+    """Check that positions restart where the attention does.
+
+    Raises:
+        ValueError: they do not.
+    """
     if config.reset_position_ids and not config.reset_attention_mask:
         raise ValueError(
             "reset_position_ids: true needs reset_attention_mask: true; rotary positions are relative, so they restart "

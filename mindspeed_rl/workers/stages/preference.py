@@ -13,7 +13,7 @@ from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBat
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.preference import PreferenceDataset, PreferencePair
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.workers.stages.instruction import labelled_rows
+from mindspeed_rl.workers.stages.instruction import build_labelled_rows
 from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 PAIR = 2
 
 
-class Pairs(Stage):
-    """Common half of the stages that learn from pairs."""
+class Pairs(Stage[PreferencePair]):
+    """Base class of the stages that learn from pairs."""
 
     unit = "pairs"
 
@@ -35,18 +35,18 @@ class Pairs(Stage):
 
 
 class _Preference(Pairs):
-    """Common half of dpo and simpo: log-probs are summed over the answers."""
+    """Base class of dpo and simpo: log-probs are summed over the answers."""
 
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
         sides = []
         for item in items:
             sides.append((item["chosen_input_ids"], item["chosen_labels"]))
             sides.append((item["rejected_input_ids"], item["rejected_labels"]))
-        rows = labelled_rows(sides)
+        rows = build_labelled_rows(sides)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
 
     def _answers(self, inputs: LossInputs) -> PreferenceBatch:
-        """Sums and lengths of the answers, and the reference's sums where the rows have them."""
+        """Return sums and lengths of the answers, and the reference's sums where the rows have them."""
         mask = inputs.columns["loss_mask"] & inputs.mask
         sums, lengths = torch.where(mask, inputs.outputs[0], 0.0).sum(1), mask.sum(1)
         reference = inputs.columns.get("ref_log_probs")

@@ -20,12 +20,14 @@ from mindspeed_rl.workers.stages.stage import Dataset, Stage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    _Samples = Dataset[Mapping[str, Tensor]]
 
-class Pretraining(Stage):
+
+class Pretraining(Stage[Mapping[str, Tensor]]):
     """Next-token prediction. With `reset_attention_mask` the documents of a sample see only themselves.
 
-    Which samples there are, and in which order, depends on data_path, split, seq_length, seed, train_iters and
-    global_batch_size: a resumed run must not change them.
+    The samples and their order depend on data_path, split, seq_length, seed, train_iters and global_batch_size: a resumed run
+    must not change them.
     """
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -36,10 +38,10 @@ class Pretraining(Stage):
             raise ValueError("seq_length: not set; stage pretrain cuts documents into samples of this many tokens.")
         self._seq_length = config.seq_length
 
-    def open(self, prefix: str | Path) -> Dataset:
+    def open(self, prefix: str | Path) -> Dataset[Mapping[str, Tensor]]:
         raise AssertionError("documents are cut by Megatron's dataset, see datasets")
 
-    def datasets(self, plan: BatchPlan) -> tuple[Dataset, Dataset | None]:
+    def datasets(self, plan: BatchPlan) -> tuple[_Samples, _Samples | None]:
         config = self.config
         if config.data_path is None:
             raise ValueError("data_path: not set; give a prefix, or weights and prefixes in turn.")
@@ -47,23 +49,23 @@ class Pretraining(Stage):
         num_evaluated = config.eval_iters * plan.num_samples
         paths = config.data_path if isinstance(config.data_path, list) else [config.data_path]
         if config.eval_data_path is None:
-            train, held_out, _ = self._built(paths, config.split or "100,0,0", (num_train, num_evaluated, 0))
+            train, held_out, _ = self._build(paths, config.split or "100,0,0", (num_train, num_evaluated, 0))
         else:
-            train = self._built(paths, "100,0,0", (num_train, 0, 0))[0]
-            held_out = self._built([config.eval_data_path], "100,0,0", (num_evaluated, 0, 0))[0]
+            train = self._build(paths, "100,0,0", (num_train, 0, 0))[0]
+            held_out = self._build([config.eval_data_path], "100,0,0", (num_evaluated, 0, 0))[0]
         if train is None or not len(train):
             raise ValueError(f"data_path: {' '.join(map(str, paths))} gives no sample of {config.seq_length} tokens.")
         return train, held_out
 
-    def _built(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[Dataset | None, ...]:
+    def _build(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[_Samples | None, ...]:
         data = PretrainData([str(path) for path in paths], self._seq_length, split, seed=self.config.seed)
-        # a Megatron dataset has items by number, although its base class names the argument otherwise
-        return cast("tuple[Dataset | None, ...]", build_pretrain_datasets(data, self.tokenizer, counts))
+        # a Megatron dataset has items by index, although its base class has another name for the argument
+        return cast("tuple[_Samples | None, ...]", build_pretrain_datasets(data, self.tokenizer, counts))
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
-        """Samples in the dataset's own order, which is shuffled already."""
+        """Yield samples in the dataset's own order, which is shuffled already."""
         while True:
-            yield [number % num_items for number in range(start, start + plan.num_samples)]
+            yield [index % num_items for index in range(start, start + plan.num_samples)]
             start += plan.num_samples
 
     def rows(self, items: Sequence[Mapping[str, Tensor]]) -> Rows:

@@ -32,7 +32,7 @@ class OutcomeReward(Pairs):
 
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
         ids = [torch.from_numpy(side) for item in items for side in (item["chosen_input_ids"], item["rejected_input_ids"])]
-        # the last token's position "predicts" the score; there is no token behind it
+        # the last token's position "predicts" the score; no token is after it
         nothing = [torch.zeros(1, dtype=torch.int64)] * len(ids)
         return Rows(ids, [len(row) for row in ids], targets=nothing, group_sizes=[PAIR] * len(items))
 
@@ -41,7 +41,7 @@ class OutcomeReward(Pairs):
         return pairwise_reward_loss(scores[0::PAIR], scores[1::PAIR])
 
 
-class ProcessReward(Stage):
+class ProcessReward(Stage[ProcessRewardSample]):
     """The model's own judgement at each placeholder: among `reward_tokens`, or among the whole vocabulary without them."""
 
     unit = "solutions"
@@ -66,17 +66,16 @@ class ProcessReward(Stage):
             mask = labels != IGNORE_INDEX
             input_ids.append(torch.from_numpy(item["input_ids"]))
             prompt_lengths.append(first + 1)
-            targets.append(torch.from_numpy(np.where(mask, self._judgements(labels, mask), 0)))
+            targets.append(torch.from_numpy(np.where(mask, self._find_judgements(labels, mask), 0)))
             masks.append(torch.from_numpy(mask))
         # targets are compared with the output at the placeholder itself: the row predicts one position past its last token
         return Rows(input_ids, prompt_lengths, {"loss_mask": masks, "judgements": targets}, targets)
 
-    def _judgements(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Labels as numbers of `choices`, or as token ids without them."""
+    def _find_judgements(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return labels as indexes into `choices`, or as token ids without them."""
         if self.choices is None:
             return labels
-        known = np.array(self.choices)
-        matches = labels[:, None] == known[None, :]
+        matches = labels[:, None] == np.array(self.choices)[None, :]
         wrong = labels[mask & ~matches.any(1)]
         if len(wrong):
             text = self.tokenizer.decode([int(wrong[0])])

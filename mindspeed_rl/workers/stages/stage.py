@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
@@ -19,52 +19,43 @@ from mindspeed_rl.workers.update_plan import split_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
 
-class Dataset(Protocol):
-    """Items by number."""
+
+class Dataset(Protocol[Item_co]):
+    """Items by index."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Item_co: ...
 
 
-class Part:
-    """The items `first` ... `end` - 1 of a dataset."""
+class _Slice(Generic[Item]):
+    """The items `indexes` of a dataset."""
 
-    def __init__(self, dataset: Dataset, first: int, end: int) -> None:
-        self._dataset, self._first, self._end = dataset, first, end
+    def __init__(self, dataset: Dataset[Item], indexes: range) -> None:
+        self._dataset, self._indexes = dataset, indexes
 
     def __len__(self) -> int:
-        return self._end - self._first
+        return len(self._indexes)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Item:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._dataset[self._first + index]
+        return self._dataset[self._indexes[index]]
 
 
-def parts(dataset: Dataset, split: str | None) -> tuple[Part, Part]:
-    """The items for training and for evaluation: consecutive parts with the first two shares of `split`, such as "95,5,0".
-
-    Raises:
-        ValueError: the shares are not up to three numbers that are not negative.
-    """
-    shares = split_shares(split)
-    # sums are rounded, not shares: no item is lost between two parts
-    ends = [round(len(dataset) * sum(shares[: number + 1])) for number in range(2)]
-    return Part(dataset, 0, ends[0]), Part(dataset, ends[0], ends[1])
-
-
-class Stage(ABC):
-    """What is special about a stage.
+class Stage(ABC, Generic[Item]):
+    """The data, the rows and the loss of a stage.
 
     Attributes:
-        head: what the model ends in.
-        unit: what an item of the dataset is, for messages.
+        head: last layer of the model.
+        unit: an item of the dataset, for messages.
         needs_reference: True when rows need the log-probs of a reference model.
-        packed: True when samples must lie in one micro-batch without padding.
+        packed: True when samples must be in one micro-batch without padding.
         choices: token ids the head's distribution is restricted to; None for the whole vocabulary.
-        num_too_long: items left out of the data that was opened because they exceed seq_length.
+        num_too_long: items that were left out of the opened data because they exceed seq_length.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
@@ -74,67 +65,81 @@ class Stage(ABC):
     choices: tuple[int, ...] | None = None
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.num_too_long = 0
 
     @abstractmethod
-    def open(self, prefix: str | Path) -> Dataset:
-        """The dataset with this prefix."""
+    def open(self, prefix: str | Path) -> Dataset[Item]:
+        """Open the dataset with this prefix."""
 
     @abstractmethod
-    def rows(self, items: Sequence[Any]) -> Rows:
-        """What the engine computes for these items."""
+    def rows(self, items: Sequence[Item]) -> Rows:
+        """Return the rows that the engine computes for these items."""
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
 
-    def num_tokens(self, item: Any) -> int:
-        """Tokens that the engine computes for an item."""
+    def num_tokens(self, item: Item) -> int:
+        """Return the tokens that the engine computes for an item."""
         return sum(self.rows([item]).lengths)
 
-    def datasets(self, plan: BatchPlan) -> tuple[Dataset, Dataset | None]:
-        """The items to train on and those to evaluate on, if any. Collective over the workers."""
-        if not isinstance(self.config.data_path, str):
-            raise ValueError(f"data_path: {self.config.data_path!r} must be one prefix; only stage pretrain blends datasets.")
-        train, held_out = parts(self.open(self.config.data_path), self.config.split)
-        if self.config.eval_data_path is not None:
-            held_out = self.open(self.config.eval_data_path)
-        return train, held_out if len(held_out) else None
+    def datasets(self, plan: BatchPlan) -> tuple[Dataset[Item], Dataset[Item] | None]:
+        """Open the items for training and those for evaluation, if any; collective over the workers.
+
+        Both are consecutive slices with the first two shares of `split`, such as "95,5,0", where evaluation has no data of its
+        own.
+
+        Raises:
+            ValueError: data_path is not one prefix, or the shares are not up to three numbers that are not negative.
+        """
+        config = self.config
+        if not isinstance(config.data_path, str):
+            raise ValueError(f"data_path: {config.data_path!r} must be one prefix; only stage pretrain blends datasets.")
+        dataset, shares = self.open(config.data_path), split_shares(config.split)
+        # sums are rounded, not shares: no item is lost between two slices
+        first, second = (round(len(dataset) * sum(shares[:count])) for count in (1, 2))
+        held_out: Dataset[Item] = _Slice(dataset, range(first, second))
+        if config.eval_data_path is not None:
+            held_out = self.open(config.eval_data_path)
+        return _Slice(dataset, range(first)), held_out if len(held_out) else None
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
-        """Global batches of item numbers for ever, starting after `start` consumed items."""
+        """Yield global batches of item indexes without end, after `start` consumed items."""
         config, epochs = self.config, 1
         if config.full_shuffle_instruction_dataset:
             epochs = max(1, -(-(plan.train_iters or 0) * plan.num_samples // num_items))
         sampler = BatchSampler(num_items * epochs, seed=config.seed, shuffle=not config.no_shuffle)
         for batch in sampler.batches(start, plan.num_samples):
-            yield [number % num_items for number in batch]
+            yield [index % num_items for index in batch]
 
 
-def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
-    """The stage that the run file names."""
+def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage[Any]:
+    """Make the stage that the run file names."""
     assert config.stage is not None  # a run file that trains without rollouts names one
     return registry.load(STAGES[config.stage], f"stage {config.stage}")(config, tokenizer)
 
 
-def shares(
+def split_batches(
     batches: Iterator[list[int]],
-    dataset: Dataset,
+    dataset: Dataset[Item],
     num_ranks: int,
     rank: int,
-    num_tokens: Callable[[Any], int] | None = None,
-) -> Iterator[list[Any]]:
-    """This data-parallel rank's items of each global batch.
+    num_tokens: Callable[[Item], int] | None = None,
+) -> Iterator[list[Item]]:
+    """Yield this data-parallel rank's items of each global batch.
 
     Args:
+        batches: indexes of the items.
+        dataset: of the items.
+        num_ranks: data-parallel ranks.
+        rank: index of this one.
         num_tokens: of an item; ranks then get equally many items with about the same tokens, and read the whole batch for it.
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:
-            yield [dataset[number] for number in split_rows(batch, num_ranks, rank)]
+            yield [dataset[index] for index in split_rows(batch, num_ranks, rank)]
         else:
-            items = [dataset[number] for number in batch]
+            items = [dataset[index] for index in batch]
             mine = split_rows(range(len(items)), num_ranks, rank, [num_tokens(item) for item in items])
             yield [items[position] for position in mine]

@@ -21,7 +21,7 @@ CALLERS = {
     "ColocatedRollout": ("mindspeed_rl.workers.fleet", [fleet.ACTOR]),
     "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.TRAINER]),
     "SupervisedGroup": ("mindspeed_rl.workers.remote_group", [remote_group.SUPERVISED]),
-    "ComparisonGroup": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
+    "Comparison": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
 }
 
 
