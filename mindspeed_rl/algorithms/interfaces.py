@@ -14,7 +14,7 @@ from mindspeed_rl.observability.metrics import Metric
 
 
 @dataclass(frozen=True)
-class EffectiveSampleFraction(Metric):
+class _EffectiveSampleFraction(Metric):
     """Effective fraction of samples under importance weights w: (sum w)^2 / (count * sum w^2), in (0, 1].
 
     value is sum w; two of them merge exactly, which a mean of fractions would not.
@@ -22,11 +22,11 @@ class EffectiveSampleFraction(Metric):
 
     squares: float = 0.0
 
-    def merge(self, other: Metric) -> EffectiveSampleFraction:
+    def merge(self, other: Metric) -> _EffectiveSampleFraction:
         """Return the fraction over both."""
-        if not isinstance(other, EffectiveSampleFraction):
+        if not isinstance(other, _EffectiveSampleFraction):
             raise ValueError("an effective sample fraction merges only with another one")
-        return EffectiveSampleFraction("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
+        return _EffectiveSampleFraction("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
 
     def result(self) -> float:
         """Return the fraction; NaN when nothing was measured or every weight is 0."""
@@ -72,7 +72,7 @@ class PendingMetrics(Mapping[str, Metric]):
         for name, (reduction, tensors) in self._terms.items():
             value, count, *squares = [next(values) for _ in tensors]
             if count:
-                fraction = EffectiveSampleFraction("sum", value, count, *squares) if squares else None
+                fraction = _EffectiveSampleFraction("sum", value, count, *squares) if squares else None
                 self._read[name] = fraction or Metric(reduction, value, count)
 
     def _read_all(self) -> dict[str, Metric]:

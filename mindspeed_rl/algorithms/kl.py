@@ -11,6 +11,7 @@ With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,11 +68,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
     return slope + (value - slope).detach()
 
 
+@dataclass
 class FixedKL:
     """Controller of a constant KL coefficient."""
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
+    coef: float
 
     def update(self, current_kl: float, num_samples: int) -> None:
         """Leave the coefficient unchanged."""
@@ -83,20 +84,21 @@ class FixedKL:
         self.coef = state["coef"]
 
 
+@dataclass
 class AdaptiveKL(FixedKL):
     """Controller that moves the KL coefficient towards a target KL (arXiv:1909.08593).
 
     update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
     """
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
-        if target <= 0:
-            raise ValueError(f"kl_target must be positive, not {target}")
-        if horizon <= 0:
-            raise ValueError(f"kl_horizon must be positive, not {horizon}")
-        super().__init__(coef)
-        self.target = target
-        self.horizon = horizon
+    target: float
+    horizon: int
+
+    def __post_init__(self) -> None:
+        if self.target <= 0:
+            raise ValueError(f"kl_target must be positive, not {self.target}")
+        if self.horizon <= 0:
+            raise ValueError(f"kl_horizon must be positive, not {self.horizon}")
 
     def update(self, current_kl: float, num_samples: int) -> None:
         """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
     from mindspeed_rl.config import Objective
 
-#: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them
+#: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them:
+#: e^99 is infinite in float32, and infinity times 0 is not a gradient
 _LOG_RATIO_LIMIT = 20.0
 
 
@@ -97,11 +98,11 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         ValueError: a term that the objective switches on lacks its tensor.
     """
     mask, response_mask = batch.mask, batch.response_mask
-    inputs = _policy_inputs(batch, objective)
+    inputs = _build_inputs(batch, objective)
     log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
-    log_ratio = _limit_drift(drift)
+    log_ratio = drift.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     policy, clipped = objective.loss.load()(inputs, objective)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
@@ -193,19 +194,20 @@ def value_loss(
 @torch.no_grad()
 def compute_update_ratios(batch: PolicyBatch, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return the importance ratio of every token as the loss takes it, and True for clipped tokens: [B, R] each."""
-    inputs = _policy_inputs(batch, objective)
+    inputs = _build_inputs(batch, objective)
     _, clipped = objective.loss.load()(inputs, objective)
     return inputs.ratio, clipped & inputs.mask
 
 
-def _policy_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
+def _build_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
     mask = batch.mask
     # masked before any exponential: infinity times a mask of 0 is NaN, in backward too
     log_probs = torch.where(mask, batch.log_probs, 0)
     # exactly on-policy the ratio is 1, and carries the gradient of log pi
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
+    log_ratio = (log_probs - old_log_probs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return PolicyInputs(
-        ratio=_compute_importance_ratio(_limit_drift(log_probs - old_log_probs), mask, objective.level),
+        ratio=_compute_importance_ratio(log_ratio, mask, objective.level),
         log_probs=log_probs,
         advantages=torch.where(mask, batch.advantages, 0),
         mask=mask,
@@ -214,11 +216,6 @@ def _policy_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
         entropy=batch.entropy,
         old_entropy=batch.old_entropy,
     )
-
-
-def _limit_drift(drift: Tensor) -> Tensor:
-    # e^99 is infinite in float32, and infinity times 0 is no gradient
-    return drift.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
 def _compute_importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:

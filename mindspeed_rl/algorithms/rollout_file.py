@@ -50,7 +50,7 @@ _TOKEN_COLUMNS = (
     "values",
 )
 _ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
-COLUMNS = ("input_ids", "response_mask", "reward_components", *_TOKEN_COLUMNS, *_ROW_COLUMNS)
+_COLUMNS = ("input_ids", "response_mask", "reward_components", *_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class RolloutBatch:
         missing = [name for name in _REQUIRED if name not in self.columns]
         if missing:
             raise ValueError(f"the rollout batch lacks the columns {', '.join(missing)}")
-        unknown = [name for name in self.columns if name not in COLUMNS]
+        unknown = [name for name in self.columns if name not in _COLUMNS]
         if unknown:
-            raise ValueError(f"the rollout batch has unknown columns {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
+            raise ValueError(f"the rollout batch has unknown columns {', '.join(unknown)}; known: {', '.join(_COLUMNS)}")
         mask = self.columns["response_mask"]
         if mask.dim() != 2:
             raise ValueError(f"column response_mask is {list(mask.shape)}, but must be [B, R]")

@@ -103,7 +103,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class _Stage:
     """Defaults of a stage.
 
     Attributes:
@@ -117,10 +117,10 @@ class Stage:
     kl_in_loss: bool = False
 
 
-STAGES: dict[str, Stage] = {
-    "ray_grpo": Stage("dapo", kl_in_loss=True),
-    "ray_dapo": Stage("dapo", sequence_loss_type="grpo"),
-    "ray_ppo": Stage("dapo"),
+STAGES: dict[str, _Stage] = {
+    "ray_grpo": _Stage("dapo", kl_in_loss=True),
+    "ray_dapo": _Stage("dapo", sequence_loss_type="grpo"),
+    "ray_ppo": _Stage("dapo"),
 }
 
 # --- advantage estimators ---------------------------------------------------------------------------------------------

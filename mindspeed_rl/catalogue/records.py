@@ -243,10 +243,10 @@ class Correction(Algorithm):
     parameters: ClassVar[tuple[str, ...]] = ("difference", "mask", "objective")
 
 
-Record = TypeVar("Record", bound=Algorithm)
+_Record = TypeVar("_Record", bound=Algorithm)
 
 
-def find(table: Mapping[str, Record], kind: type[Record], name: str, folders: Sequence[str] = ()) -> Record:
+def find(table: Mapping[str, _Record], kind: type[_Record], name: str, folders: Sequence[str] = ()) -> _Record:
     """Return the record of `name`, or that of the plug-in that it names, which is a record or a function.
 
     Args:

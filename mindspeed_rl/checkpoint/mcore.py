@@ -106,7 +106,7 @@ def holders(op: WeightOp, layout: Layout) -> Holders:
     if op.axis == "etp":
         ranks = [rank for rank in ranks if op.experts[0] in layout.local_experts(rank.tp, rank.ep)]
         count = layout.expert_tp_size
-        shard_of: Callable[[Rank], int] = lambda rank: layout.expert_tp_rank(rank.tp)  # noqa: E731
+        shard_of: Callable[[Rank], int] = lambda rank: rank.tp % layout.expert_tp_size  # noqa: E731
     else:
         count = layout.tp
         shard_of = lambda rank: rank.tp  # noqa: E731

@@ -119,7 +119,7 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
 
 
-def ring_attention(
+def _ring_attention(
     query: Tensor, key: Tensor, value: Tensor, chunk_lengths: Tensor, scale: float, group: dist.ProcessGroup
 ) -> Tensor:
     """Compute exact causal attention while keys and values travel around the context-parallel ring.
@@ -230,7 +230,7 @@ class CoreAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             if self.fused is None:
                 lengths = torch.full((b,), s // 2, device=query.device)
-                out = ring_attention(q, k, v, lengths, self.scale, group).transpose(0, 1)
+                out = _ring_attention(q, k, v, lengths, self.scale, group).transpose(0, 1)
             else:
                 out = self.fused.ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), [s] * b, self.scale, group)
                 out = out.unflatten(0, (b, s)).transpose(0, 1)
@@ -281,7 +281,7 @@ class CoreAttention(nn.Module):
         restore[gather[real]] = torch.arange(gather.numel()).view_as(gather)[real]
         flat, rows = gather.flatten().to(query.device), len(chunks)
         q, k, v = (x.index_select(0, flat).view(rows, 2 * width, *x.shape[1:]) for x in (query, key, value))
-        out = ring_attention(q, k, v, chunks.to(query.device), self.scale, group)
+        out = _ring_attention(q, k, v, chunks.to(query.device), self.scale, group)
         return out.flatten(0, 1).index_select(0, restore.to(query.device))
 
     def _split_heads(

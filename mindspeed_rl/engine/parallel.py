@@ -21,7 +21,7 @@ from mindspeed_rl.platform.rendezvous import meeting_store
 
 #: seconds that ranks wait for each other in a collective before the run fails, unless the environment sets another value
 _COLLECTIVE_TIMEOUT_S = 1800.0
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 #: prefix of the states of Megatron's generators
 _TRACKER = "tracker."
@@ -224,7 +224,7 @@ class ControlGroup:
                 assert isinstance(group, dist.ProcessGroup)  # groups of other ranks are ints
                 self.group, self.size = group, len(members)
 
-    def broadcast(self, value: Value) -> Value:
+    def broadcast(self, value: _Value) -> _Value:
         """Return the object that the source of the group passed; collective over the group."""
         if self.size == 1:
             return value

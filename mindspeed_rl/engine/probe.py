@@ -22,8 +22,8 @@ from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 
-Result = TypeVar("Result")
-Batch = TypeVar("Batch")
+_Result = TypeVar("_Result")
+_Batch = TypeVar("_Batch")
 
 #: positions in the forward pass of a micro-batch; layer n has _PER_LAYER positions from _LAYERS + n * _PER_LAYER on
 _EMBEDDING, _LAYERS, _PER_LAYER, _FINAL_NORM, _HEAD, _INPUTS, _LOSS = 0, 10, 4, 90_000, 90_001, 90_010, 90_900
@@ -87,10 +87,10 @@ class ModelProbe:
             for handle in handles:
                 handle.remove()
 
-    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+    def inputs(self, function: Callable[[LossInputs], _Result]) -> Callable[[LossInputs], _Result]:
         """Return the function with its loss inputs recorded."""
 
-        def record(inputs: LossInputs) -> Result:
+        def record(inputs: LossInputs) -> _Result:
             micro = self._next_loss()
             for index, output in enumerate(inputs.outputs):
                 self._add(micro, _HEAD + 1 + index, f"loss_inputs.outputs.{index}", output)
@@ -101,10 +101,10 @@ class ModelProbe:
 
         return record
 
-    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
+    def loss(self, function: Callable[[_Batch], LossOutput]) -> Callable[[_Batch], LossOutput]:
         """Return the function with the sum and the count that it returns recorded. It takes results of `inputs`."""
 
-        def record(batch: Batch) -> LossOutput:
+        def record(batch: _Batch) -> LossOutput:
             result = function(batch)
             micro = self._started[-1] - 1
             self._add(micro, _LOSS, "loss.sum", result.loss_sum)
@@ -172,7 +172,7 @@ class ModelProbe:
             first = ((self._update + 1) * _MICRO_BATCHES - 1) * _PER_MICRO_BATCH
             names = (name for op in list_model_ops(self._engine.model) for name in op.hf)
             positions = {name: first + index for index, name in enumerate(dict.fromkeys(names))}
-            for name, gradient, cut in list_gradients(self._engine):
+            for name, gradient, cut in _list_gradients(self._engine):
                 position = positions.get(name, first + len(positions))  # adapters come last
                 self._sink.add(f"update_{self._update}.gradients.{name}", position, gradient, cut=cut, everywhere=True)
         self._update += 1
@@ -180,7 +180,7 @@ class ModelProbe:
 
 
 @torch.no_grad()
-def list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | None]]:
+def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | None]]:
     """Yield (name, gradient, its cut) of this rank's trained weights, between the backward pass and the optimizer's step.
 
     Names are those of the HF checkpoint, parts are cut from its tensors, without padding, so that ranks of another layout have

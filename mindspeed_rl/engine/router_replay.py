@@ -97,7 +97,7 @@ class _Router(RouterReplay):
 
 
 @dataclass
-class Recording:
+class _Recording:
     """Experts that forward passes chose.
 
     Attributes:
@@ -127,7 +127,7 @@ class RoutedLayers:
                 self._chunks[-1].append(router.router_replay)
         self.num_layers = sum(map(len, self._chunks))
         self._topk = plan.model_config.moe_router_topk
-        self._recording: Recording | None = None
+        self._recording: _Recording | None = None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare the next forward pass of this chunk, that of the micro-batch."""
@@ -155,9 +155,9 @@ class RoutedLayers:
         return agreed, compared
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self) -> Iterator[_Recording]:
         """Record the experts that forward passes in the block choose."""
-        self._recording = Recording([[] for _ in self._routers()])
+        self._recording = _Recording([[] for _ in self._routers()])
         for router, into in zip(self._routers(), self._recording.chosen):
             router.record(into)
         try:
@@ -167,7 +167,7 @@ class RoutedLayers:
             for router in self._routers():
                 router.record(None)
 
-    def gather_recording(self, recording: Recording, rows: Rows) -> list[Tensor]:
+    def gather_recording(self, recording: _Recording, rows: Rows) -> list[Tensor]:
         """Return the recorded routing of rows, in the form of `Rows.routing`; collective over the pipeline stage."""
         lengths = torch.tensor(rows.lengths)
         starts = lengths.cumsum(0) - lengths

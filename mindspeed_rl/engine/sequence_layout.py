@@ -18,7 +18,7 @@ _MAX_PADDING = 0.25
 
 
 @dataclass(frozen=True)
-class DenseGroup:
+class _DenseGroup:
     """Sequences of similar length, seen as a right-padded block [rows, width] of queries and one of keys.
 
     Attributes:
@@ -38,7 +38,7 @@ class DenseGroup:
 
 
 @dataclass(frozen=True)
-class DenseView:
+class _DenseView:
     """All sequences of a packed micro-batch as a few dense blocks, and the way back.
 
     Attributes:
@@ -46,7 +46,7 @@ class DenseView:
         restore: [tokens] int64; position of each packed token that has a query in the concatenation of the flattened blocks.
     """
 
-    groups: tuple[DenseGroup, ...]
+    groups: tuple[_DenseGroup, ...]
     restore: Tensor
 
 
@@ -55,7 +55,7 @@ def _block(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
     return starts[:, None] + torch.minimum(torch.arange(width)[None, :], lengths[:, None] - 1)
 
 
-def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = None) -> DenseView:
+def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = None) -> _DenseView:
     """Group packed sequences so that attention needs a few dense calls instead of one call a sequence.
 
     Args:
@@ -70,7 +70,7 @@ def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = N
     # in falling order of length: a group is as wide as its first member
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (counts[i], -lengths[i]))
     restore = torch.empty(sum(num_queries), dtype=torch.int64)
-    groups: list[DenseGroup] = []
+    groups: list[_DenseGroup] = []
     offset = 0
     first = 0
     while first < len(order):
@@ -87,10 +87,10 @@ def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = N
         flat = offset + torch.arange(len(members) * width).view(len(members), width)
         restore[gather[real_cells]] = flat[real_cells]
         keys = gather if keys_only is None else _block(key_starts[members], full[members], key_width)
-        groups.append(DenseGroup(len(members), width, gather.flatten(), key_width, keys.flatten()))
+        groups.append(_DenseGroup(len(members), width, gather.flatten(), key_width, keys.flatten()))
         offset += len(members) * width
         first = last
-    return DenseView(groups=tuple(groups), restore=restore)
+    return _DenseView(groups=tuple(groups), restore=restore)
 
 
 def expand_ranges(starts: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -191,7 +191,7 @@ class PackedLayout(PackedSeqParams):
     shared: SharedPrefixes | None = None
 
     @cached_property
-    def view(self) -> DenseView:
+    def view(self) -> _DenseView:
         """Dense view of the natural packed order; built on first use, never for fused attention."""
         shared = self.shared
         keys_only = None if shared is None else [full - computed for full, computed in zip(self.lengths, shared.lengths)]
@@ -203,10 +203,10 @@ class PackedLayout(PackedSeqParams):
         # without sharing a token has its key and its query at the same index
         step = 1 if shared is None else 2
         groups = (
-            DenseGroup(group.rows, group.width, queries, group.key_width, keys)
+            _DenseGroup(group.rows, group.width, queries, group.key_width, keys)
             for group, queries, keys in zip(view.groups, on_device[::step], on_device[step - 1 :: step])
         )
-        return DenseView(tuple(groups), restore)
+        return _DenseView(tuple(groups), restore)
 
     @classmethod
     def build(

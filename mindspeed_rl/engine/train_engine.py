@@ -43,8 +43,8 @@ from mindspeed_rl.observability.metrics import Metrics, merge
 _log = logging.getLogger(__name__)
 
 #: input of a loss: `LossInputs`, or a batch type made of them
-Batch = TypeVar("Batch")
-Result = TypeVar("Result")
+_Batch = TypeVar("_Batch")
+_Result = TypeVar("_Result")
 
 
 class NonFiniteError(RuntimeError):
@@ -193,8 +193,8 @@ class TrainEngine:
         self,
         rows: Rows,
         batching: MicroBatching,
-        loss: Callable[[Batch], LossOutput],
-        batch: Callable[[LossInputs], Batch],
+        loss: Callable[[_Batch], LossOutput],
+        batch: Callable[[LossInputs], _Batch],
         *,
         has_next: bool = False,
     ) -> StepResult: ...
@@ -203,8 +203,8 @@ class TrainEngine:
         self,
         rows: Rows,
         batching: MicroBatching,
-        loss: Callable[[Batch], LossOutput],
-        batch: Callable[[LossInputs], Batch] | None = None,
+        loss: Callable[[_Batch], LossOutput],
+        batch: Callable[[LossInputs], _Batch] | None = None,
         *,
         has_next: bool = False,
     ) -> StepResult:
@@ -251,8 +251,8 @@ class TrainEngine:
 
     def loss_step(
         self,
-        loss: Callable[[Batch], LossOutput],
-        batch: Callable[[LossInputs], Batch] | None,
+        loss: Callable[[_Batch], LossOutput],
+        batch: Callable[[LossInputs], _Batch] | None,
         index: int,
         micro_batch: MicroBatch,
         outputs: tuple[Tensor, ...],
@@ -269,8 +269,8 @@ class TrainEngine:
             result = LossOutput(outputs[0].sum() * 0.0, nothing)
         else:
             inputs = LossInputs(outputs, micro_batch.predicted_mask, micro_batch.columns)
-            # the overloads of train_step: without `batch`, Batch is LossInputs
-            result = loss(cast(Batch, inputs) if batch is None else batch(inputs))
+            # the overloads of train_step: without `batch`, _Batch is LossInputs
+            result = loss(cast(_Batch, inputs) if batch is None else batch(inputs))
         # every context-parallel rank computes the full loss; it counts once
         counted = parallel_state.get_context_parallel_rank() == 0
         count = result.count if counted else torch.zeros_like(result.count)
@@ -369,7 +369,7 @@ class TrainEngine:
     def _schedule(
         self,
         micro_batches: list[MicroBatch],
-        on_output: Callable[[int, MicroBatch, tuple[Tensor, ...]], tuple[Tensor, Tensor, Result]],
+        on_output: Callable[[int, MicroBatch, tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]],
         *,
         forward_only: bool,
     ) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class TrainEngine:
 
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
-        ) -> tuple[Any, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Result]]]:
+        ) -> tuple[Any, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]]]:
             index, micro_batch = next(iterator)
             if self.routed is not None:
                 self.routed.arm(indices[id(chunk)], micro_batch)

@@ -1,4 +1,4 @@
-"""Opens what is to be run: a Hugging Face folder, a training or a Megatron checkpoint, with or without an adapter."""
+"""The model of an inference engine and its settings: a Hugging Face folder or a checkpoint, with or without an adapter."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from mindspeed_rl.runtime.scratch import make_process_folder
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the user says about the model.
+    """The configured model.
 
     Attributes:
         load: Hugging Face folder, or checkpoint folder of any Megatron form (its latest iteration, or `iteration`).
-        hf_folder: where config.json and tokenizer of a checkpoint are; None takes those that the checkpoint carries.
+        hf_folder: with config.json and tokenizer of a checkpoint; None takes those in the checkpoint.
         lora_load: adapter to merge: a PEFT folder, or a checkpoint with LoRA weights.
         lora_r, lora_alpha: checked against the adapter; alpha is needed where the adapter does not state it.
         lora_target_modules: checked against the adapter, Megatron's names.
@@ -68,17 +68,17 @@ class ModelFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the largest part of the weights."""
+        """Type of the largest part of the weights."""
         return self.source.dtype
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         adapted = ", adapter merged" if self.transform is not None or self.source.adapters else ""
         kind = {"hf": "Hugging Face", "mcore": "Megatron", "legacy": "Megatron legacy", "torch_dist": "torch_dist"}
         return f"{self.source.path} ({kind[self.source.kind]}, {self.source.architecture.name}{adapted})"
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every weight; one stored parameter is in memory at a time."""
+        """Yield (Hugging Face name, full tensor) of every weight; one stored parameter is in memory at a time."""
         copies: dict[str, list[str]] = {}
         for copy, owner in self.source.architecture.hf_copies(self.model_config).items():
             copies.setdefault(owner, []).append(copy)
@@ -95,7 +95,7 @@ class ModelFiles:
 
 
 class MegatronMerge:
-    """A transform that adds Megatron adapters to the Hugging Face weights they belong to, in float32."""
+    """A transform that adds Megatron adapters to their Hugging Face weights, in float32."""
 
     def __init__(self, adapters: Adapters, scale: float) -> None:
         self._adapters = {name: adapter for adapter in adapters.values() for name in adapter[0].hf}
@@ -113,13 +113,14 @@ class MegatronMerge:
 
 
 def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles:
-    """Everything about the model is known and checked; no weights are read yet, but for the checksums of their files.
+    """Open a model and check it; no weights are read yet, but for the checksums of their files.
 
     Args:
-        verified: the files were held against their checksums by another process.
+        settings: of the model.
+        verified: another process has checked the files against their checksums.
 
     Raises:
-        ValueError: nothing usable is there, the model's shape is not known, or adapter and base do not fit.
+        ValueError: there is no usable model, its shape is unknown, or adapter and base do not fit.
     """
     path = settings.load
     _check_kind(path, settings.iteration)
@@ -132,7 +133,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
         source = open_megatron(path, options, verified=verified)
     source, transform = _with_adapter(source, settings)
     folder = source.companions
-    if folder is None:  # the checkpoint's own settings hold the config; vLLM wants it as a file
+    if folder is None:  # the checkpoint's own settings have the config; vLLM reads it from a file
         folder = make_process_folder("mindspeed-rl-config-")
         write_config(folder, source.hf_config)
     return ModelFiles(folder, source, transform)
@@ -143,7 +144,7 @@ def _is_hf(path: Path) -> bool:
 
 
 def _check_kind(path: Path, iteration: int | None) -> None:
-    """Raises ValueError for folders that look loadable and are not a language model with its weights."""
+    """Raise ValueError for folders that look loadable and are not a language model with its weights."""
     if not path.is_dir():
         raise ValueError(f"--load {path} is not a folder")
     if is_peft_folder(path):
@@ -167,7 +168,7 @@ def _check_kind(path: Path, iteration: int | None) -> None:
 
 
 def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Transform | None]:
-    """The source with the adapter that is in it merged, or the transform that merges another one."""
+    """Return the source with its own adapter merged, or the transform that merges another one."""
     path, r, alpha = settings.lora_load, settings.lora_r, settings.lora_alpha
     if path is None:
         if source.adapters:
@@ -191,7 +192,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
 
 
 def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int | None, float | None]]:
-    """LoRA weights of a checkpoint, cut in any way, and the (r, alpha) that it states."""
+    """Read the LoRA weights of a checkpoint in any layout, and the (r, alpha) that it states."""
     if (iteration_folder(path) / "metadata.json").is_file():
         dist_folder = DistFolder(path)
         adapters = dist_folder.adapters(source.architecture, source.model_config)
@@ -206,17 +207,17 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16"}
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine is built.
+    """Settings of the engine.
 
     Attributes:
-        max_model_len: longest prompt + answer, in tokens.
+        max_model_len: limit of prompt and answer, in tokens.
         dtype: "auto" takes that of the checkpoint.
         max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
-        kind: what generates: vLLM, or the Megatron model itself.
-        tensor_parallel_size: devices one engine is split over.
+        kind: vLLM, or the Megatron model itself.
+        tensor_parallel_size: devices of one engine.
         pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
-        most_log_probs: most entries that `next_tokens` may be asked for.
+        max_log_probs: upper limit of `count` in `next_tokens`.
     """
 
     model: ModelSettings
@@ -232,21 +233,21 @@ class EngineSettings:
     kv_cache_memory_gib: float | None = None
     enforce_eager: bool = True
     trust_remote_code: bool = False
-    most_log_probs: int = 20
+    max_log_probs: int = 20
 
     @property
     def num_devices(self) -> int:
-        """Of all engines."""
+        """Devices of all engines."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
-    def generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
-        """The same in the words of a run file."""
+    def build_generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
+        """Return the settings as keys of a run file."""
         default_seqs = engine_limits(platform.current().name).sequences
         return GenerateConfig(
             infer_tensor_parallel_size=self.tensor_parallel_size,
             max_num_seqs=self.max_num_seqs or default_seqs,
             max_model_len=self.max_model_len,
-            # pyrefly: ignore[bad-argument-type]  # float16 too: vLLM knows it, run files do not
+            # pyrefly: ignore[bad-argument-type]  # float16 too: vLLM takes it, run files do not
             dtype=_DTYPES.get(model_dtype, "bfloat16") if self.dtype == "auto" else self.dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_gib=self.kv_cache_memory_gib,

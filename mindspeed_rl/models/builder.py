@@ -335,9 +335,16 @@ def build_gpt_model(
         embedding.inv_freq = scaled.to(embedding.inv_freq.device)
     if pre_process and model_config.embedding_scale is not None:
         # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
-        model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=model_config.embedding_scale))
+        # and the factor is rounded to the output's dtype first, as transformers does
+        factor = model_config.embedding_scale
+        model.embedding.word_embeddings.register_forward_hook(
+            lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
+        )
     if post_process and model_config.final_logit_softcapping is not None and not reward:
-        model.output_layer.register_forward_hook(partial(_cap_logits, cap=model_config.final_logit_softcapping))
+        cap = model_config.final_logit_softcapping
+        model.output_layer.register_forward_hook(
+            lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), output[1])  # logits and bias
+        )
     return model
 
 
@@ -354,15 +361,3 @@ def _scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     blended = (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
     stretched = torch.where(wavelength > low, inv_freq / scaling.factor, blended)
     return torch.where(wavelength < high, inv_freq, stretched)
-
-
-def _scale_output(module: nn.Module, inputs: object, output: Tensor, factor: float) -> Tensor:
-    # the factor is rounded to the output's dtype first, as transformers does
-    return output * torch.tensor(factor, dtype=output.dtype)
-
-
-def _cap_logits(
-    module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None], cap: float
-) -> tuple[Tensor, Tensor | None]:
-    logits, bias = output
-    return cap * torch.tanh(logits / cap), bias

@@ -177,10 +177,6 @@ class Layout:
         """Return the index of the group of experts that a rank has."""
         return ep_rank * self.tp + tp_rank if self.moe_tp_extend_ep else ep_rank
 
-    def expert_tp_rank(self, tp_rank: int) -> int:
-        """Return a rank's index among the ranks that share its experts."""
-        return tp_rank % self.expert_tp_size
-
     def local_experts(self, tp_rank: int, ep_rank: int) -> range:
         """Return the global indices of the experts of a rank."""
         start = self.expert_group(tp_rank, ep_rank) * self.experts_per_group

@@ -25,7 +25,7 @@ GROUPED_EXPERTS: type | None = getattr(experts, "GroupedMLP", None)
 #: a class, a `ModuleSpec` or a partial of a class; fields of Megatron's dataclasses take one or another of them
 Part: TypeAlias = Any
 #: (name of a part, the part) -> what replaces it
-Replacement: TypeAlias = Callable[[str, Part], Part]
+_Replacement: TypeAlias = Callable[[str, Part], Part]
 
 
 def get_class(part: object) -> type | None:
@@ -67,7 +67,7 @@ def get_submodules(part: object) -> object:
     return part.keywords.get("submodules") if isinstance(part, functools.partial) else None
 
 
-def substitute_parts(part: Part, replace: Replacement, name: str = "") -> Part:
+def substitute_parts(part: Part, replace: _Replacement, name: str = "") -> Part:
     """Return a part of a spec with itself and all its inner parts replaced; the given one stays unchanged.
 
     Args:
@@ -87,7 +87,7 @@ def substitute_parts(part: Part, replace: Replacement, name: str = "") -> Part:
     return functools.partial(part, submodules=submodules)
 
 
-def substitute_layers(block: TransformerBlockSubmodules, replace: Replacement) -> None:
+def substitute_layers(block: TransformerBlockSubmodules, replace: _Replacement) -> None:
     """Replace parts in every layer of a block; layers that share a spec share the new one too."""
     assert block.layer_specs is not None
     # the old specs stay referenced until all are done, so that no two have the same id

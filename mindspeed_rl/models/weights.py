@@ -50,7 +50,7 @@ class MemorySource:
 # ---------------------------------------------------------------------- packing: HF tensors <-> one Megatron tensor
 
 
-class Packing(ABC):
+class _Packing(ABC):
     """A change of HF tensors (or equal slices of them) into a Megatron tensor (or shard), and back.
 
     Chunks are tensors whose bytes, one after the other, are those of the result: views of the input where possible.
@@ -80,21 +80,13 @@ class Packing(ABC):
 
 
 @dataclass(frozen=True)
-class Rename(Packing):
-    """The HF tensor as it is."""
+class Concat(_Packing):
+    """HF tensors one after the other along dim 0, or a single one unchanged.
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0]
+    ``rows`` gives their relative sizes (gate and up: 1, 1).
+    """
 
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        return [packed]
-
-
-@dataclass(frozen=True)
-class Concat(Packing):
-    """HF tensors one after the other along dim 0; ``rows`` gives their relative sizes (gate and up: 1, 1)."""
-
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = (1,)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return concatenate(tensors)
@@ -103,12 +95,14 @@ class Concat(Packing):
         return list(tensors)
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
+        if len(self.rows) == 1:
+            return [packed]
         unit = packed.shape[0] // sum(self.rows)
         return list(packed.split([rows * unit for rows in self.rows], dim=0))
 
 
 @dataclass(frozen=True)
-class FuseQkv(Packing):
+class FuseQkv(_Packing):
     """q, k and v interleaved per query group: the group's query heads, then its key, then its value head.
 
     Weights are [rows, hidden], biases [rows]; rows of a group: (queries_per_group + 2) * head_dim.
@@ -144,7 +138,7 @@ class FuseQkv(Packing):
 
 
 @dataclass(frozen=True)
-class GroupedFc1(Packing):
+class GroupedFc1(_Packing):
     """Gate and up of several experts as grouped GEMM's ``weight1``.
 
     HF order: gate_0, up_0, gate_1, up_1, ... each [ffn, hidden]. Megatron: [experts, hidden, 2 * ffn] seen as
@@ -171,7 +165,7 @@ class GroupedFc1(Packing):
 
 
 @dataclass(frozen=True)
-class GroupedFc2(Packing):
+class GroupedFc2(_Packing):
     """Down projections of several experts ([hidden, ffn] each) as grouped GEMM's ``weight2`` [experts * ffn, hidden]."""
 
     num_experts: int
@@ -319,7 +313,7 @@ class WeightOp:
     mcore: str
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    packing: Packing = Rename()
+    packing: _Packing = Concat()
     splits: tuple[Split, ...] = (REPLICATED,)
     axis: Literal["tp", "etp"] = "tp"
     section: Literal["pre", "layer", "mtp", "post"] = "layer"
