@@ -8,9 +8,9 @@ import os
 import sys
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain.key_reference import find_entries
-from mindspeed_rl.config.explain.plan_page import explain, failed, render
 from mindspeed_rl.config.explain.effects import describe_learning_rate
+from mindspeed_rl.config.explain.key_reference import find_entries
+from mindspeed_rl.config.explain.plan_page import explain, render, report_failure
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
             if cfg.actor_config.train_epochs is not None and report["valid"] and not report["missing"] + report["unavailable"]:
                 report |= _length(cfg, arguments.nodes)
     except ConfigError as error:
-        report = failed(error.errors)
+        report = report_failure(error.errors)
     try:
         print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report), flush=True)
     except BrokenPipeError:  # a pager or `head` has seen enough; what Python still holds back goes nowhere

@@ -53,11 +53,11 @@ def write_import(project: str, command: str, path: Path, *, num_devices: int | N
         ConfigError: the command cannot be imported, or another file stands at `path`.
     """
     made = PROJECTS[project](command, REWARDS, num_devices)
-    text = made.text(command)
+    text = made.render(command)
     path = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
     if path.exists() and not may_replace and path.read_text(encoding="utf-8") != text:
         raise ConfigError([f"{path} is there already and says something else; name another file, or --force"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(made.told())
+    print(made.summarize())
     return path

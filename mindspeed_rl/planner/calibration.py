@@ -1,4 +1,4 @@
-"""What a run that was measured says of the seconds that are predicted for others."""
+"""Factors from the measurements of a run, which correct the predicted seconds of other runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_metrics
-from mindspeed_rl.planner.chips import Chip
-from mindspeed_rl.planner.samples import SampleMeans, longest_response
+from mindspeed_rl.planner.devices import Device
+from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import plan_time
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run folder.
+    """The measurements of a run folder.
 
     Attributes:
         medians: of every metric over the later half of the iterations.
@@ -36,10 +36,10 @@ class Measured:
 
 
 def read_measured(folder: str | Path) -> Measured:
-    """Return what a run folder holds.
+    """Read the measurements of a run folder.
 
     Raises:
-        ValueError: there is no metrics.jsonl with iterations, or no report.json that says what ran.
+        ValueError: there is no metrics.jsonl with iterations, or no report.json with its run file.
     """
     path = Path(folder)
     try:
@@ -47,61 +47,57 @@ def read_measured(folder: str | Path) -> Measured:
         report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
-    medians = later_medians(history)
+    medians = compute_later_medians(history)
     if "timing/all" not in medians and "timing/update" not in medians:
         raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
-    return Measured(path, medians, _config(report))
+    values = report.get("config", {})
+    written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
+    cfg = build_run_config(build_run_tree(values, written), config_name=str(report.get("title", "run")))
+    return Measured(path, medians, cfg)
 
 
-def later_medians(history: History) -> dict[str, float]:
-    """Return the median of every metric over the later half of the iterations; the first half has what is made once."""
+def compute_later_medians(history: History) -> dict[str, float]:
+    """Return the median of every metric over the later half of the iterations; the first half includes one-time work."""
     return {name: statistics.median(half.y) for name, half in history.later_half().items()}
 
 
-def _config(report: Mapping[str, Any]) -> RunConfig:
-    """The run file, from what the report keeps of it; shapes of the model included."""
-    whole = report.get("config", {})
-    written = report.get("config_set") or {group: whole[group] for group in TOP_LEVEL if whole.get(group)}
-    return build_run_config(run_tree(whole, written), config_name=str(report.get("title", "run")))
-
-
-def run_tree(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run file's groups and model blocks.
+def build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Build a run file's groups and model blocks.
 
     Args:
-        whole: all values of all groups.
-        written: those that the run file sets.
+        values: of all keys of all groups.
+        written: values that the run file sets, by group.
     """
-    tree: dict[str, Any] = {group: dict(values) for group, values in written.items()}
-    tree |= tree.pop("run", {"platform": whole.get("platform", "auto")})
+    tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}
+    tree |= tree.pop("run", {"platform": values.get("platform", "auto")})
     tree.pop("sampling_config", None)
     shape = {field.name for field in dataclasses.fields(ModelKeys)} | {"padded_vocab_size"}
     blocks = {}
     for role in ("megatron_training", *ROLE_GROUPS):
-        values = whole.get(role) or {}
-        if values.get("model") and values.get("num_layers") is not None:
-            blocks[values["model"]] = {name: value for name, value in values.items() if name in shape and value is not None}
+        keys = values.get(role) or {}
+        if keys.get("model") and keys.get("num_layers") is not None:
+            blocks[keys["model"]] = {name: value for name, value in keys.items() if name in shape and value is not None}
     tree["model"] = blocks
     return tree
 
 
-def factors(measured: Measured, chip: Chip) -> dict[str, float]:
-    """Return measured over predicted seconds by phase; "all" for phases that the run does not have."""
-    # a folder does not say how many machines it ran on, which no second depends on
-    plan = plan_time(measured.cfg, chip, samples=measured_samples(measured.cfg, measured.medians))
-    found = {}
+def compute_factors(measured: Measured, device: Device) -> dict[str, float]:
+    """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
+    # the folder does not record the number of machines, on which no second depends
+    plan = plan_time(measured.cfg, device, samples=measure_samples(measured.cfg, measured.medians))
+    factors = {}
     for name, seconds in plan.phases.items():
         if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:
-            found[name] = real / seconds
-    if found:
-        known = sum(plan.phases[name] for name in found)
-        found["all"] = sum(plan.phases[name] * factor for name, factor in found.items()) / known
-    return found
+            factors[name] = real / seconds
+    if factors:
+        known = sum(plan.phases[name] for name in factors)
+        factors["all"] = sum(plan.phases[name] * factor for name, factor in factors.items()) / known
+    return factors
 
 
-def measured_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
-    """Return what a run measured of its samples."""
+def measure_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
+    """Return the means of the samples that a run measured."""
     response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
     if response is not None and cfg.generate_config is not None:
-        response = min(response, longest_response(cfg))
+        response = min(response, max_response_len(cfg))
     return SampleMeans(response or None, prompt or None, medians.get("turns/mean"), medians.get("tool_seconds/mean"))

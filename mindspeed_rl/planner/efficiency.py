@@ -1,4 +1,4 @@
-"""What a run gets of what a chip can do, by name; assumptions.py says where each number comes from."""
+"""Efficiencies of a run: fractions of a device's figures, by name; assumptions.py has the source of each number."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a chip's figures, and times that no figure of a chip says.
+    """Fractions of a device's figures, and times of work on the host.
 
     Attributes:
-        train: share of the operations a second in updates and log-prob passes.
+        train: fraction of the operations a second in updates and log-prob passes.
         prefill: the same in the engine's prefill.
-        bandwidth: share of the memory's bytes a second while tokens are generated.
+        bandwidth: fraction of the memory's bytes a second while tokens are generated.
         layer_s, graph_layer_s: seconds of host work that a layer costs in each step of the engine, without and with captured
             graphs (`enforce_eager`).
         pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
-        collective: share of the links in the collectives of tensor, context, expert and data parallelism.
-        push: share of the link in a weight push.
-        host: share of the host link when training state is moved.
+        collective: fraction of the links in the collectives of tensor, context, expert and data parallelism.
+        push: fraction of the link in a weight sync.
+        host: fraction of the host link when training state is moved.
         spread: a prediction is within this factor either way, two times of three.
     """
 
@@ -34,8 +34,8 @@ class Efficiency:
     spread: float
 
 
-#: train and the seconds of a layer as `planner.published.fitted` finds them from all published figures, and how far those are
-#: off; the others are assumptions
+#: train and the seconds of a layer as `planner.published.fit_efficiency` fits them to all published figures, and the error of
+#: the fit; the others are assumptions
 NPU = Efficiency(
     train=0.16,
     prefill=0.23,
@@ -48,7 +48,7 @@ NPU = Efficiency(
     host=0.1,
     spread=2.2,
 )
-#: for one worker on one core, by three small runs of docs/planner.md; `--calibrate` makes it another machine's
+#: for one worker on one core, by three small runs of docs/planner.md; `--calibrate` corrects it for another machine
 CPU = Efficiency(
     train=0.6,
     prefill=0.4,

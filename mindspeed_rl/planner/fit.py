@@ -1,43 +1,59 @@
-"""Layouts of a model on a number of devices: which fit, and which of them are fastest.
+"""Layouts of a model on a number of devices: those that fit, the fastest first, and the best one as a run file.
 
-Training layouts and rollout layouts are searched one after the other, since they share a device in time and not in space: the
-fastest few of either that fit are put together and planned whole.
+Training layouts and rollout layouts are searched one after the other, since they share a device in time and not in space; the
+fastest few of each that fit are combined and planned together.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
-from mindspeed_rl.config.run_files import with_values
+from mindspeed_rl.config.run_files import apply_values, project_configs
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
 from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
-#: what may be printed: it fits as it is computed
+#: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")
-_KEPT = 10
-#: shares of the device that an engine is offered
-_SHARES = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
-_SHARE = "generate_config.gpu_memory_utilization"
+_MAX_TRAINING_LAYOUTS = 10
+#: fractions of the device's memory that an engine may take
+_FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
+_FRACTION = "generate_config.gpu_memory_utilization"
 _SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _TRAINING = ("reference_model", "old_log_p", "update", "offload")
 
+#: keys that a user has to set, each with an example value
+_EXAMPLES = (
+    ("megatron_training", "data_path", "./dataset/deepscaler/data"),
+    ("megatron_training", "dataset_additional_keys", ["labels"]),
+    ("megatron_training", "tokenizer_name_or_path", "./models/{model}"),
+    ("actor_config", "load", "./models/{model}"),
+    ("actor_config", "save", "./ckpt/{model}"),
+    ("actor_config", "finetune", True),
+)
+
+#: values of keys, by dotted name
+Values = dict[str, object]
+
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to run.
+class FitRequest:
+    """A model and the run that it must fit.
 
     Attributes:
-        block: the model block's keys; `model` its name.
-        prompt, response: longest, in tokens.
+        block: the model block's keys; `model` is its name.
+        prompt, response: maximum tokens.
         prompts, samples: of an iteration, and of a prompt.
     """
 
@@ -50,9 +66,14 @@ class Wanted:
     samples: int = 8
     num_nodes: int = 1
 
+    @property
+    def max_len(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.prompt + self.response
+
 
 @dataclass(frozen=True)
-class Found:
+class FitResult:
     """A layout that fits.
 
     Attributes:
@@ -62,22 +83,22 @@ class Found:
     """
 
     tree: dict[str, Any]
-    values: dict[str, Any]
+    values: Values
     memory: MemoryPlan
     time: TimePlan
     trainers: int | None = None
 
 
-def base_tree(wanted: Wanted) -> dict[str, Any]:
-    """Return the run file that the search fills in: GRPO with everything that costs nothing switched on."""
-    is_moe = bool(wanted.block.get("num_experts"))
+def _build_base_tree(request: FitRequest) -> dict[str, Any]:
+    """Return the run file that the search completes: GRPO with every feature that costs nothing."""
+    is_moe = bool(request.block.get("num_experts"))
     return {
-        "model": {wanted.model: wanted.block},
+        "model": {request.model: request.block},
         "platform": "npu",
         "megatron_training": {
             "stage": "ray_grpo",
-            "model": wanted.model,
-            "global_batch_size": wanted.prompts,
+            "model": request.model,
+            "global_batch_size": request.prompts,
             "train_iters": 100,
             "bf16": True,
             "use_distributed_optimizer": True,
@@ -89,12 +110,12 @@ def base_tree(wanted: Wanted) -> dict[str, Any]:
             "use_fused_swiglu": True,
             "use_fused_rotary_pos_emb": True,
         },
-        "actor_config": {"model": wanted.model, "micro_batch_size": 1, "lr": 1e-6, "lr_decay_style": "constant"},
+        "actor_config": {"model": request.model, "micro_batch_size": 1, "lr": 1e-6, "lr_decay_style": "constant"},
         "rl_config": {
-            "actor_resource": {"num_npus": wanted.npus},
-            "n_samples_per_prompt": wanted.samples,
-            "mini_batch_size": wanted.prompts,
-            "max_prompt_length": wanted.prompt,
+            "actor_resource": {"num_npus": request.npus},
+            "n_samples_per_prompt": request.samples,
+            "mini_batch_size": request.prompts,
+            "max_prompt_length": request.prompt,
             "init_kl_coef": 0.001,
             "use_remove_padding": True,
             "use_dynamic_bsz": True,
@@ -103,40 +124,43 @@ def base_tree(wanted: Wanted) -> dict[str, Any]:
             "verifier_weight": [1.0],
         },
         "generate_config": {
-            "max_model_len": wanted.prompt + wanted.response,
-            "max_num_batched_tokens": max(8192, wanted.prompt + wanted.response),
+            "max_model_len": request.max_len,
+            "max_num_batched_tokens": max(8192, request.max_len),
             "dtype": "bfloat16",
             "enable_prefix_caching": True,
             "enforce_eager": True,
             "offload_train_optimizer": True,
             "offload_train_grad": True,
             "offload_train_param": True,
-            "sampling_config": {"max_tokens": wanted.response, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
+            "sampling_config": {"max_tokens": request.response, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
         }
         | ({"enable_expert_parallel": True} if is_moe else {}),
     }
 
 
-def fit(wanted: Wanted, device: Device, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN) -> list[Found]:
-    """Return layouts that fit, the fastest first; those that fit with room before those that are tight.
+def fit(
+    request: FitRequest, device: Device, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN
+) -> list[FitResult]:
+    """Search layouts that fit, the fastest first; those with the verdict "fits" before those that are "tight".
 
     Raises:
-        ValueError: nothing fits; the message has what came nearest.
+        ValueError: nothing fits; the message has the layout with the fewest bytes.
     """
-    search = _Search(wanted, device, efficiency, samples)
-    found = search.layouts(None)
+    search = _Search(request, device, efficiency, samples)
+    results = search.find_layouts(None)
     for part in (2, 4):  # the engines on half of the devices, or on all but a quarter
-        if wanted.npus % part == 0 and wanted.npus >= 2 * part:
-            found += search.layouts(wanted.npus // part)
-    if not found:
-        raise ValueError(search.nothing())
-    return sorted(found, key=_rank)
+        if request.npus % part == 0 and request.npus >= 2 * part:
+            results += search.find_layouts(request.npus // part)
+    if not results:
+        raise ValueError(search.explain_failure())
+    return sorted(results, key=_rank)
 
 
-def _rank(one: Found) -> tuple[int, int, int, float]:
-    """What fits before what is tight, faster before slower; where times are within a twentieth, fewer splits of the model."""
-    split = math.prod(int(one.values.get(f"actor_config.{name}_parallel_size", 1)) for name in _SPLITS[:3])
-    return VERDICTS.index(one.memory.verdict), round(math.log(one.time.total) / 0.05), split, one.time.total
+def _rank(result: FitResult) -> tuple[int, int, int, float]:
+    """Return the sorting key: verdict, seconds, and where they are within 5 %, fewer splits of the model."""
+    sizes = (result.values.get(f"actor_config.{name}_parallel_size", 1) for name in _SPLITS[:3])
+    split = math.prod(int(str(size)) for size in sizes)
+    return VERDICTS.index(result.memory.verdict), round(math.log(result.time.total) / 0.05), split, result.time.total
 
 
 class _Search:
@@ -146,169 +170,177 @@ class _Search:
         nearest: the plan with the fewest bytes of those that do not fit.
     """
 
-    def __init__(self, wanted: Wanted, device: Device, efficiency: Efficiency | None, samples: SampleMeans) -> None:
-        self._wanted, self._chip, self._efficiency, self._samples = wanted, device, efficiency, samples
+    def __init__(self, request: FitRequest, device: Device, efficiency: Efficiency | None, samples: SampleMeans) -> None:
+        self._request, self._device, self._efficiency, self._samples = request, device, efficiency, samples
         self.nearest: MemoryPlan | None = None
 
-    def layouts(self, trainers: int | None) -> list[Found]:
-        """Everything on all devices in turn, or training on `trainers` of them and the engines on the others."""
-        wanted = self._wanted
-        tree = base_tree(wanted)
-        if trainers is not None:
-            tree = with_values(tree, _apart(trainers, wanted.npus - trainers))
-        engines = self._engines(tree, wanted.npus - (trainers or 0))
+    def find_layouts(self, trainers: int | None) -> list[FitResult]:
+        """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
+        request = self._request
+        tree = _build_base_tree(request)
+        if trainers is not None:  # engines on dedicated devices generate for the next iteration while this one trains
+            values: Values = {
+                "rl_config.use_integrated_worker": False,
+                "rl_config.actor_resource.num_npus": trainers,
+                "rl_config.rollout_resource": {"num_npus": request.npus - trainers},
+                "rl_config.trainer_mode": "one_step_off",
+                **{f"generate_config.offload_train_{part}": False for part in ("optimizer", "grad", "param")},
+            }
+            tree = apply_values(tree, values)
+        engines = self._find_engines(tree, request.npus - (trainers or 0))
         if not engines:
             return []
-        training = self._training(tree, trainers or wanted.npus, engines[0])
-        pairs = itertools.product(_varied(training), engines[:4])
-        found = (self._together(tree, train, serve, trainers) for train, serve in pairs)
-        return [one for one in found if one is not None]
+        training = self._find_training(tree, trainers or request.npus, engines[0])
+        pairs = itertools.product(training, engines[:4])
+        results = (self._combine(tree, train, serve, trainers) for train, serve in pairs)
+        return [result for result in results if result is not None]
 
-    def nothing(self) -> str:
-        """Why there is no layout."""
-        wanted = self._wanted
-        length, memory = wanted.prompt + wanted.response, self._chip.memory / GIB
+    def explain_failure(self) -> str:
+        """Return the reason why there is no layout."""
+        request, memory = self._request, self._device.memory / GIB
         text = (
-            f"--npus: {wanted.model} with sequences of {length} tokens does not fit on {wanted.npus} devices of {memory:.0f} GiB"
+            f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
+            f"{memory:.0f} GiB"
         )
         if self.nearest is None:
             return f"{text}: no engine does, or no layout keeps the rules; another number of devices, or another batch, may."
         peak = self.nearest.fullest.peak
         return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
 
-    def _engines(self, tree: dict[str, Any], npus: int) -> list[dict[str, Any]]:
-        """Keys of the engines that fit on so many devices, the fastest first."""
-        wanted = self._wanted
-        found: list[tuple[float, dict[str, Any]]] = []
-        # a training layout that keeps the rules on any number of devices: only the engine's phases are looked at here
-        alone = {
+    def _find_engines(self, tree: dict[str, Any], npus: int) -> list[Values]:
+        """Return the keys of the engines that fit on so many devices, the fastest first."""
+        request = self._request
+        experts = int(request.block.get("num_experts") or 0)
+        # a training layout that keeps the rules on any number of devices: only the engine's phases matter here
+        fixed: Values = {
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.pipeline_model_parallel_size": 1,
-            "rl_config.max_packing_token_size": wanted.prompt + wanted.response,
+            "rl_config.max_packing_token_size": request.max_len,
         }
-        for values in _engine_layouts(wanted, npus, self._chip):
-            for share in _SHARES:
-                planned = self._planned(tree, alone | values | {_SHARE: share})
-                if planned is None:
-                    continue
-                memory, time = planned
-                generate = memory.only("generate")
-                own = tuple(devices for group in generate.groups if group.name == "rollout")
-                if replace(generate, groups=own or generate.groups).verdict == "fits":
-                    found.append((time.phases["rollout"] + time.phases["resharding_to_infer"], values | {_SHARE: share}))
-                    break  # with less of the device it would only be slower
-        return [values for _, values in sorted(found, key=lambda one: one[0])]
+        ranked: list[tuple[float, Values]] = []
+        for tensor in _powers(min(16, npus, self._device.devices_per_node)):
+            if npus % tensor:
+                continue
+            replicas = npus // tensor
+            for sharing in _powers(replicas) if experts else (1,):
+                values: Values = {
+                    "generate_config.infer_tensor_parallel_size": tensor,
+                    "generate_config.max_num_seqs": min(256, max(1, math.ceil(request.prompts * request.samples / replicas))),
+                    **({"generate_config.infer_expert_parallel_size": sharing} if experts else {}),
+                }
+                for fraction in _FRACTIONS:
+                    plans = self._plan(tree, fixed | values | {_FRACTION: fraction})
+                    if plans is None:
+                        continue
+                    memory, time = plans
+                    generate = memory.only("generate")
+                    groups = tuple(group for group in generate.groups if group.name == "rollout") or generate.groups
+                    if replace(generate, groups=groups).verdict == "fits":
+                        seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
+                        ranked.append((seconds, values | {_FRACTION: fraction}))
+                        break  # with less of the device it would only be slower
+        return [values for _, values in sorted(ranked, key=lambda one: one[0])]
 
-    def _training(self, tree: dict[str, Any], npus: int, engine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Keys of training layouts that fit, the fastest first.
+    def _find_training(self, tree: dict[str, Any], npus: int, engine: Values) -> list[Values]:
+        """Return the keys of the fastest training layouts that fit, the fastest first, one for each split of the model.
 
         Args:
-            engine: any that serves: its share is out of the way while the model trains.
+            tree: the run file to complete.
+            npus: devices that train.
+            engine: keys of any engine that fits; its memory is free while the model trains.
         """
-        found: list[tuple[int, float, dict[str, Any]]] = []
-        for values in _training_layouts(self._wanted, npus, self._chip):
-            planned = self._planned(tree, values | engine)
-            if planned is None:
+        ranked: list[tuple[int, float, Values]] = []
+        for values in _list_training_layouts(self._request, npus, self._device):
+            plans = self._plan(tree, values | engine)
+            if plans is None:
                 continue
-            memory, time = planned[0].without(("generate", "start")), planned[1]
+            memory, time = plans[0].without(("generate", "start")), plans[1]
             if memory.verdict in _ACCEPTED:
                 seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
-                found.append((VERDICTS.index(memory.verdict), seconds, values))
+                ranked.append((VERDICTS.index(memory.verdict), seconds, values))
             elif self.nearest is None or memory.fullest.peak.total < self.nearest.fullest.peak.total:
                 self.nearest = memory
-        return [values for _, _, values in sorted(found, key=lambda one: one[:2])]
+        fastest: dict[tuple[object, ...], Values] = {}
+        for _, _, values in sorted(ranked, key=lambda one: one[:2]):
+            fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
+        return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
 
-    def _together(
-        self, tree: dict[str, Any], train: dict[str, Any], serve: dict[str, Any], trainers: int | None
-    ) -> Found | None:
-        """Both with the largest share of the device for the engine with which they fit, else with which they are tight."""
-        best: Found | None = None
-        for share in (share for share in _SHARES if share <= serve[_SHARE]):
-            values = train | serve | {_SHARE: share}
-            planned = self._planned(tree, values)
-            if planned is None or planned[0].verdict not in _ACCEPTED:
+    def _combine(self, tree: dict[str, Any], train: Values, serve: Values, trainers: int | None) -> FitResult | None:
+        """Return both with the largest fraction of memory for the engine with which they fit, else with which they are tight."""
+        best: FitResult | None = None
+        for fraction in _FRACTIONS:
+            if fraction > float(str(serve[_FRACTION])):
                 continue
-            found = Found(with_values(tree, values), values, *planned, trainers)
-            if planned[0].verdict == "fits":
-                return found
-            best = best or found
+            values = train | serve | {_FRACTION: fraction}
+            plans = self._plan(tree, values)
+            if plans is None or plans[0].verdict not in _ACCEPTED:
+                continue
+            result = FitResult(apply_values(tree, values), values, *plans, trainers)
+            if plans[0].verdict == "fits":
+                return result
+            best = best or result
         return best
 
-    def _planned(self, tree: dict[str, Any], values: dict[str, Any]) -> tuple[MemoryPlan, TimePlan] | None:
-        """None where the values break a rule."""
-        nodes = self._wanted.num_nodes
+    def _plan(self, tree: dict[str, Any], values: Values) -> tuple[MemoryPlan, TimePlan] | None:
+        """Plan a layout; None where the values break a rule."""
+        nodes = self._request.num_nodes
         try:
-            cfg = build_run_config(with_values(tree, values), config_name="fit")
+            cfg = build_run_config(apply_values(tree, values), config_name="fit")
             if not is_valid(cfg, nodes) or unavailable(cfg):
                 return None
-            memory = plan_memory(cfg, self._chip, nodes)
-            return memory, plan_time(cfg, self._chip, nodes, samples=self._samples, efficiency=self._efficiency)
+            memory = plan_memory(cfg, self._device, nodes)
+            return memory, plan_time(cfg, self._device, nodes, samples=self._samples, efficiency=self._efficiency)
         except ValueError:  # a ConfigError is one
             return None
 
 
-def _apart(trainers: int, engines: int) -> dict[str, Any]:
-    """Engines on devices of their own generate for the next iteration while this one trains."""
-    return {
-        "rl_config.use_integrated_worker": False,
-        "rl_config.actor_resource.num_npus": trainers,
-        "rl_config.rollout_resource": {"num_npus": engines},
-        "rl_config.trainer_mode": "one_step_off",
-        **{f"generate_config.offload_train_{part}": False for part in ("optimizer", "grad", "param")},
-    }
+# ---------------------------------------------------------------------- candidates
 
 
-def _varied(training: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The best few, each split of the model once."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for values in training:
-        kept.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
-    return list(kept.values())[:_KEPT]
+def _powers(limit: int) -> list[int]:
+    return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
 
 
-# ---------------------------------------------------------------------- what is tried
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
-
-
-def _training_layouts(wanted: Wanted, npus: int, device: Device) -> Iterator[dict[str, Any]]:
-    layers, experts = int(wanted.block["num_layers"]), int(wanted.block.get("num_experts") or 0)
+def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> Iterator[Values]:
+    layers, experts = int(request.block["num_layers"]), int(request.block.get("num_experts") or 0)
     node = min(device.devices_per_node, 16)
-    longest = wanted.prompt + wanted.response
     for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
-        if npus % (tp * pp * cp) or pp > layers or (cp > 1 and longest / cp < 1024):
+        if npus % (tp * pp * cp) or pp > layers or (cp > 1 and request.max_len / cp < 1024):
             continue
         stage = npus // pp
         for ep in _powers(min(experts, stage)) if experts else (1,):
             if experts % ep or stage % ep:
                 continue
-            base: dict[str, Any] = {
+            values: Values = {
                 "actor_config.tensor_model_parallel_size": tp,
                 "actor_config.pipeline_model_parallel_size": pp,
                 "actor_config.context_parallel_size": cp,
             }
             if tp > 1:
-                base["actor_config.sequence_parallel"] = True
+                values["actor_config.sequence_parallel"] = True
             if experts:
-                base |= {"actor_config.expert_model_parallel_size": ep, "actor_config.expert_tensor_parallel_size": 1}
+                values |= {"actor_config.expert_model_parallel_size": ep, "actor_config.expert_tensor_parallel_size": 1}
             if layers % pp:
-                base["actor_config.num_layer_list"] = ",".join(str(count) for count in _even(layers, pp))
-            yield from _memory_choices(base, layers, pp, longest)
+                counts = [layers // pp] * pp
+                # the first stage and the last, which have the vocabulary, get fewer layers
+                for index in range(layers % pp):
+                    counts[(index + 1) % pp] += 1
+                values["actor_config.num_layer_list"] = ",".join(str(count) for count in counts)
+            yield from _vary_memory(values, layers, pp, request.max_len)
 
 
-def _memory_choices(base: dict[str, Any], layers: int, pp: int, longest: int) -> Iterator[dict[str, Any]]:
+def _vary_memory(base: Values, layers: int, pp: int, max_len: int) -> Iterator[Values]:
+    """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off."""
     chunks: list[int | None] = [None]
-    if pp > 1 and layers % pp == 0:
-        chunks += [layers // pp // 2] if layers // pp % 2 == 0 and layers // pp > 1 else []
-    full = {
+    if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
+        chunks.append(layers // pp // 2)
+    full: Values = {
         "actor_config.recompute_granularity": "full",
         "actor_config.recompute_method": "uniform",
         "actor_config.recompute_num_layers": 1,
     }
     for chunk, recompute, factor, swap in itertools.product(chunks, ({}, full), (1, 2), (False, True)):
-        values = {**base, **recompute, "rl_config.max_packing_token_size": longest * factor}
+        values = {**base, **recompute, "rl_config.max_packing_token_size": max_len * factor}
         if chunk is not None:
             values["actor_config.num_layers_per_virtual_pipeline_stage"] = chunk
         if swap:
@@ -318,24 +350,56 @@ def _memory_choices(base: dict[str, Any], layers: int, pp: int, longest: int) ->
         yield values
 
 
-def _even(layers: int, stages: int) -> list[int]:
-    """Layers of each stage; the first and the last, which hold the vocabulary, get the fewer."""
-    least, more = divmod(layers, stages)
-    counts = [least] * stages
-    for place in range(more):
-        counts[(place + 1) % stages] += 1
-    return counts
+# ---------------------------------------------------------------------- run files
 
 
-def _engine_layouts(wanted: Wanted, npus: int, device: Device) -> Iterator[dict[str, Any]]:
-    experts = int(wanted.block.get("num_experts") or 0)
-    for tensor in _powers(min(16, npus, device.devices_per_node)):
-        if npus % tensor:
-            continue
-        replicas = npus // tensor
-        for sharing in _powers(replicas) if experts else (1,):
-            yield {
-                "generate_config.infer_tensor_parallel_size": tensor,
-                "generate_config.max_num_seqs": min(256, max(1, math.ceil(wanted.prompts * wanted.samples / replicas))),
-                **({"generate_config.infer_expert_parallel_size": sharing} if experts else {}),
-            }
+def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
+    """Return the keys of a model block.
+
+    Raises:
+        ValueError: there is no such block; the nearest name is given.
+    """
+    import yaml  # here, as in run_files: help and errors need no YAML
+
+    folders = [Path(config_dir)] if config_dir is not None else [project_configs(), Path.cwd() / "configs", Path.cwd()]
+    for folder in folders:
+        path = folder / "model" / f"{name}.yaml"
+        if path.is_file():
+            block = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(block, dict) or not isinstance(block.get(name), dict):
+                raise ValueError(f"--model: {path} has no block {name}.")
+            return block[name]
+    known = sorted(path.stem for folder in folders for path in (folder / "model").glob("*.yaml"))
+    likely = suggest_name(name, known)
+    hint = f"the nearest name is {likely}" if likely else f"known are {', '.join(known) or 'none'}"
+    raise ValueError(f"--model: there is no model block {name!r}; {hint}.")
+
+
+def format_run_file(request: FitRequest, result: FitResult) -> str:
+    """Return a layout as the text of a run file; paths of data and weights are examples."""
+    peak, time = result.memory.fullest.peak, result.time
+    lines = [
+        f"# GRPO of {request.model} on {request.npus} devices of {result.memory.device}, found by `mindspeed-rl plan fit`:",
+        f"# about {peak.total / GIB:.0f} GiB a device in phase {peak.name}, {time.format_bounds(time.total)} s an iteration. "
+        "Paths of data and weights are examples.",
+        "defaults:",
+        f"  - model: [{request.model}]",
+    ]
+    tree = {name: dict(group) for name, group in result.tree.items() if isinstance(group, Mapping) and name != "model"}
+    for group, key, value in _EXAMPLES:
+        tree[group][key] = value.format(model=request.model) if isinstance(value, str) else value
+    lines += ["", f"platform: {result.tree['platform']}"]
+    for name, group in tree.items():
+        lines += ["", f"{name}:", *_format_group(group, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _format_group(group: Mapping[str, object], depth: int) -> Iterator[str]:
+    for name, value in group.items():
+        if isinstance(value, Mapping):
+            yield "  " * depth + f"{name}:"
+            yield from _format_group(value, depth + 1)
+        else:
+            # every JSON value is YAML, except numbers like 1e-06, which YAML reads as text without a point
+            text = f"{value:.1e}" if isinstance(value, float) and 0 < value < 1e-3 else json.dumps(value)
+            yield "  " * depth + f"{name}: {text}"

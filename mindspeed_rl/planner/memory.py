@@ -186,9 +186,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     if "critic" in others:
         critic = run.others["critic"]
         update = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
-        phases.append(
-            _make_phase("update critic", fixed, resident, weights, {"critic": totals["critic"]}, also, update)
-        )
+        phases.append(_make_phase("update critic", fixed, resident, weights, {"critic": totals["critic"]}, also, update))
     phases.append(_make_phase("update", fixed, resident, weights, state, also, activations))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:

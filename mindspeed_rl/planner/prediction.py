@@ -10,11 +10,10 @@ from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.planner.advice import find_relieving_changes
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
-from mindspeed_rl.planner.calibration import compute_later_medians, measure_samples, build_run_tree
+from mindspeed_rl.planner.calibration import build_run_tree, compute_later_medians, measure_samples
 from mindspeed_rl.planner.devices import GIB, find_device
 from mindspeed_rl.planner.memory import EXACT, FIXED, MODEL_ERROR, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
-from mindspeed_rl.planner.text import format_seconds
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
@@ -140,7 +139,7 @@ def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
     peak = memory.fullest.peak
     return (
         f"{memory.verdict}: {peak.total / GIB:.1f} of {memory.capacity / GIB:.0f} GiB in {peak.name}, "
-        f"{format_seconds(time, time.total)} s an iteration on {memory.device}"
+        f"{time.format_bounds(time.total)} s an iteration on {memory.device}"
     )
 
 

@@ -12,7 +12,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
-from mindspeed_rl.planner.shapes import Elements, find_model_folder, plan_role, count_stage_elements
+from mindspeed_rl.planner.shapes import Elements, count_stage_elements, find_model_folder, plan_role
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Seconds of an iteration by phase: a roofline of the chip times named efficiencies (efficiency.py).
+"""Seconds of an iteration by phase: a roofline of the device times named efficiencies (efficiency.py).
 
-- A step of the engine takes the bytes of the weights it touches and of the keys and values of all active responses, or its
-  operations where they take longer, and the host's work for each layer. Experts are touched as tokens choose them.
+- A step of the engine takes the bytes of the weights it reads and of the keys and values of all active responses, or its
+  operations where they take longer, and the host's work for each layer. Experts are read as tokens choose them.
 - A pass of the trainer takes its operations (`models/costs.py`), the pipeline's bubble, and the host's work for each
-  micro-batch. Recomputed layers are computed once more. Its collectives (traffic.py) do not overlap with it.
-- A push moves a rank's share of the engine's weights (or the adapters), offloading moves what the run file names, both ways.
-- A model with dies of its own (reference, critic, reward model) makes its passes there, in its turn.
+  micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not overlap.
+- A weight sync moves a rank's part of the engine's weights (or the adapters), offloading moves the configured state both ways.
+- A model on dedicated devices (reference, critic, reward model) makes its passes there, one after the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
-from mindspeed_rl.planner.engine import engine_of
-from mindspeed_rl.planner.lengths import Lengths
+from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
-from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans, Samples, expected_samples
-from mindspeed_rl.planner.shapes import trained_adapters
-from mindspeed_rl.planner.traffic import Links, pass_seconds, step_seconds
+from mindspeed_rl.planner.samples import UNKNOWN, Lengths, SampleMeans, Samples, assume_samples
+from mindspeed_rl.planner.shapes import count_trained_adapters
 
 _POINTS = 48
 
@@ -36,13 +34,13 @@ class TimePlan:
 
     Attributes:
         phases: by name, in order.
-        parts: what a phase is made of, by its name: prefill, decoding and its long tail, bubbles.
+        parts: seconds of the parts of a phase, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
-        overlaps: generation goes on while others train, on dies of its own.
+        overlaps: generation continues while the actor trains, on dedicated devices.
         factors: measured seconds over those of the model, by phase, where a run calibrates it.
     """
 
-    chip: str
+    device: str
     phases: dict[str, float]
     parts: dict[str, dict[str, float]]
     tokens: float
@@ -55,16 +53,27 @@ class TimePlan:
 
     @property
     def total(self) -> float:
-        """Seconds of all phases, one after the other; generation beside all others but the push where they overlap."""
-        whole = sum(self.phases.values())
+        """Seconds of all phases in sequence; where they overlap, of the longer side and the weight sync."""
+        total = sum(self.phases.values())
         if not self.overlaps:
-            return whole
+            return total
         push, rollout = self.phases["resharding_to_infer"], self.phases["rollout"]
-        return max(rollout, whole - rollout - push) + push
+        return max(rollout, total - rollout - push) + push
 
     def bounds(self, seconds: float) -> tuple[float, float]:
-        """Where these seconds are, two times of three."""
+        """Return the bounds that contain these seconds in two of three cases."""
         return seconds / self.efficiency.spread, seconds * self.efficiency.spread
+
+    def format_bounds(self, seconds: float) -> str:
+        """Return these bounds as text, in two digits."""
+        low, high = self.bounds(seconds)
+        return f"{format_number(low)} to {format_number(high)}"
+
+
+def format_number(value: float) -> str:
+    """Return a number in two digits: a prediction is not more exact."""
+    text = f"{float(f'{value:.2g}'):f}"
+    return text.rstrip("0").rstrip(".") if value < 10 else f"{float(f'{value:.2g}'):.0f}"
 
 
 @dataclass(frozen=True)
@@ -72,199 +81,244 @@ class ModeTime:
     """An iteration in one trainer_mode.
 
     Attributes:
-        share: of the devices that generate; 1.0 where all do both in turn.
-        trainer_idle, engine_idle: share of the time in which they wait for the other side.
+        rollout_fraction: of the devices that generate; 1.0 where all do both in turn.
+        trainer_idle, engine_idle: fraction of the time in which they wait for the other side.
     """
 
     seconds: float
-    share: float
+    rollout_fraction: float
     trainer_idle: float
     engine_idle: float
 
 
 def plan_time(
     cfg: RunConfig,
-    chip: Chip,
+    device: Device,
     num_nodes: int = 1,
     *,
     samples: SampleMeans = UNKNOWN,
     efficiency: Efficiency | None = None,
     shape: RunShape | None = None,
 ) -> TimePlan:
-    """Return the seconds of an iteration by phase.
+    """Compute the seconds of an iteration by phase.
 
     Args:
-        samples: what is known of the samples; the run file's limits say the rest.
+        cfg: the run file.
+        device: kind of the devices.
+        num_nodes: machines of the run.
+        samples: known means; the others are assumed from the run file's limits.
+        efficiency: default is that of the device.
+        shape: models of the run, where they are planned already.
 
     Raises:
         ValueError: as `plan_memory`, or a mean is above its limit.
     """
-    run = shape or read_shape(cfg, chip, num_nodes)
-    efficiency = efficiency or EFFICIENCIES[chip.name]
+    run = shape or read_shape(cfg, device, num_nodes)
+    efficiency = efficiency or EFFICIENCIES[device.name]
     if run.generate is None:
-        return _supervised(run, efficiency)
+        return _plan_supervised(run, efficiency)
     assert cfg.rl_config is not None
-    drawn = expected_samples(cfg, samples)
-    phases, parts = _phases(run, efficiency, drawn)
+    assumed = assume_samples(cfg, samples)
+    parts = _plan_parts(run, efficiency, assumed)
     return TimePlan(
-        chip.name,
-        phases,
+        device.name,
+        {name: sum(seconds.values()) for name, seconds in parts.items()},
         parts,
-        tokens=run.sizes.rollout_samples * (drawn.lengths.mean + drawn.prompt),
+        tokens=run.sizes.rollout_samples * assumed.tokens,
         devices=cfg.placement.num_devices,
         efficiency=efficiency,
-        lengths=drawn.lengths,
-        notes=(*drawn.notes, *not_planned(cfg)),
+        lengths=assumed.lengths,
+        notes=(*assumed.notes, *_list_omissions(cfg)),
         overlaps=cfg.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
     )
 
 
-def not_planned(cfg: RunConfig) -> Iterator[str]:
-    """What this run does that the seconds leave out."""
+def _list_omissions(cfg: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each feature of this run that the seconds leave out."""
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None
     if rl.fault_tolerance.enabled:
-        yield "nothing breaks; a restart by fault_tolerance costs what was done since the last checkpoint"
+        yield "no process fails; a restart by fault_tolerance costs the work since the last checkpoint"
     if not rl.blocking:
-        yield "phases follow one another, though blocking: false lets some begin while rows come"
+        yield "phases follow one another, though blocking: false lets some start as rows arrive"
     if rl.partial_rollout_max_split > 1:
-        yield "every response ends in its rollout, though partial_rollout_max_split lets long ones go on in the next"
+        yield "every response ends in its rollout, though partial_rollout_max_split continues long ones in the next"
     if generate.update_weight_mode == "delta":
-        yield "a push carries all weights, though update_weight_mode: delta leaves out those that did not change"
+        yield "a weight sync moves all weights, though update_weight_mode: delta leaves out those that did not change"
     if rl.filter_groups_enable or rl.dynamic_sample:
-        yield "no prompt is drawn again for those that are filtered out"
+        yield "no prompt is sampled again for those that are filtered out"
 
 
-def _phases(run: RunShape, efficiency: Efficiency, drawn: Samples) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    cfg, sizes = run.cfg, run.sizes
-    parts = {"rollout": _rollout(run, efficiency, drawn)}
-    objective = cfg.objective
+def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, dict[str, float]]:
+    """Return the seconds of the parts of every phase, by phase in order."""
+    sizes, objective = run.sizes, run.cfg.objective
     assert objective is not None
-    actor = _Passes(run, run.actor, efficiency, drawn)
+    parts = {"rollout": _plan_rollout(run, efficiency, samples)}
+    actor = _Passes(run, run.actor, efficiency, samples)
     trained = sizes.train_samples * sizes.epochs
-
-    def of(name: str) -> _Passes:
-        model = run.role(name)
-        return actor if model is None else _Passes(run, model, efficiency, drawn)
-
-    if run.role("reward model") is not None:
-        parts["reward_model"] = of("reward model").seconds(sizes.rollout_samples, 1.0)
-    if objective.needs_reference:  # the actor itself where it shares its backbone
-        parts["reference_model"] = of("reference").seconds(sizes.rollout_samples, 1.0)
+    # the actor is its own reference where they share a backbone
+    reward, reference, critic = (
+        None if model is None else _Passes(run, model, efficiency, samples)
+        for model in (run.find_model("reward model"), run.find_model("reference"), run.find_model("critic"))
+    )
+    if reward is not None:
+        parts["reward_model"] = reward.seconds(sizes.rollout_samples, 1.0)
+    if objective.needs_reference:
+        parts["reference_model"] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
         parts["old_log_p"] = actor.seconds(sizes.train_samples, 1.0)
-    if run.role("critic") is not None:
-        critic = of("critic")
+    if critic is not None:
         parts["critic_model"] = critic.seconds(sizes.train_samples, 1.0)
         parts["update_critic"] = critic.seconds(trained, critic.update_passes)
-    parts["update"] = actor.seconds(trained, actor.update_passes) | actor.steps()
-    if moved := _moved(run):
-        parts["offload"] = {"both ways": moved / (run.chip.host * efficiency.host)}
-    parts["resharding_to_infer"] = {"exchange": _pushed(run) / (run.chip.link * efficiency.push)}
-    return {name: sum(found.values()) for name, found in parts.items()}, parts
+    parts["update"] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
+    if moved := _offloaded_bytes(run):
+        parts["offload"] = {"both ways": moved / (run.device.host * efficiency.host)}
+    parts["resharding_to_infer"] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
+    return parts
 
 
 class _Passes:
-    """Passes of a model over sequences of these lengths, on the dies where it lies."""
+    """Passes of a model over sequences of these lengths, on its devices."""
 
-    def __init__(self, run: RunShape, model: Model, efficiency: Efficiency, drawn: Samples) -> None:
+    def __init__(self, run: RunShape, model: Model, efficiency: Efficiency, samples: Samples) -> None:
         self._run, self._model, self._efficiency = run, model, efficiency
-        self._links = Links.of(run.chip, efficiency.collective)
-        self._mean, square = drawn.tokens - _shared(run, model, drawn), drawn.squared_tokens
-        flops = _flops(model.plan.architecture, model.plan.model_config)
-        self._operations = flops.per_token * self._mean + flops.per_squared_token * square
+        self._mean = samples.tokens - _shared_tokens(run, model, samples)
+        flops = _count_flops(model.plan.architecture, model.plan.model_config)
+        self._operations = flops.per_token * self._mean + flops.per_squared_token * samples.squared_tokens
 
     @property
     def update_passes(self) -> float:
-        """An update in forward passes: forward, backward for two, and what is computed again."""
+        """An update in forward passes: forward, backward for two, and the recomputed layers."""
         config, layout = self._model.config, self._model.plan.layout
         if config.recompute_granularity != "full":
             return 3.0
         if config.recompute_method != "block":
             return 4.0
         # Megatron counts the layers of a block anew in every virtual chunk
-        share = (config.recompute_num_layers or 1) * layout.vpp / max(1, layout.num_slots // layout.pp)
-        return 3.0 + min(1.0, share)
+        recomputed = (config.recompute_num_layers or 1) * layout.vpp / max(1, layout.num_slots // layout.pp)
+        return 3.0 + min(1.0, recomputed)
 
     def seconds(self, samples: float, passes: float) -> dict[str, float]:
-        """Seconds by part."""
+        """Return the seconds of so many passes over so many samples, by part."""
         run, model, layout = self._run, self._model, self._model.plan.layout
-        computing = samples * self._operations * passes / (model.devices * run.chip.flops * self._efficiency.train)
+        computing = samples * self._operations * passes / (model.devices * run.device.flops * self._efficiency.train)
         packs = run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz
-        # a budget is filled with sequences as they are; without one every row is counted as the longest
-        rows = max(1.0, run.tokens("update") / (self._mean if packs else run.longest))
+        # a budget is filled with sequences of their length; without one every row has the maximum length
+        rows = max(1.0, run.tokens("update") / (self._mean if packs else run.max_len))
         batches = max(1.0, samples / model.replicas / rows)
         host = batches * layout.num_slots / layout.pp * passes * self._efficiency.pass_s
-        talk = pass_seconds(model, samples / model.replicas * self._mean, self._links) * passes
-        # the interleaved schedule's share of idle time, arXiv:2104.04473
+        talk = self._collective_seconds(samples / model.replicas * self._mean) * passes
+        # the interleaved schedule's fraction of idle time, arXiv:2104.04473
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
         return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble}
 
-    def steps(self) -> dict[str, float]:
-        """Seconds of what comes once for each optimizer step: gradients are reduced, a swapped state comes and goes."""
+    def _bytes_per_second(self, ranks: int) -> float:
+        """Return the speed of a collective over so many neighbouring ranks: inside a node, or between nodes."""
+        device = self._run.device
+        return self._efficiency.collective * (device.link if ranks <= device.devices_per_node else device.network)
+
+    def _collective_seconds(self, tokens: float) -> float:
+        """Return the seconds of collectives in a forward pass over this many tokens of a replica; backward takes twice that.
+
+        Tensor parallelism gathers and scatters the hidden states twice a layer, context parallelism exchanges query, key, value
+        and output, experts receive and return each token once for each expert that it chose, and a stage sends its output to
+        the next.
+        """
+        model = self._model
+        config, layout, model_config = model.config, model.plan.layout, model.plan.model_config
+        tp, cp = layout.tp, config.context_parallel_size
+        layers = layout.num_slots / layout.pp
+        local = tokens / cp * model.itemsize
+        hidden = local * model_config.hidden_size
+        split = tp if config.sequence_parallel else 1
+        seconds = 0.0
+        if tp > 1:
+            seconds += layers * 4 * hidden * (tp - 1) / tp / self._bytes_per_second(tp)
+        if cp > 1:
+            heads = 2 * model_config.num_attention_heads + 2 * model_config.num_query_groups
+            width = heads * model_config.kv_channels / tp
+            seconds += layers * local * width * (cp - 1) / cp / self._bytes_per_second(tp * cp)
+        groups = layout.num_expert_groups if layout.num_experts else 1
+        if groups > 1:
+            sent = 2 * hidden / split * model_config.moe_router_topk * (groups - 1) / groups
+            moe = len(model_config.moe_layers) / layout.pp
+            seconds += moe * sent / self._bytes_per_second(groups * layout.expert_tp_size)
+        if layout.pp > 1:
+            # in the usual order of ranks stages are the outermost axis, so the next one may be on another node
+            seconds += layout.vpp * hidden / split / self._bytes_per_second(model.devices)
+        return seconds
+
+    def step_seconds(self) -> dict[str, float]:
+        """Return the seconds of each optimizer step: gradients are reduced, swapped state is loaded and offloaded."""
         run, model = self._run, self._model
         count = float(run.sizes.steps_per_rollout * run.sizes.epochs) if run.generate is not None else 1.0
-        found = {"gradients": count * step_seconds(model, self._links)}
+        gradients = 0.0
+        if model.dp > 1:
+            gathers = model.config.use_distributed_optimizer
+            # an all-reduce moves its bytes twice: it is a reduce-scatter and a gather, which the distributed optimizer separates
+            moved = max(model.gradients(one) + (model.weights(one) if gathers else 0) for one in model.elements)
+            gradients = (1 if gathers else 2) * moved / self._bytes_per_second(model.devices)
+        parts = {"gradients": count * gradients}
         if model.config.swap_optimizer:
-            state = max(model.state(held) for held in model.elements)
-            # it comes before each step and leaves after it
-            found["swapping"] = count * 2 * state / (run.chip.host * self._efficiency.host)
-        return found
+            state = max(model.state(elements) for elements in model.elements)
+            # loaded before each step and offloaded after it
+            parts["swapping"] = count * 2 * state / (run.device.host * self._efficiency.host)
+        return parts
 
 
-def _shared(run: RunShape, model: Model, drawn: Samples) -> float:
-    """Tokens of a sample, in the mean, that another one of its prompt computes for it."""
+def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:
+    """Return the mean tokens of a sample that are computed with another sample of its prompt (prefix sharing)."""
     rl = run.cfg.rl_config
     if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or model.config.context_parallel_size > 1:
         return 0.0
-    # in the same micro-batch, whose rows are of one prompt as far as they go
-    together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / drawn.tokens))
-    return max(0.0, drawn.prompt - 1) * (1 - 1 / together)
+    # in the same micro-batch, whose rows are of one prompt as far as possible
+    together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / samples.tokens))
+    return max(0.0, samples.prompt - 1) * (1 - 1 / together)
 
 
-def _pushed(run: RunShape) -> int:
-    """Bytes that a push brings to a rank of the rollout: its weights, or all adapters where they alone travel."""
-    engine, actor = engine_of(run), run.actor
+def _pushed_bytes(run: RunShape) -> int:
+    """Return the bytes that a weight sync brings to a rank of the rollout: its weights, or all adapters."""
+    engine, actor = plan_engine(run), run.actor
     assert engine is not None and run.generate is not None
     if run.generate.lora_push == "adapter":
-        return trained_adapters(actor.plan, actor.config) * actor.itemsize
+        return count_trained_adapters(actor.plan, actor.config) * actor.itemsize
     return engine.weights
 
 
-def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str, float]:
-    """Prefill, decoding while the engine is full, and the long tail behind it; the replicas work side by side.
+def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
+    """Return the seconds of prefill, of decoding while the engine is full, and of the long tail; replicas work in parallel.
 
-    Tools: what comes back from them is counted as decoded. A sample that waits for one leaves its place to others, so that only
-    the last ones are waited for.
+    Results of tools count as decoded tokens. A sample that waits for a tool leaves its slot to others, so that only the last
+    samples add waiting time.
     """
-    generate, engine = run.generate, engine_of(run)
+    generate, engine = run.generate, plan_engine(run)
     assert generate is not None and engine is not None
-    lengths, prompt = drawn.lengths, drawn.prompt
+    lengths, prompt = samples.lengths, samples.prompt
     replicas = float(run.sizes.rollout.dp_size)
     count = run.sizes.rollout_samples / replicas
     room = engine.cache.room / max(1.0, engine.cache.bytes_per_token * (lengths.mean + prompt))
     slots = max(1.0, min(float(generate.max_num_seqs), room, count))
     tensor, model_config = run.sizes.rollout.tensor, run.actor.plan.model_config
-    flops = _flops(run.actor.plan.architecture, model_config)
-    # the responses of a prompt are prefilled together: the first one's keys and values serve the others
+    flops = _count_flops(run.actor.plan.architecture, model_config)
+    # with prefix sharing the keys and values of a prompt serve all its responses
     repeated = run.sizes.group_size if generate.enable_prefix_caching else 1
-    # without a cache of prefixes every further turn computes all that came before it
-    again = 0.0 if generate.enable_prefix_caching else (drawn.turns - 1) * (prompt + lengths.mean / 2)
+    # without it every further turn computes all tokens before it
+    again = 0.0 if generate.enable_prefix_caching else (samples.turns - 1) * (prompt + lengths.mean / 2)
     prefilled = count * (prompt / repeated + again)
-    prefill = prefilled * flops.per_token / (tensor * run.chip.flops * efficiency.prefill)
+    prefill = prefilled * flops.per_token / (tensor * run.device.flops * efficiency.prefill)
 
-    touched = _touched(run, engine.weights)
+    read_bytes = _read_bytes(run, engine.weights)
     host = model_config.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
 
     def step(active: float, context: float) -> float:
-        moved = touched(active) + active * context * engine.cache.bytes_per_token
-        computed = active * flops.per_token / tensor / run.chip.flops
-        return max(moved / (run.chip.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
+        moved = read_bytes(active) + active * context * engine.cache.bytes_per_token
+        computed = active * flops.per_token / tensor / run.device.flops
+        return max(moved / (run.device.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
 
-    # more responses than the engine holds: they follow one another until the last ones are in
+    # responses beyond the slots wait until a slot is free
     full = max(0.0, count - slots) * lengths.mean / slots * step(slots, prompt + lengths.mean / 2)
     busy = tail = 0.0
-    width = lengths.longest_of(run.sizes.rollout_samples) / _POINTS
+    width = lengths.max_of(run.sizes.rollout_samples) / _POINTS
     for point in range(_POINTS):
         at = (point + 0.5) * width
         active = max(slots * lengths.above(at), 1.0)
@@ -273,73 +327,73 @@ def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str,
             busy += seconds
         else:
             tail += seconds
-    return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": drawn.tool_seconds}
+    return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": samples.tool_seconds}
 
 
-def _touched(run: RunShape, weights: int) -> Callable[[float], float]:
-    """(responses under way in a replica) -> bytes of weights that a step reads on a rank."""
-    model_config = run.actor.plan.model_config
+def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
+    """Return (active responses of a replica) -> bytes of weights that a step reads on a rank."""
+    model_config, generate = run.actor.plan.model_config, run.generate
     if not model_config.moe_layers:
         return lambda active: float(weights)
-    generate = run.generate
     assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
     itemsize = 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
     # three matrices an expert: gate, up and down
-    experts = (
-        3
-        * model_config.hidden_size
-        * model_config.moe_ffn_hidden_size
-        * model_config.num_moe_experts
-        * len(model_config.moe_layers)
-    )
-    share = experts * itemsize / ranks
-    # each token is taken to choose its experts whatever others chose, and all alike
+    elements = 3 * model_config.hidden_size * model_config.moe_ffn_hidden_size
+    experts = elements * model_config.num_moe_experts * len(model_config.moe_layers) * itemsize / ranks
+    # assumed: each token chooses its experts independently of the others, all with the same probability
     missed = 1.0 - model_config.moe_router_topk / model_config.num_moe_experts
-    return lambda active: weights - share + share * (1.0 - missed ** (active * sharing))
+    return lambda active: weights - experts + experts * (1.0 - missed ** (active * sharing))
 
 
-def _moved(run: RunShape) -> int:
-    """Bytes a die of the fullest stage moves to the host and back in an iteration."""
-    generate = run.generate
+def _offloaded_bytes(run: RunShape) -> int:
+    """Return the bytes that a device of the fullest stage moves to the host and back in an iteration."""
+    generate, stages = run.generate, len(run.actor.elements)
     assert generate is not None
-    most = 0
-    for stage, held in enumerate(run.actor.elements):
+    largest = 0
+    for stage in range(stages):
         moved = 0
         for model in (run.actor, *run.others.values()):
-            own = held if model is run.actor else model.stage(stage, len(run.actor.elements))
-            moved += model.weights(own) if generate.offload_train_param else 0
-            moved += model.optimizer(own) if generate.offload_train_optimizer else 0
-        most = max(most, moved)
-    return 2 * most
+            elements = model.stage(stage, stages)
+            moved += model.weights(elements) if generate.offload_train_param else 0
+            moved += model.optimizer(elements) if generate.offload_train_optimizer else 0
+        largest = max(largest, moved)
+    return 2 * largest
 
 
-def _supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
-    length = float(run.longest)
-    drawn = Samples(Lengths(length, length), prompt=0.0)
-    actor = _Passes(run, run.actor, efficiency, drawn)
+def _plan_supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
+    length = float(run.max_len)
+    assumed = Samples(Lengths(length, length), prompt=0.0)
+    actor = _Passes(run, run.actor, efficiency, assumed)
     samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
     # the reference makes one forward pass over the same samples
     passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
-    parts = {"update": actor.seconds(samples, passes) | actor.steps()}
-    note = f"sequences of {length:.0f} tokens, the longest"
+    parts = {"update": actor.seconds(samples, passes) | actor.step_seconds()}
     phases = {"update": sum(parts["update"].values())}
     return TimePlan(
-        run.chip.name, phases, parts, samples * length, run.sizes.actor.num_npus, efficiency, drawn.lengths, (note,)
+        run.device.name,
+        phases,
+        parts,
+        samples * length,
+        run.sizes.actor.num_npus,
+        efficiency,
+        assumed.lengths,
+        (f"sequences of {length:.0f} tokens, the maximum",),
     )
 
 
 @lru_cache(maxsize=64)
-def _flops(architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
+def _count_flops(architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
     return ModelFlops.count(architecture, model_config)
 
 
-def calibrated(plan: TimePlan, factors: dict[str, float]) -> TimePlan:
-    """The same with each phase as many times longer as it was in a run that was measured."""
-    rest = factors.get("all", 1.0)
-    phases = {name: seconds * factors.get(name, rest) for name, seconds in plan.phases.items()}
+def calibrate(plan: TimePlan, factors: dict[str, float]) -> TimePlan:
+    """Return the plan with each phase as many times longer as it was in a run that was measured."""
+    default = factors.get("all", 1.0)
+    phases = {name: seconds * factors.get(name, default) for name, seconds in plan.phases.items()}
     parts = {
-        name: {part: seconds * factors.get(name, rest) for part, seconds in found.items()} for name, found in plan.parts.items()
+        name: {part: seconds * factors.get(name, default) for part, seconds in made.items()}
+        for name, made in plan.parts.items()
     }
     return replace(plan, phases=phases, parts=parts, factors=factors)

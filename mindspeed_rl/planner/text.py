@@ -1,102 +1,85 @@
-"""Plans as text for a terminal, and as plain values."""
+"""Plans as text for a terminal, and as JSON objects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mindspeed_rl.config.rules.violation import written
+from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
-from mindspeed_rl.planner.chips import GIB, Chip
-from mindspeed_rl.planner.fit import Found, Wanted
-from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, Dies, MemoryPlan, Phase
-from mindspeed_rl.planner.seconds import ModeTime, TimePlan
+from mindspeed_rl.planner.devices import GIB, Device
+from mindspeed_rl.planner.fit import FitRequest, FitResult
+from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, DeviceGroup, MemoryPlan
+from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
 
-#: what a verdict means, behind it
+JsonObject = dict[str, object]
+
 _MEANING = {
-    "tight": "It fits as it is computed, and not where all that is modelled takes the most it may.",
-    "over": "It does not fit as it is computed, and might where all that is modelled takes less.",
+    "tight": "It fits as it is computed, and not if all modelled bytes are at the upper end of their range.",
+    "over": "It does not fit as it is computed, and might if all modelled bytes are at the lower end of their range.",
 }
 
 
-def memory_text(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> str:
+def format_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> str:
     """Return the plan as `mindspeed-rl plan memory` prints it."""
     fullest = plan.fullest
     peak = fullest.peak
     low, high = (bound / GIB for bound in peak.range)
     lines = [
         f"{plan.verdict}: the peak is {_gib(peak.total)} GiB ({low:.0f} to {high:.0f}) of the {plan.capacity / GIB:.0f} GiB "
-        f"of a die of {plan.chip}, in phase {peak.name}, on {fullest.name} (dies {fullest.ranks})",
+        f"of a device of {plan.device}, in phase {peak.name}, on {fullest.name} (devices {fullest.ranks})",
         *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
         "",
-        f"GiB of a die by owner and phase; * is modelled and may be off by {MODEL_ERROR:.0%}, the rest is counted",
+        f"GiB of a device by owner and phase; * is modelled and may be off by {MODEL_ERROR:.0%}, the others are counted",
     ]
-    for dies in _shown(plan):
-        lines += ["", f"{dies.name}, dies {dies.ranks}", *_table(dies)]
+    emptiest = min(plan.groups, key=lambda group: group.peak.total)
+    for group in [fullest] if emptiest.peak.total == peak.total else [fullest, emptiest]:
+        lines += ["", f"{group.name}, devices {group.ranks}", *_format_table(group)]
     if plan.cache is not None:
         cache = plan.cache
-        runs = cache.room // cache.sequence if cache.sequence else 0
+        sequences = cache.room // cache.sequence if cache.sequence else 0
         lines += [
             "",
-            f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {runs} sequences of the longest "
-            f"length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
+            f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
+            f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
         ]
     lines += [f"  - {problem}" for problem in plan.problems]
     if changes:
         enough = changes[0].plan.verdict == "fits"
         lines += ["", "Changes after which it fits, nearest first" if enough else "Nearest to fitting"]
-        lines += [f"  {_change(change)}" for change in changes]
+        for change in changes:
+            keys = " ".join(f"{name}={format_value(value)}" for name, value in change.values.items())
+            reached = change.plan.fullest.peak
+            lines.append(f"  {keys}\n      then {_gib(reached.total)} GiB in {reached.name}; costs: {change.costs}")
     elif plan.verdict == "does not fit":
         lines += ["", "No change of the layout, of offloading or of recomputation was found after which it fits."]
-    return "\n".join([*lines, *_assumed(assumed)])
+    return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in assumed)])
 
 
-def _assumed(assumed: Sequence[Assumption | str]) -> list[str]:
-    return ["", "Assumed:", *(f"  {one}" for one in assumed)]
-
-
-def _shown(plan: MemoryPlan) -> list[Dies]:
-    """The fullest dies, and the emptiest where they differ."""
-    emptiest = min(plan.dies, key=lambda dies: dies.peak.total)
-    fullest = plan.fullest
-    return [fullest] if emptiest.peak.total == fullest.peak.total else [fullest, emptiest]
-
-
-def _table(dies: Dies) -> list[str]:
-    owners = list(dict.fromkeys(owner for phase in dies.phases for owner in phase.owners))
+def _format_table(group: DeviceGroup) -> list[str]:
+    owners = list(dict.fromkeys(owner for phase in group.phases for owner in phase.owners))
     names = [owner if owner in EXACT else f"{owner} *" for owner in owners]
     first = max(len(name) for name in [*names, "together"])
-    heads = [phase.name for phase in dies.phases]
-    lines = [" " * (first + 2) + "  ".join(f"{head:>7}" for head in heads)]
+    widths = [max(7, len(phase.name)) for phase in group.phases]
+    lines = [" " * (first + 2) + "  ".join(f"{phase.name:>7}" for phase in group.phases)]
     for owner, name in zip(owners, names):
-        cells = [_cell(phase, owner, len(head)) for phase, head in zip(dies.phases, heads)]
+        counts = [phase.owners.get(owner) for phase in group.phases]
+        cells = [f"{'' if count is None else _gib(count):>{width}}" for count, width in zip(counts, widths)]
         lines.append(f"  {name:<{first}}" + "  ".join(cells))
-    totals = [f"{_gib(phase.total):>{max(7, len(head))}}" for phase, head in zip(dies.phases, heads)]
+    totals = [f"{_gib(phase.total):>{width}}" for phase, width in zip(group.phases, widths)]
     return [*lines, f"  {'together':<{first}}" + "  ".join(totals)]
-
-
-def _cell(phase: Phase, owner: str, width: int) -> str:
-    count = phase.owners.get(owner)
-    return f"{'' if count is None else _gib(count):>{max(7, width)}}"
 
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}" if 0 < count < GIB else f"{count / GIB:.1f}"
 
 
-def _change(change: Change) -> str:
-    keys = " ".join(f"{name}={written(value)}" for name, value in change.values.items())
-    peak = change.plan.fullest.peak
-    return f"{keys}\n      then {_gib(peak.total)} GiB in {peak.name}; costs: {change.costs}"
-
-
-def memory_json(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> dict[str, Any]:
-    """Return the plan as plain values; bytes are whole numbers."""
+def encode_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> JsonObject:
+    """Return the plan as a JSON object, with numbers of bytes."""
     peak = plan.fullest.peak
     return {
         "verdict": plan.verdict,
-        "chip": plan.chip,
+        "chip": plan.device,
         "capacity": plan.capacity,
         "peak": {
             "bytes": peak.total,
@@ -107,12 +90,12 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[A
         },
         "dies": [
             {
-                "name": dies.name,
-                "ranks": dies.ranks,
-                "count": dies.count,
-                "phases": [{"phase": phase.name, "bytes": phase.total, "owners": phase.owners} for phase in dies.phases],
+                "name": group.name,
+                "ranks": group.ranks,
+                "count": group.count,
+                "phases": [{"phase": phase.name, "bytes": phase.total, "owners": phase.owners} for phase in group.phases],
             }
-            for dies in plan.dies
+            for group in plan.groups
         ],
         "kv_cache": None if plan.cache is None else vars(plan.cache),
         "problems": list(plan.problems),
@@ -133,41 +116,41 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[A
 # ---------------------------------------------------------------------- time
 
 
-def time_text(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> str:
-    """Return the plan as `mindspeed-rl plan time` prints it: ranges, no number alone."""
+def format_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> str:
+    """Return the plan as `mindspeed-rl plan time` prints it: every number with its range."""
     tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
     lines = [
-        f"{seconds_range(plan, plan.total)} s an iteration, {_about(tokens[0])} to {_about(tokens[1])} tokens/s a die, on "
-        f"{plan.devices} x {plan.chip}; two times of three a run lies within a range",
+        f"{plan.format_bounds(plan.total)} s an iteration, {format_number(tokens[0])} to {format_number(tokens[1])} tokens/s a "
+        f"device, on {plan.devices} x {plan.device}; two of three runs are within a range",
         "",
         f"  {'phase':<22}{'seconds':>18}   made of",
     ]
     for name, seconds in plan.phases.items():
-        whole = sum(plan.parts[name].values())
-        shares = {part: found / whole for part, found in plan.parts[name].items() if whole and found / whole >= 0.01}
-        made = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items(), key=lambda one: -one[1]))
-        lines.append(f"  {name:<22}{seconds_range(plan, seconds):>18}   {made}")
+        total = sum(plan.parts[name].values())
+        fractions = {part: value / total for part, value in plan.parts[name].items() if total and value / total >= 0.01}
+        parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda one: -one[1]))
+        lines.append(f"  {name:<22}{plan.format_bounds(seconds):>18}   {parts}")
     if modes:
         lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
     for name, mode in modes.items():
-        share = "all, in turn" if mode.share == 1.0 else f"{mode.share * 8:.0f} of 8"
+        devices = "all, in turn" if mode.rollout_fraction == 1.0 else f"{mode.rollout_fraction * 8:.0f} of 8"
         waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
-        lines.append(f"  {name:<22}{seconds_range(plan, mode.seconds):>18}   {share}; {waits}")
+        lines.append(f"  {name:<22}{plan.format_bounds(mode.seconds):>18}   {devices}; {waits}")
     if plan.factors:
-        found = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
-        lines += ["", f"Calibrated, measured over predicted: {found}"]
-    return "\n".join([*lines, *_assumed([*plan.notes, *assumed])])
+        factors = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
+        lines += ["", f"Calibrated, measured over predicted: {factors}"]
+    return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in (*plan.notes, *assumed))])
 
 
-def time_json(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> dict[str, Any]:
-    """Return the plan as plain values."""
+def encode_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> JsonObject:
+    """Return the plan as a JSON object."""
     return {
-        "chip": plan.chip,
+        "chip": plan.device,
         "devices": plan.devices,
         "tokens": plan.tokens,
-        "seconds": _bounds(plan, plan.total),
-        "phases": {name: {**_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
-        "modes": {name: {**_bounds(plan, mode.seconds), "share": mode.share} for name, mode in modes.items()},
+        "seconds": _encode_bounds(plan, plan.total),
+        "phases": {name: {**_encode_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
+        "modes": {name: {**_encode_bounds(plan, mode.seconds), "share": mode.rollout_fraction} for name, mode in modes.items()},
         "efficiencies": vars(plan.efficiency),
         "factors": plan.factors,
         "notes": list(plan.notes),
@@ -175,21 +158,9 @@ def time_json(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[A
     }
 
 
-def _bounds(plan: TimePlan, seconds: float) -> dict[str, float]:
+def _encode_bounds(plan: TimePlan, seconds: float) -> dict[str, float]:
     low, high = plan.bounds(seconds)
     return {"low": low, "middle": seconds, "high": high}
-
-
-def seconds_range(plan: TimePlan, seconds: float) -> str:
-    """Return where these seconds of a plan lie, in two digits."""
-    low, high = plan.bounds(seconds)
-    return f"{_about(low)} to {_about(high)}"
-
-
-def _about(value: float) -> str:
-    """Two digits, which is more than is known."""
-    text = f"{float(f'{value:.2g}'):f}"
-    return text.rstrip("0").rstrip(".") if value < 10 else f"{float(f'{value:.2g}'):.0f}"
 
 
 # ---------------------------------------------------------------------- layouts
@@ -211,41 +182,37 @@ _COLUMNS = {
 }
 
 
-def fit_text(wanted: Wanted, chip: Chip, found: Sequence[Found]) -> str:
+def format_fit(request: FitRequest, device: Device, results: Sequence[FitResult]) -> str:
     """Return the table that `mindspeed-rl plan fit` prints."""
-    chosen = [one.values | {"trainers": one.trainers} for one in found]
+    chosen = [result.values | {"trainers": result.trainers} for result in results]
     columns = {name: key for name, key in _COLUMNS.items() if any(values.get(key) is not None for values in chosen)}
-    heads = ["", *columns, "GiB", "in phase", "s an iteration"]
-    rows = [heads]
-    for one, values in zip(found, chosen):
-        peak = one.memory.fullest.peak
-        cells = [_value(values.get(key)) for key in columns.values()]
-        rows.append([one.memory.verdict, *cells, f"{peak.total / GIB:.0f}", peak.name, seconds_range(one.time, one.time.total)])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
+    rows = [["", *columns, "GiB", "in phase", "s an iteration"]]
+    for result, values in zip(results, chosen):
+        peak, time = result.memory.fullest.peak, result.time
+        cells = [values.get(key) for key in columns.values()]
+        texts = ["-" if value is None else "yes" if value is True else str(value) for value in cells]
+        rows.append([result.memory.verdict, *texts, f"{peak.total / GIB:.0f}", peak.name, time.format_bounds(time.total)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        f"{wanted.model} on {wanted.npus} x {chip.name}, prompts to {wanted.prompt} and responses to {wanted.response} tokens, "
-        f"{wanted.prompts} x {wanted.samples} an iteration",
+        f"{request.model} on {request.npus} x {device.name}, prompts to {request.prompt} and responses to {request.response} "
+        f"tokens, {request.prompts} x {request.samples} an iteration",
         "",
     ]
     return "\n".join([*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)])
 
 
-def _value(value: Any) -> str:
-    return "-" if value is None else "yes" if value is True else str(value)
-
-
-def fit_json(found: Sequence[Found]) -> dict[str, Any]:
-    """Return the layouts as plain values."""
+def encode_fit(results: Sequence[FitResult]) -> JsonObject:
+    """Return the layouts as a JSON object."""
     return {
         "layouts": [
             {
-                "values": one.values,
-                "trainers": one.trainers,
-                "verdict": one.memory.verdict,
-                "bytes": one.memory.fullest.peak.total,
-                "phase": one.memory.fullest.peak.name,
-                "seconds": _bounds(one.time, one.time.total),
+                "values": result.values,
+                "trainers": result.trainers,
+                "verdict": result.memory.verdict,
+                "bytes": result.memory.fullest.peak.total,
+                "phase": result.memory.fullest.peak.name,
+                "seconds": _encode_bounds(result.time, result.time.total),
             }
-            for one in found
+            for result in results
         ]
     }

@@ -1,7 +1,8 @@
-"""The plan of a run, readable before any device is claimed."""
+"""The plan of a run as a report and as text, before any device is claimed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,25 @@ from mindspeed_rl.config.explain.effects import (
     find_keys_without_effect,
     find_warnings,
 )
-from mindspeed_rl.config.explain.resources import resources, short
+from mindspeed_rl.config.explain.resources import describe_resources, shorten_groups
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import batch_table, round_number
 
+#: the report of `explain`, which `mindspeed-rl explain --json` prints
+Report = dict[str, Any]
 
-def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
-    """Return everything that can be said about a run from its file.
 
-    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `batch`; `dispatch_sizes`;
-    `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
-    `samples` (how they are made, where they have several turns); `learning_rate`; `derived` (keys that the file leaves out and
-    that follow from it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
-    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this
-    version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an invalid plan
-    can be read too.
+def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
+    """Return all that follows from a run file.
+
+    Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
+    `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts; the command fills it in);
+    `samples` (of several turns); `learning_rate`; `derived` (keys that the file omits and that follow from it, each with its
+    value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
+    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to
+    start). Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     violations = validate(cfg, num_nodes)
     sizes = None if cfg.sizes is None else replace(cfg.sizes, num_nodes=num_nodes)
@@ -58,7 +61,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
         "dispatch_sizes": (
             {} if rollout is None else {name: round_number(size) for name, size in rollout.dispatch_sizes().items()}
         ),
-        "resources": {} if sizes is None else resources(cfg, sizes),
+        "resources": {} if sizes is None else describe_resources(cfg, sizes),
         "formula": formula(cfg),
         "length": "",
         "samples": _describe_samples(cfg),
@@ -73,8 +76,8 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
     }
 
 
-def failed(errors: list[str]) -> dict[str, Any]:
-    """Return the same object for a run file that could not be read."""
+def report_failure(errors: list[str]) -> Report:
+    """Return the report for a run file that cannot be read."""
     return {
         "valid": False,
         "errors": list(errors),
@@ -104,8 +107,8 @@ _UNITS = {
 }
 
 
-def render(report: dict[str, Any]) -> str:
-    """Return the report of `explain` as text for a terminal, on which what is seen last is what it comes to."""
+def render(report: Report) -> str:
+    """Return the report as text for a terminal, where the last lines are seen first: errors or the verdict."""
     parts: list[str] = []
     run = report["run"]
     if run:
@@ -117,7 +120,7 @@ def render(report: dict[str, Any]) -> str:
     if report["dispatch_sizes"]:
         parts.append("Rows that leave the data plane at once\n" + _table(report["dispatch_sizes"]))
     if report["resources"]:
-        parts.append(_resources(report["resources"]))
+        parts.append(_render_resources(report["resources"]))
     if report["formula"]:
         parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
     if report["length"]:
@@ -147,26 +150,18 @@ def render(report: dict[str, Any]) -> str:
     if report["errors"]:
         parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
     if report["valid"]:
-        parts.append(_verdict(report))
+        reasons = ["this version lacks a requested feature"] if report["unavailable"] else []
+        reasons += [f"{len(report['missing'])} key(s) are still needed"] if report["missing"] else []
+        parts.append(f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid")
     return "\n\n".join(parts)
 
 
-def _verdict(report: dict[str, Any]) -> str:
-    """ "valid", or why a file without a mistake does not start a run."""
-    reasons = []
-    if report["unavailable"]:
-        reasons.append("it asks for what this version does not have")
-    if report["missing"]:
-        reasons.append(f"{len(report['missing'])} key(s) are still needed")
-    return f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid"
-
-
-def _table(rows: dict[str, Any]) -> str:
+def _table(rows: Mapping[str, object]) -> str:
     width = max(len(name) for name in rows)
     return "\n".join(f"  {name:<{width}}  {_cell(value)}" for name, value in rows.items())
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -174,16 +169,17 @@ def _cell(value: Any) -> str:
     return ", ".join(_cell(item) for item in value) if isinstance(value, list) else str(value)
 
 
-def _resources(found: dict[str, Any]) -> str:
-    nodes = f"{found['num_nodes']} node(s) with {found['devices_per_node']} each"
-    lines = [f"Devices: {found['num_devices']} on {nodes}"]
-    width = max(len(phase["phase"]) for phase in found["phases"])
-    devices = max(len(phase["devices"]) for phase in found["phases"])
-    lines += [f"  {phase['phase']:<{width}}  {phase['devices']:<{devices}}  {phase['holds']}" for phase in found["phases"]]
-    groups = found.get("parallel_groups", {})
+def _render_resources(resources: Report) -> str:
+    nodes = f"{resources['num_nodes']} node(s) with {resources['devices_per_node']} each"
+    lines = [f"Devices: {resources['num_devices']} on {nodes}"]
+    width = max(len(phase["phase"]) for phase in resources["phases"])
+    devices = max(len(phase["devices"]) for phase in resources["phases"])
+    lines += [f"  {phase['phase']:<{width}}  {phase['devices']:<{devices}}  {phase['holds']}" for phase in resources["phases"]]
+    groups = resources.get("parallel_groups", {})
     if groups:
         lines.append("Parallel groups")
-        lines += [f"  {axis:<11}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
+        listed = {axis: ranks for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"}
+        lines += [f"  {axis:<11}{shorten_groups(ranks)}" for axis, ranks in listed.items()]
     return "\n".join(lines)
 
 

@@ -1,9 +1,8 @@
-"""Who holds which device in which phase, and the parallel groups."""
+"""Devices of each phase of a run, their contents, and the parallel groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.placement import Layout
@@ -13,7 +12,13 @@ from mindspeed_rl.config.sizes import Sizes, round_number
 _LISTED_GROUPS = 4
 
 
-def parallel_groups(layout: Layout, tp_pp_dp: bool = False) -> dict[str, list[list[int]]]:
+class _Phase(TypedDict):
+    phase: str
+    devices: str
+    holds: str
+
+
+def list_parallel_groups(layout: Layout, tp_pp_dp: bool = False) -> dict[str, list[list[int]]]:
     """Return the ranks of every tensor, context, data and pipeline parallel group.
 
     Ranks count tensor first, then context, data and pipeline (Megatron's tp-cp-dp-pp); with `tp_pp_dp` data comes last.
@@ -36,7 +41,7 @@ def parallel_groups(layout: Layout, tp_pp_dp: bool = False) -> dict[str, list[li
     return groups
 
 
-def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
+def _list_expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
     """Return the ranks over which the experts of one layer are spread; empty without expert parallelism.
 
     Inside a pipeline stage ranks count expert-tensor first, then expert; only for the rank order tp-cp-dp-pp.
@@ -49,118 +54,105 @@ def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
     return [[start + step * inner for step in range(size)] for start in starts]
 
 
-def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
-    """Return devices, phases and parallel groups of a run; groups only where the devices come out even."""
-    actor = sizes.actor
-    count, engines = cfg.placement.num_devices, cfg.placement.engines
-    result: dict[str, Any] = {
-        "platform": cfg.platform,
-        "num_devices": count,
-        "num_nodes": sizes.num_nodes,
-        "devices_per_node": round_number(count / sizes.num_nodes),
-        "roles": {"actor": _role(actor, cfg.actor_config)},
-        "phases": _phases(cfg, sizes),
-    }
+def describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
+    """Return devices, phases and parallel groups of a run; groups only where the devices divide into replicas."""
+    actor, engines, num_devices = sizes.actor, cfg.placement.engines, cfg.placement.num_devices
+    shares_experts = engines is not None and engines.expert_ranks > 1
+    roles = {"actor": _describe_role(actor, cfg.actor_config)}
     for role in ("ref", "reward", "critic"):
         layout = getattr(sizes, role)
         if layout is not None:
-            result["roles"][role] = _role(layout, getattr(cfg, f"{role}_config"))
+            roles[role] = _describe_role(layout, getattr(cfg, f"{role}_config"))
+    groups: dict[str, list[list[int]]] = {}
+    if actor.num_npus % actor.replica_size == 0:
+        groups |= list_parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
+        if experts := _list_expert_groups(actor, cfg.actor_config):
+            groups["ep"] = experts
     if sizes.counting != "samples":
-        result["roles"]["rollout"] = {
+        roles["rollout"] = {
             "devices": sizes.rollout.num_npus,
             "replicas": round_number(sizes.rollout.dp_size),
             "infer_tensor_parallel_size": sizes.rollout.tensor,
         }
-        if engines is not None and engines.expert_ranks > 1:
-            result["roles"]["rollout"] |= {"replicas_sharing_experts": engines.sharing, "ep": engines.expert_ranks}
-    if actor.num_npus % actor.replica_size == 0:
-        result["parallel_groups"] = parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
-        if experts := expert_groups(actor, cfg.actor_config):
-            result["parallel_groups"]["ep"] = experts
-    if sizes.counting != "samples" and sizes.rollout.num_npus % sizes.rollout.replica_size == 0:
-        result.setdefault("parallel_groups", {})["rollout"] = parallel_groups(sizes.rollout)["tp"]
-        if engines is not None and engines.expert_ranks > 1 and not engines.world_size % engines.expert_ranks:
-            result["parallel_groups"]["rollout_ep"] = engines.expert_groups()
-    return result
+        if engines is not None and shares_experts:
+            roles["rollout"] |= {"replicas_sharing_experts": engines.sharing, "ep": engines.expert_ranks}
+        if sizes.rollout.num_npus % sizes.rollout.replica_size == 0:
+            groups["rollout"] = list_parallel_groups(sizes.rollout)["tp"]
+            if engines is not None and shares_experts and not engines.world_size % engines.expert_ranks:
+                groups["rollout_ep"] = engines.expert_groups()
+    return {
+        "platform": cfg.platform,
+        "num_devices": num_devices,
+        "num_nodes": sizes.num_nodes,
+        "devices_per_node": round_number(num_devices / sizes.num_nodes),
+        "roles": roles,
+        "phases": _list_phases(cfg, sizes),
+        **({"parallel_groups": groups} if groups else {}),
+    }
 
 
-def _role(layout: Layout, role: MegatronConfig) -> dict[str, Any]:
-    summary = {"devices": layout.num_npus, "tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context}
+def _describe_role(layout: Layout, role: MegatronConfig) -> dict[str, object]:
+    summary: dict[str, object] = {"devices": layout.num_npus, "tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context}
     summary |= {"dp": round_number(layout.dp_size)}
     if role.num_experts is not None:
         summary["ep"] = role.expert_model_parallel_size
     return summary
 
 
-def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the phases of one iteration in order, each with its devices and what they hold."""
-    everyone = f"0-{sizes.actor.num_npus - 1}" if sizes.actor.num_npus > 1 else "0"
-    actor = _engine(sizes.actor)
+def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
+    """Return the phases of one iteration in order, each with its devices and their contents."""
+    shared = f"0-{sizes.actor.num_npus - 1}" if sizes.actor.num_npus > 1 else "0"
+    actor, phases = _engine(sizes.actor), list[_Phase]()
+
+    def add(phase: str, devices: str, holds: str) -> None:
+        phases.append({"phase": phase, "devices": devices, "holds": holds})
+
     if cfg.rl_config is None or cfg.objective is None:
-        phases = [{"phase": "train", "devices": everyone, "holds": f"{cfg.stage} on Megatron {actor}"}]
+        add("train", shared, f"{cfg.stage} on Megatron {actor}")
         return phases
     rl, generate, objective = cfg.rl_config, cfg.generate_config, cfg.objective
-    dedicated, engines = cfg.placement.dedicated, cfg.placement.engines
+    engines, servers = cfg.placement.engines, cfg.placement.servers
+    dedicated = {role: f"{count} dedicated" for role, count in cfg.placement.dedicated.items() if count is not None}
     critic = sizes.critic if objective.has_critic else None
-    critics, kept = _own(dedicated.get("critic"), everyone), []
-    if generate is not None:
-        kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
-    beside = f", beside training {', '.join(kept)}" if kept else ", training state off the device"
+    critics = dedicated.get("critic", shared)
+    parts = ("optimizer", "grad", "param")
+    on_device = [] if generate is None else [part for part in parts if not getattr(generate, f"offload_train_{part}")]
+    training = f", next to training {', '.join(on_device)}" if on_device else ", training state off the device"
     count, tensor = round_number(sizes.rollout.dp_size), sizes.rollout.tensor
     ranks = 1 if engines is None else engines.expert_ranks
     spread = f", experts over {ranks} devices (EP{ranks})" if ranks > 1 else ""
-    generators = _generators(cfg, everyone)
-    # engines on devices of their own have nothing of the training beside them
-    if generators != everyone:
-        beside = ""
-    phases = [{"phase": "generate", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}{spread}{beside}"}]
+    generators = f"{len(servers)} standalone server(s)" if servers else dedicated.get("rollout", shared)
+    # engines on dedicated devices hold no training state
+    training = training if generators == shared else ""
+    add("generate", generators, f"{count} rollout engine(s) TP{tensor}{spread}{training}")
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
     if rl.judge_url is not None:
         scorers.append("the judge")
-    workers = rl.num_reward_workers or rl.verifier_parallel
     if scorers:
-        phases.append({"phase": "rewards", "devices": "host", "holds": f"{' and '.join(scorers)} in {workers} process(es)"})
+        workers = rl.num_reward_workers or rl.verifier_parallel
+        add("rewards", "host", f"{' and '.join(scorers)} in {workers} process(es)")
     if "greedy_baseline" in objective.needs:
-        phases.append({"phase": "greedy_baselines", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}"})
+        add("greedy_baselines", generators, f"{count} rollout engine(s) TP{tensor}")
     if cfg.reward_config is not None or rl.reward_model is not None:
-        model, apart = _engine(sizes.reward or sizes.actor), dedicated.get("reward")
-        phases.append({"phase": "reward_model", "devices": _own(apart, everyone), "holds": f"reward model on Megatron {model}"})
+        model = _engine(sizes.reward or sizes.actor)
+        add("reward_model", dedicated.get("reward", shared), f"reward model on Megatron {model}")
     if objective.needs_reference:
-        what = "the actor with adapters off" if rl.share_backbone else "reference weights"
-        phases.append(
-            {
-                "phase": "ref_log_probs",
-                "devices": _own(dedicated.get("ref"), everyone),
-                "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}",
-            }
-        )
+        weights = "the actor with adapters off" if rl.share_backbone else "reference weights"
+        holds = f"{weights} on Megatron {_engine(sizes.ref or sizes.actor)}"
+        add("ref_log_probs", dedicated.get("ref", shared), holds)
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
+        add("old_log_probs", shared, f"actor on Megatron {actor}")
     if critic is not None:
-        phases.append({"phase": "values", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
-    phases.append({"phase": "advantages", "devices": "host", "holds": rl.adv_estimator})
+        add("values", critics, f"critic on Megatron {_engine(critic)}")
+    add("advantages", "host", rl.adv_estimator)
     if critic is not None:
-        phases.append({"phase": "update_critic", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
-    phases.append(
-        {"phase": "update_actor", "devices": everyone, "holds": f"actor weights, gradients, optimizer on Megatron {actor}"}
-    )
-    moves = f"{actor} -> TP{tensor} x {count}{spread}"
+        add("update_critic", critics, f"critic on Megatron {_engine(critic)}")
+    add("update_actor", shared, f"actor weights, gradients, optimizer on Megatron {actor}")
     if rl.sync_ref_model and objective.needs_reference:
-        share = f"{rl.ref_model_mixup_alpha:g} of the actor enters the reference every {rl.ref_model_sync_steps} iteration(s)"
-        phases.append({"phase": "sync_reference", "devices": everyone, "holds": share})
-    phases.append({"phase": "update_weights", "devices": everyone, "holds": f"resharding {moves}"})
+        part = f"{rl.ref_model_mixup_alpha:g} of the actor"
+        add("sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)")
+    add("update_weights", shared, f"resharding {actor} -> TP{tensor} x {count}{spread}")
     return phases
-
-
-def _own(devices: int | None, shared: str) -> str:
-    return shared if devices is None else f"{devices} of its own"
-
-
-def _generators(cfg: RunConfig, shared: str) -> str:
-    """Return the devices that generate."""
-    if servers := cfg.placement.servers:
-        return f"{len(servers)} server(s) elsewhere"
-    return _own(cfg.placement.dedicated.get("rollout"), shared)
 
 
 def _engine(layout: Layout) -> str:
@@ -168,12 +160,9 @@ def _engine(layout: Layout) -> str:
     return f"TP{layout.tensor} PP{layout.pipeline}{context} DP{round_number(layout.dp_size)}"
 
 
-def short(groups: list[list[int]]) -> str:
+def shorten_groups(groups: list[list[int]]) -> str:
     """Return groups of ranks as text, the first few of many."""
-    text = " ".join("[" + " ".join(str(rank) for rank in _trim(group)) + "]" for group in groups[:_LISTED_GROUPS])
-    rest = len(groups) - _LISTED_GROUPS
-    return f"{text} and {rest} more" if rest > 0 else text
-
-
-def _trim(group: list[int]) -> Sequence[int | str]:
-    return group if len(group) <= 8 else [*group[:3], "...", group[-1]]
+    listed: list[list[int | str]] = [[*group] if len(group) <= 8 else [*group[:3], "...", group[-1]] for group in groups]
+    text = " ".join("[" + " ".join(str(rank) for rank in group) + "]" for group in listed[:_LISTED_GROUPS])
+    others = len(groups) - _LISTED_GROUPS
+    return f"{text} and {others} more" if others > 0 else text

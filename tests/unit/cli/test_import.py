@@ -249,15 +249,15 @@ def test_a_system_prompt_may_stand_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("Answer in <answer>.\n")
     made = from_swift(LORA + " --system prompt.txt", REWARDS)
     assert made.tree["megatron_training"]["system_prompt"] == "Answer in <answer>."
-    assert "there is no file gone.txt" in from_swift(LORA + " --system gone.txt", REWARDS).without["--system"]
+    assert "there is no file gone.txt" in from_swift(LORA + " --system gone.txt", REWARDS).omitted["--system"]
 
 
 def test_rewards_and_options_that_nobody_knows_are_told():
     command = LORA.replace("--reward_funcs accuracy", "--reward_funcs accuracy external_thing") + " --never_heard_of 3"
     made = from_swift(command, REWARDS)
     assert made.tree["rl_config"]["reward_funcs"] == ["accuracy"]
-    assert "no reward function of this name" in made.without["--reward_funcs external_thing"]
-    assert "not known to this version" in made.without["--never_heard_of"]
+    assert "no reward function of this name" in made.omitted["--reward_funcs external_thing"]
+    assert "not known to this version" in made.omitted["--never_heard_of"]
 
 
 @pytest.mark.parametrize(
@@ -363,4 +363,4 @@ def test_a_clip_range_of_zero_is_one_and_a_subset_is_not_dropped_in_silence() ->
     made = from_verl(VERL.replace("clip_ratio_low=0.2", "clip_ratio_low=0.0"), REWARDS)
     assert values_of(made.tree)["rl_config.clip_ratio_low"] == 0.0
     bare = "swift rlhf --rlhf_type grpo --model m --reward_funcs accuracy --dataset org/data:hard#5"
-    assert any("org/data:hard" in option for option in from_swift(bare, REWARDS).without)
+    assert any("org/data:hard" in option for option in from_swift(bare, REWARDS).omitted)

@@ -31,7 +31,7 @@ def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_ac
     report = explain(cfg)["resources"]
     assert report["num_devices"] == 28
     devices = {phase["phase"]: phase["devices"] for phase in report["phases"]}
-    assert devices["generate"] == "8 of its own" and devices["ref_log_probs"] == "4 of its own"
+    assert devices["generate"] == "8 dedicated" and devices["ref_log_probs"] == "4 dedicated"
     assert devices["update_actor"] == "0-15"
     shared = prompt_level(rl_config=SEPARATE)
     assert validate(shared) == [] and shared.placement.num_devices == 16 and not shared.placement.disaggregated

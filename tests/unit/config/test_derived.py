@@ -109,7 +109,8 @@ def test_a_learning_rate_that_falls_to_0_by_default_is_warned_of() -> None:
         assert find_warnings(run(lr=1e-3, save="x", **keys)) == []
     assert describe_learning_rate(run(lr=1e-3, lr_decay_style="constant")) == "constant 0.001"
     warm = run(lr=1e-3, lr_decay_style="cosine", min_lr=1e-4, train_iters=50, lr_warmup_iters=5)
-    assert describe_learning_rate(warm) == "cosine from 0.001 to 0.0001 at iteration 50, after a warm-up from 0 over 5 iteration(s)"
+    expected = "cosine from 0.001 to 0.0001 at iteration 50, after a warm-up from 0 over 5 iteration(s)"
+    assert describe_learning_rate(warm) == expected
 
 
 def test_a_rollout_that_takes_many_rounds_is_warned_of() -> None:

@@ -48,7 +48,8 @@ def test_no_chinese_heading_is_left_over() -> None:
 
 def test_every_pointer_leads_to_an_anchor() -> None:
     anchors = set(re.findall(r'<a id="([^"]+)"></a>', PAGES["en"].read_text(encoding="utf-8")))
-    for path in ("actor_config.lr", "critic_config.map_keys.prompt", "rl_config.actor_resource.num_npus", "rl_config", *collect_keys()):
+    roles = ("actor_config.lr", "critic_config.map_keys.prompt", "rl_config.actor_resource.num_npus", "rl_config")
+    for path in (*roles, *collect_keys()):
         assert link_reference(path).partition("#")[2] in anchors
     assert link_reference("actor_config.lr") == "docs/keys.md#megatron_training.lr"
     groups = {path.partition(".")[0] for path in GROUPS}

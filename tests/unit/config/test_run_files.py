@@ -9,7 +9,7 @@ import yaml
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.run_files import project_configs, apply_values
+from mindspeed_rl.config.run_files import apply_values, project_configs
 
 CONFIGS = project_configs()
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))

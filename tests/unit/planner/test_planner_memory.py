@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,15 @@ from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
-from mindspeed_rl.config.run_files import compose, locate, project_configs, with_values
+from mindspeed_rl.config.run_files import apply_values, compose, locate, project_configs
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
-from mindspeed_rl.planner.advice import changes_to_fit
-from mindspeed_rl.planner.assumptions import of_memory
+from mindspeed_rl.planner.advice import find_changes_to_fit
+from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
-from mindspeed_rl.planner.shapes import model_parameters, rollout_elements, stage_elements
+from mindspeed_rl.planner.shapes import count_parameters, count_rollout_elements, count_stage_elements
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
 PARAMETERS = {
@@ -41,13 +41,17 @@ PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_8b": 8_190_735_360,
 }
-BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (project_configs() / "model").glob("*.yaml")}
+KEYS = {field.name for field in fields(MegatronConfig)}
+BLOCKS = {
+    path.stem: {name: value for name, value in yaml.safe_load(path.read_text())[path.stem].items() if name in KEYS}
+    for path in (project_configs() / "model").glob("*.yaml")
+}
 NPU = sorted(path.stem for path in project_configs().glob("*.yaml") if "tiny" not in path.stem)
 
 
 def planned(name: str, **overrides: object) -> MemoryPlan:
     tree = compose(*locate(name, None), [])
-    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
     return plan_memory(cfg, find_device(cfg))
 
 
@@ -67,7 +71,7 @@ def owners(plan: MemoryPlan, owner: str) -> int:
 def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) -> None:
     architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS[name]))
     # the blocks name the rows of the published checkpoints
-    assert model_parameters(architecture, model_config) == PARAMETERS[name]
+    assert count_parameters(architecture, model_config) == PARAMETERS[name]
 
 
 def test_every_shipped_model_block_is_counted() -> None:
@@ -97,7 +101,7 @@ def test_a_block_is_counted_as_the_model_that_transformers_builds(block: str, ch
     )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
-    assert model_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
+    assert count_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 1)])
@@ -107,7 +111,7 @@ def test_the_stages_of_a_dense_model_hold_all_of_it_between_them(tp: int, pp: in
     layer_whole = 2 * 5120 + 2 * 128
     vocabulary = 151936 * 5120
     config = MegatronConfig(**BLOCKS["qwen3_32b"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    stages = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
+    stages = count_stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     layers = 64 // pp * (layer_cut // tp + layer_whole)
     expected = [layers] * pp
     expected[0] += vocabulary // tp
@@ -120,9 +124,9 @@ def test_experts_are_divided_over_expert_ranks_and_cut_over_expert_tensor_ranks(
     keys = {**BLOCKS["qwen3_30b_a3b"], "tensor_model_parallel_size": 4, "expert_model_parallel_size": 2}
     experts = 48 * 128 * 3 * 768 * 2048
     config = MegatronConfig(**keys)
-    (cut,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
+    (cut,) = count_stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     config = MegatronConfig(**keys, moe_tp_extend_ep=True)
-    (whole,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
+    (whole,) = count_stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     assert cut.expert == whole.expert == experts // 8
 
 
@@ -136,10 +140,10 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
     rest = 48 * whole + 2048
     # eight ranks: each has one of four key/value heads, and vocabulary rows come in 64s
     expected = 48 * (layer_cut // 8 + key_value + experts // 8) + rest + vocabulary // 8
-    assert rollout_elements(architecture, model_config, 8, 1) == expected
+    assert count_rollout_elements(architecture, model_config, 8, 1) == expected
     # replicas of one rank that share experts hold the rest whole
     assert (
-        rollout_elements(architecture, model_config, 1, 8)
+        count_rollout_elements(architecture, model_config, 1, 8)
         == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
     )
 
@@ -147,7 +151,7 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
 def test_adapters_are_all_that_trains() -> None:
     keys = {**BLOCKS["tiny_qwen25"], "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 8}
     config = MegatronConfig(**keys, tensor_model_parallel_size=2)
-    (held,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
+    (held,) = count_stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     # qkv: [8, 128] and [256 / 2, 8]; fc2: [8, 384 / 2] and [128, 8]
     assert held.dense_adapters == 4 * 8 * (128 + 128 + 192 + 128)
 
@@ -254,14 +258,14 @@ def test_recomputation_and_context_parallelism_lower_activations_and_more_stages
 
 def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
     changed = {"actor_config.pipeline_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 8}
-    tree = with_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
+    tree = apply_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
     cfg = build_run_config(tree)
     device = DEVICES["A3"]
-    found = changes_to_fit(tree, cfg, plan_memory(cfg, device), device)
+    found = find_changes_to_fit(tree, cfg, plan_memory(cfg, device), device)
     assert found and all(change.plan.verdict == "fits" for change in found)
-    assert plan_memory(build_run_config(with_values(tree, found[0].values)), device).verdict == "fits"
+    assert plan_memory(build_run_config(apply_values(tree, found[0].values)), device).verdict == "fits"
     roomy = replace(device, memory=400 * GIB)
-    assert changes_to_fit(tree, cfg, plan_memory(cfg, roomy), roomy) == []
+    assert find_changes_to_fit(tree, cfg, plan_memory(cfg, roomy), roomy) == []
 
 
 def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> None:
@@ -271,8 +275,8 @@ def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> No
     with torch.device("meta"):
         built = transformers.Qwen2ForCausalLM(config)
     tree = compose(*locate("sft_tiny_cpu", None), [])
-    tree = with_values(tree, {"megatron_training.tokenizer_name_or_path": str(folder), "megatron_training.load": str(folder)})
-    tree = with_values(tree, {"model": {"tiny_qwen25": {}}, "megatron_training.tensor_model_parallel_size": 1})
+    tree = apply_values(tree, {"megatron_training.tokenizer_name_or_path": str(folder), "megatron_training.load": str(folder)})
+    tree = apply_values(tree, {"model": {"tiny_qwen25": {}}, "megatron_training.tensor_model_parallel_size": 1})
     cfg = build_run_config(tree)
     counted = owners(plan_memory(cfg, DEVICES["cpu"]), "weights")
     assert counted == sum(parameter.numel() for parameter in built.parameters()) * (2 if cfg.actor_config.bf16 else 4)
@@ -353,10 +357,10 @@ def test_a_run_that_is_over_as_computed_returns_1_and_says_what_that_means(capsy
     assert first.startswith("over: the peak is ") and second.startswith("It does not fit as it is computed, and might")
 
 
-@pytest.mark.parametrize("chip", ["A2", "A3", "cpu"])
+@pytest.mark.parametrize("device", ["A2", "A3", "cpu"])
 def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(device: str) -> None:
     cfg = build_run_config(compose(*locate("dapo_qwen3_30b_a3b_A3", None), []))
-    found = {one.name: one for one in of_memory(cfg, DEVICES[device])}
+    found = {one.name: one for one in list_memory_assumptions(cfg, DEVICES[device])}
     assert all(one.value and one.source for one in found.values())
     assert any(one.is_unverified for one in found.values()) == (device != "cpu")
     if device != "cpu":
@@ -442,5 +446,5 @@ def test_a_backbone_that_is_shared_makes_the_pass_of_the_reference() -> None:
 )
 def test_a_candidate_is_valid_where_validate_finds_nothing(overrides: dict) -> None:
     tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
-    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
     assert is_valid(cfg) == (not validate(cfg)) == (not overrides)

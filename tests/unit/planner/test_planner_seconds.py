@@ -13,21 +13,20 @@ from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import resolve
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.run_files import compose, locate, with_values
+from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
-from mindspeed_rl.planner.lengths import SIGMA, Lengths
 from mindspeed_rl.planner.prediction import predict
-from mindspeed_rl.planner.samples import SampleMeans
-from mindspeed_rl.planner.seconds import TimePlan, calibrated, plan_time
+from mindspeed_rl.planner.samples import SIGMA, Lengths, SampleMeans
+from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
 
 
 def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:
     tree = compose(*locate(name, None), [])
-    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
     return plan_time(cfg, DEVICES["A3"], samples=SampleMeans(mean_response, 200.0))
 
 
@@ -42,7 +41,7 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
     assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in drawn) / len(drawn), abs=0.01)
     assert lengths.mean_square == pytest.approx(sum(one * one for one in drawn) / len(drawn), rel=0.03)
     assert lengths.above(4000.0) == 0.0 and lengths.above(0.0) == 1.0
-    assert lengths.longest_of(10_000) == 4000.0 and lengths.longest_of(4) < 4000.0
+    assert lengths.max_of(10_000) == 4000.0 and lengths.max_of(4) < 4000.0
 
 
 def test_an_update_is_its_operations_over_the_chips_share() -> None:
@@ -77,14 +76,14 @@ def test_stages_make_bubbles_and_one_stage_makes_none() -> None:
 
 def test_a_calibrated_plan_takes_as_long_as_was_measured() -> None:
     plan = planned("grpo_qwen3_8b_A3")
-    longer = calibrated(plan, {"rollout": 2.0, "all": 3.0})
+    longer = calibrate(plan, {"rollout": 2.0, "all": 3.0})
     assert longer.phases["rollout"] == pytest.approx(2 * plan.phases["rollout"])
     assert longer.phases["update"] == pytest.approx(3 * plan.phases["update"])
     assert sum(longer.parts["rollout"].values()) == pytest.approx(longer.phases["rollout"])
 
 
 def test_the_shipped_efficiencies_are_the_fit_to_the_published_figures() -> None:
-    found = published.fitted(range(len(published.FIGURES)))
+    found = published.fit_efficiency(range(len(published.FIGURES)))
     for name in ("train", "prefill", "layer_s", "graph_layer_s"):
         assert getattr(NPU, name) == pytest.approx(getattr(found, name), rel=0.1), name
     assert EFFICIENCIES["A2"] is NPU
@@ -104,12 +103,12 @@ def test_the_fit_recovers_efficiencies_that_made_the_figures(monkeypatch: pytest
     truth = replace(NPU, train=0.3, prefill=0.45, layer_s=2e-3)
     numbers = [0, 3]
 
-    def observed(number: int, plan: TimePlan) -> dict[str, float]:
-        made = published.predicted(number, truth)
+    def find_published(number: int, plan: TimePlan) -> dict[str, float]:
+        made = published.predict_figure(number, truth)
         return {"rollout": made.phases["rollout"], "update": made.phases["update"]}
 
-    monkeypatch.setattr(published, "observed", observed)
-    found = published.fitted(numbers)
+    monkeypatch.setattr(published, "find_published", find_published)
+    found = published.fit_efficiency(numbers)
     assert found.train == pytest.approx(0.3, rel=0.05) and found.layer_s == pytest.approx(2e-3, rel=0.05)
 
 

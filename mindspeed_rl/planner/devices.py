@@ -1,0 +1,115 @@
+"""Peak figures of the device kinds; efficiency.py has the fraction that a run reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.config.run import RunConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: what a run file counts as an NPU (an A3 card has two), or a core.
+
+    Attributes:
+        memory: bytes of device memory, by the data sheet.
+        driver: bytes of it that the driver reserves.
+        flops: dense operations a second in the training format.
+        bandwidth: bytes a second from device memory.
+        link: bytes a second to another device of the same node (or super node), one way.
+        network: bytes a second to a device of another node.
+        host: bytes a second to host memory.
+        devices_per_node: devices that `link` reaches.
+        runtime: bytes of a process before it allocates anything: its context and its libraries.
+        sleeps: the rollout engine releases its memory while the model trains.
+    """
+
+    name: str
+    memory: int
+    driver: int
+    runtime: int
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float
+    devices_per_node: int
+    sleeps: bool = True
+
+    @property
+    def visible(self) -> int:
+        """Bytes that a process can use, of which `gpu_memory_utilization` is a fraction."""
+        return self.memory - self.driver
+
+
+# assumptions.py has where each number comes from
+DEVICES: dict[str, Device] = {
+    "A2": Device(
+        "A2",
+        memory=64 * GIB,
+        driver=int(3.03 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=354e12,
+        bandwidth=1.6e12,
+        link=196e9,
+        network=25e9,
+        host=24e9,
+        devices_per_node=8,
+    ),
+    "A3": Device(
+        "A3",
+        memory=64 * GIB,
+        driver=int(2.73 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=354e12,
+        bandwidth=1.6e12,
+        link=196e9,
+        network=98e9,
+        host=48e9,
+        devices_per_node=384,
+    ),
+    # one worker on one core of a server; `--calibrate` corrects the figures for your machine
+    "cpu": Device(
+        "cpu",
+        memory=8 * GIB,
+        driver=0,
+        runtime=int(0.85 * GIB),
+        flops=80e9,
+        bandwidth=8e9,
+        link=2e9,
+        network=1e9,
+        host=8e9,
+        devices_per_node=64,
+        sleeps=False,
+    ),
+}
+
+
+def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Device:
+    """Return the device of a plan: the named one, else cpu for CPU runs, A2 where the run file's name has it, A3 elsewhere.
+
+    Raises:
+        ValueError: there is no such device, none is known for the run's platform, or the memory is not above 0.
+    """
+    if name is None:
+        if cfg.platform == "cuda":
+            raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(DEVICES)}.")
+        name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
+    return get_device(name, memory_gib)
+
+
+def get_device(name: str, memory_gib: float | None = None) -> Device:
+    """Return a device, with another size of memory where one is given.
+
+    Raises:
+        ValueError: there is no such device, or the memory is not above 0.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"--chip: {name!r} is not one of {', '.join(DEVICES)}.")
+    if memory_gib is None:
+        return DEVICES[name]
+    if not memory_gib > 0:
+        raise ValueError(f"--memory-gib: {memory_gib:g} must be above 0.")
+    return replace(DEVICES[name], memory=int(memory_gib * GIB))
