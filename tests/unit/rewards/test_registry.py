@@ -27,7 +27,7 @@ def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str
     scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if scorer.is_async:
         return
-    (value,) = scorer.values(scorer.call([sample], SETTINGS), 1)
+    (value,) = scorer.to_values(scorer.call([sample], SETTINGS), 1)
     assert value is not None and name in value[0]
 
 
@@ -36,7 +36,7 @@ def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
     sample = RewardSample(label="2", columns={"pattern": ".*", "tests": ["assert True"]})
     scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if not scorer.is_async:
-        scorer.values(scorer.call([sample], SETTINGS), 1)
+        scorer.to_values(scorer.call([sample], SETTINGS), 1)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_without_a_reference_answer_other_functions_score() -> None:
     samples = [RewardSample(response="a b", response_ids=[5], label=None, columns={"tests": ["assert True"]})] * 2
     for name in ("format", "repetition", "soft_overlong", "code"):
         scorer = Scorer.build(name, import_scorer(name), SETTINGS)
-        assert scorer.values(scorer.call(samples[:1], SETTINGS), 1) != [None]
+        assert scorer.to_values(scorer.call(samples[:1], SETTINGS), 1) != [None]
     mine = Scorer.build("mine", lambda completions, label="none": [float(label == "none") for _ in completions], SETTINGS)
     assert mine.call(samples, SETTINGS) == [1.0, 1.0]
     with pytest.raises(ScorerError, match="its parameter 'labels'"):
@@ -80,14 +80,14 @@ def test_the_registry_loads_no_heavy_library() -> None:
 @pytest.mark.parametrize("returned", [None, 1, True, 0.5])
 def test_a_number_or_nothing_is_a_score(returned: object) -> None:
     scorer = Scorer.build("x", lambda response: returned, SETTINGS)
-    (value,) = scorer.values(scorer.call([RewardSample()], SETTINGS), 1)
+    (value,) = scorer.to_values(scorer.call([RewardSample()], SETTINGS), 1)
     assert value is None if returned is None else value == ({"x": float(returned)}, {})
 
 
 @pytest.mark.parametrize("returned", ["1", [1.0], float("inf"), {"a": "b", "c": float("nan")}, object()])
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ScorerError, match="not a finite number"):
-        Scorer.build("x", lambda response: returned, SETTINGS).values(returned, 1)
+        Scorer.build("x", lambda response: returned, SETTINGS).to_values(returned, 1)
 
 
 ONE_FILE = """
