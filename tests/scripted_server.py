@@ -19,7 +19,7 @@ def token(prompt_ids: Iterable[int], seed: int, position: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     version: int
@@ -41,9 +41,9 @@ class ScriptedEngine:
         self.running: set[asyncio.Event] = set()
         self.error: Exception | None = None
 
-    async def pieces(
+    async def stream(
         self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[Chunk]:
         prompt, kept = tuple(prompt_ids), 0 if partial is None else len(partial.token_ids)
         self.seen.append((prompt, kept))
         if len(prompt) > 8:
@@ -60,10 +60,10 @@ class ScriptedEngine:
                 if self.error is not None:
                     raise self.error
                 if aborted.is_set():
-                    yield Piece((), (), self.version, "aborted")
+                    yield Chunk((), (), self.version, "aborted")
                     return
                 last = position + 1 == sampling.max_tokens
-                yield Piece((token(prompt, seed, position),), (-0.5,), self.version, "length" if last else None)
+                yield Chunk((token(prompt, seed, position),), (-0.5,), self.version, "length" if last else None)
         finally:
             self.running.discard(aborted)
 
@@ -76,7 +76,7 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self.paused.append("resumed")
 
-    async def join(self, meeting: str, first_rank: int) -> None:
+    async def join(self, rendezvous: str, first_rank: int) -> None:
         pass
 
     async def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine as a `RolloutEngine`: its workers are processes of its own, which take weights from a group.
+"""vLLM's asynchronous engine as a `RolloutEngine`: its workers receive weights from a group with the trainers.
 
 Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 """
@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,22 +24,25 @@ from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_engine_arguments, build_sampling_params, use_socket_folder
 from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode, build_continuation
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, owner_of_engines
+from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension, identify_owner
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_process import ServerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.logprobs import Logprob
 
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some tokens of a response, as they come.
+class ResponseChunk:
+    """The next tokens of a response; see `Generated`.
 
     Attributes:
-        finish: None while more follow.
+        token_ids, log_probs: of the tokens.
+        version: of the weights.
+        finish: None while more chunks follow.
     """
 
     token_ids: tuple[int, ...]
@@ -49,143 +52,136 @@ class Piece:
 
 
 class AsyncEngine:
-    """One vLLM engine on devices of its own. All methods are coroutines of one event loop.
+    """One vLLM engine on dedicated devices. All methods are coroutines of one event loop.
 
     Attributes:
         version: of the weights; -1 before the first.
-        llm: vLLM's own object, for whoever serves other interfaces with it.
+        llm: vLLM's own object, for other interfaces.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Starts the engine's processes; returns when they are ready.
+        """Start the engine's processes and wait until they are ready.
 
         Args:
             arguments: from `build_engine_arguments`, with executor and worker extension.
         """
-        # until the first answer has come: the engine says that it is ready before it opens the socket of its answers
+        # until the first result has arrived: the engine reports that it is ready before it opens the socket of its results
         self._sockets = TemporaryDirectory(prefix=SOCKET_PREFIX)
         with contextlib.ExitStack() as unless_ready:
             unless_ready.callback(self._sockets.cleanup)
             with use_socket_folder(self._sockets.name):
                 self.llm: Any = vllm_async.build_async_engine(arguments)
             unless_ready.pop_all()
-        self._answers = False
+        self._has_answered = False
         self.version = -1
-        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
 
     # ------------------------------------------------------------------ requests
 
-    async def pieces(
+    async def stream(
         self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
-    ) -> AsyncIterator[Piece]:
-        """The tokens behind `partial`, as they are drawn; the last piece has a finish.
+    ) -> AsyncIterator[ResponseChunk]:
+        """Yield the tokens after `partial`, as they are sampled; the last chunk has a finish.
 
         Raises:
-            ValueError: the request cannot be answered.
+            ValueError: the request is invalid.
         """
-        asked = build_continuation(prompt_ids, sampling, seed, partial)
-        if asked is None:
-            yield Piece((), (), self.version, "length")
+        request = build_continuation(prompt_ids, sampling, seed, partial)
+        if request is None:
+            yield ResponseChunk((), (), self.version, "length")
             return
-        params = build_sampling_params(asked.sampling, asked.seed, output_kind=RequestOutputKind.DELTA)
-        prompt = {"prompt_token_ids": list(asked.prompt_ids)}
-        async for output in self.llm.generate(prompt, params, f"rollout-{next(self._numbers)}"):
-            self._has_answered()
+        params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):
+            self._remove_sockets()
             sample = output.outputs[0]
-            ended = bool(output.finished)
-            finish = _FINISHES.get(sample.finish_reason, "aborted") if ended else None
+            finish = _FINISHES.get(sample.finish_reason, "aborted") if output.finished else None
             tokens = tuple(sample.token_ids)
-            yield Piece(tokens, _log_probs(sample.logprobs, tokens), self.version, finish)
+            yield ResponseChunk(tokens, _read_log_probs(sample.logprobs, tokens), self.version, finish)
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """See `RolloutEngine.generate`."""
-        whole = partial or EMPTY_RESPONSE
-        async for piece in self.pieces(prompt_ids, sampling, seed, partial):
-            whole = extended(whole, piece)
-        return whole
+        """Return the full response; see `RolloutEngine.generate`."""
+        response = partial or EMPTY_RESPONSE
+        async for chunk in self.stream(prompt_ids, sampling, seed, partial):
+            versions = (chunk.version,) * len(chunk.token_ids)
+            response = response.concat(Generated(chunk.token_ids, chunk.log_probs, versions, chunk.finish or "aborted"))
+        return response
 
     # ------------------------------------------------------------------ weights and memory
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Pause the engine; see `RolloutEngine.pause`."""
         await vllm_async.pause(self.llm, mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Resume the engine; see `RolloutEngine.resume`."""
         await vllm_async.resume(self.llm)
 
-    async def join(self, meeting: str, first_rank: int) -> None:
-        """The engine's workers are members of the group that meets there."""
-        await self.llm.collective_rpc("weights_join", args=(meeting, first_rank))
-        self._has_answered()
+    async def join(self, rendezvous: str, first_rank: int) -> None:
+        """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""
+        await self.llm.collective_rpc("weights_join", args=(rendezvous, first_rank))
+        self._remove_sockets()
 
     async def leave(self) -> None:
-        """The engine's workers are in no group."""
+        """Remove the engine's workers from their group."""
         await self.llm.collective_rpc("weights_leave")
 
     async def receive(self, version: int) -> list[str]:
-        """The workers hold what the group's trainers send; what each says of it, as JSON. The engine is paused."""
-        deliveries = await self.llm.collective_rpc("weights_receive")
+        """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
+        reports = await self.llm.collective_rpc("weights_receive")
         await vllm_async.drop_cached_prefixes(self.llm)
         self.version = version
-        return list(deliveries)
+        return list(reports)
 
     async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """See `RolloutEngine.update_weights`; the workers take the tensors from their group."""
+        """Receive the weights from the group; see `RolloutEngine.update_weights`."""
         if named is not None:
-            raise ValueError("an engine with processes of its own takes weights from a group; join one and pass none here.")
+            raise ValueError(
+                "an engine with processes of its own receives weights from a group; join one and pass no tensors here."
+            )
         await self.receive(version)
 
     async def release(self) -> None:
-        """The devices are the engine's own: nobody waits for their memory."""
+        """Do nothing: the devices are dedicated, so their memory is not needed elsewhere."""
 
     async def restore(self) -> None:
-        """See `release`."""
+        """Do nothing; see `release`."""
 
     async def check(self) -> None:
-        """Raises when the engine's processes are gone."""
+        """Raise vLLM's error when the engine's processes are dead."""
         await self.llm.check_health()
 
     def close(self) -> None:
-        """The engine's processes are ended."""
+        """End the engine's processes."""
         self.llm.shutdown()
-        self._has_answered()
+        self._remove_sockets()
 
-    def _has_answered(self) -> None:
-        """All sockets are open, so that nobody needs their files any more."""
-        if not self._answers:
-            self._answers = True
+    def _remove_sockets(self) -> None:
+        """Remove the sockets' files after the first result: all of them are open."""
+        if not self._has_answered:
+            self._has_answered = True
             self._sockets.cleanup()
 
 
-def extended(whole: Generated, piece: Piece) -> Generated:
-    """The response with what came last."""
-    versions = (piece.version,) * len(piece.token_ids)
-    return whole.concat(Generated(piece.token_ids, piece.log_probs, versions, piece.finish or "aborted"))
-
-
-def _log_probs(found: Any, tokens: tuple[int, ...]) -> tuple[float, ...]:
-    """Of each drawn token, from either form in which vLLM hands them out."""
+def _read_log_probs(log_probs: FlatLogprobs | Sequence[Mapping[int, Logprob]], tokens: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the log-prob of each sampled token, from either of vLLM's formats."""
     if not tokens:
         return ()
-    if isinstance(found, FlatLogprobs):
-        return tuple(found.logprobs[index] for index in found.start_indices)[-len(tokens) :]
-    return tuple(entry[token].logprob for entry, token in zip(found[-len(tokens) :], tokens))
+    if isinstance(log_probs, FlatLogprobs):
+        return tuple(log_probs.logprobs[index] for index in log_probs.start_indices)[-len(tokens) :]
+    return tuple(entry[token].logprob for entry, token in zip(log_probs[-len(tokens) :], tokens))
 
 
-_EXTENSION = "mindspeed_rl.serving.engine_extension.EngineExtension"
-
-
-def open_engine(settings: ServerSettings) -> AsyncEngine:
-    """The engine of a server; its processes end with this one, however it ends."""
-    os.environ[OWNER_VARIABLE], os.environ[PLATFORM_VARIABLE] = owner_of_engines(), settings.platform
+def build_engine(settings: ServerSettings) -> AsyncEngine:
+    """Build the engine of a server; its processes end with this one, however it ends."""
+    os.environ[OWNER_VARIABLE], os.environ[PLATFORM_VARIABLE] = identify_owner(), settings.platform
     generate = settings.generate
     changes = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
-        "worker_extension_cls": _EXTENSION,
-        # nobody else is on the devices, so nothing is to be given back
+        "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
+        # the devices are dedicated, so their memory is not offloaded
         "enable_sleep_mode": False,
     }
     if settings.with_tokenizer:
@@ -199,7 +195,7 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
             adaptors.engine_hooks(),
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
             full_distribution=settings.full_distribution,
-            kv_bytes_per_token=CacheShape.of(settings.hf_folder).bytes_per_token(2 if generate.dtype == "bfloat16" else 4),
+            kv_bytes_per_token=_compute_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
         )
     )
@@ -209,38 +205,27 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
     return engine
 
 
-def open_service(settings: ServerSettings, engine: AsyncEngine | None = None) -> RolloutService:
-    """The service of a server.
+def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -> RolloutService:
+    """Build the service of a server.
 
     Args:
-        engine: that it shares with other interfaces; None for one of its own.
+        settings: of the server.
+        engine: shared with other interfaces; None for a new one.
     """
     generate = settings.generate
-    facts = {
+    metadata = {
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
         "max_model_len": generate.max_model_len,
         "whole_distribution": settings.full_distribution,
     }
-    return RolloutService(engine or open_engine(settings), facts)
+    return RolloutService(engine or build_engine(settings), metadata)
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """Of the keys and values of one token."""
-
-    num_layers: int
-    kv_heads: int
-    head_size: int
-
-    @classmethod
-    def of(cls, folder: str | Path) -> CacheShape:
-        """Of the model in a Hugging Face folder."""
-        keys = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        heads = keys["num_attention_heads"]
-        size = keys.get("head_dim") or keys["hidden_size"] // heads
-        return cls(keys["num_hidden_layers"], keys.get("num_key_value_heads") or heads, size)
-
-    def bytes_per_token(self, bytes_per_number: int) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_size * bytes_per_number
+def _compute_kv_bytes(folder: str | Path, bytes_per_value: int) -> int:
+    """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * config["num_hidden_layers"] * kv_heads * head_size * bytes_per_value

@@ -1,7 +1,7 @@
-"""Several rollout servers that answer as one engine: requests are balanced, and outlive the server that works on them.
+"""Several rollout servers that act as one engine: requests are balanced, and outlive the server that generates them.
 
-A server is lost when it says so, when it is gone, when it does not answer in time, or when it works on requests and no token
-comes. It is named, and what it was working on goes on elsewhere, with the tokens that had come.
+A server is lost when it reports an error, when it is gone, when it does not answer in time, or when it has requests and no
+token arrives. It is named, and its requests continue on other servers, with the tokens that have arrived.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Generated, PauseMode
+from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: longest time a server keeps a question for news when there are none
-_NEWS_WAIT_S = 5.0
+#: longest time that a server keeps a poll for events open
+_POLL_S = 5.0
 
 
 class ServerLostError(RuntimeError):
-    """A server answers no more, or with an error of its own; names it and says why."""
+    """A server does not answer any more, or reported an error; the message has the reason."""
 
 
-class Server(Protocol):
-    """The way to one rollout server.
+class ServerClient(Protocol):
+    """A client of one rollout server.
 
     Attributes:
-        name: as messages call it.
+        name: used in messages.
     """
 
     name: str
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """What `RolloutService` answers to the call.
+        """Return the result of a call of `RolloutService`.
 
         Raises:
             Exception: the server cannot be reached, or the call failed there.
@@ -45,59 +45,56 @@ class Server(Protocol):
         ...
 
 
+class _Event(TypedDict, total=False):
+    """An event of `RolloutService.news`."""
+
+    number: int
+    key: str
+    token_ids: list[int]
+    log_probs: list[float]
+    version: int
+    finish: Finish | None
+    error: str
+    kind: str
+
+
 @dataclass(eq=False)
 class _Request:
-    """One response on its way."""
+    """A response that is being generated."""
 
     key: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     done: asyncio.Future[Generated]
-    whole: Generated
+    response: Generated
     moves: int = 0
 
     @property
     def load(self) -> int:
-        """Tokens that may still come."""
-        return self.sampling.max_tokens - len(self.whole.token_ids)
-
-    def message(self) -> dict[str, Any]:
-        """As `RolloutService.submit` takes it."""
-        kept = self.whole
-        partial = {"token_ids": kept.token_ids, "log_probs": kept.log_probs, "versions": kept.versions}
-        words = asdict(self.sampling) | {"stop_token_ids": list(self.sampling.stop_token_ids)}
-        return {
-            "key": self.key,
-            "prompt_ids": list(self.prompt_ids),
-            "sampling": words,
-            "seed": self.seed,
-            "begun": {name: list(values) for name, values in partial.items()} if kept.token_ids else None,
-        }
+        """The maximum number of remaining tokens."""
+        return self.sampling.max_tokens - len(self.response.token_ids)
 
 
 @dataclass(eq=False)
 class _Member:
-    """A server of the pool and what it works on."""
+    """A server of the pool and its requests."""
 
-    server: Server
+    server: ServerClient
     requests: dict[str, _Request] = field(default_factory=dict)
     outbox: list[_Request] = field(default_factory=list)
-    heard_s: float = 0.0
+    last_event_s: float = 0.0
     busy_since: float | None = None
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
-
-    @property
-    def load(self) -> int:
-        return sum(request.load for request in self.requests.values())
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class ServerPool:
     """A `RolloutEngine` of several servers. All methods belong to one event loop.
 
     Attributes:
-        version: of the weights that were pushed last; -1 before the first.
+        version: of the weights of the last sync; -1 before the first.
         lost: (name, reason) of every server that was lost.
+        waiting: requests without a server.
     """
 
     def __init__(
@@ -105,21 +102,22 @@ class ServerPool:
         *,
         timeout_s: float,
         drain_s: float = 1800.0,
-        most_moves: int = 8,
+        max_moves: int = 8,
         on_lost: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
-        """
+        """Make an empty pool.
+
         Args:
-            timeout_s: longest silence of a server: without an answer, or without a token while it works on requests.
-            drain_s: longest wait of a pause for requests that are to end by themselves.
-            most_moves: servers that one request may be lost with before it is given up: it may be what kills them.
-            on_lost: told of every server that is lost.
+            timeout_s: longest silence of a server: without an answer, or without a token while it has requests.
+            drain_s: longest wait of a pause for the end of requests.
+            max_moves: servers that may be lost during one request before it is given up: it may be the cause.
+            on_lost: called with (name, reason) of every server that is lost.
         """
-        self._timeout_s, self._drain_s, self._most_moves, self._on_lost = timeout_s, drain_s, most_moves, on_lost
+        self._timeout_s, self._drain_s, self._max_moves, self._on_lost = timeout_s, drain_s, max_moves, on_lost
         self._members: dict[str, _Member] = {}
-        self._waiting: list[_Request] = []
+        self.waiting: list[_Request] = []
         self._paused = self._draining = False
-        self._numbers = itertools.count()
+        self._keys = itertools.count()
         self.version = -1
         self.lost: list[tuple[str, str]] = []
         self._busy: list[tuple[str, float, float]] = []
@@ -128,263 +126,284 @@ class ServerPool:
 
     @property
     def names(self) -> list[str]:
-        """Of the servers that live."""
+        """The names of the live servers."""
         return list(self._members)
 
+    @property
+    def servers(self) -> list[ServerClient]:
+        """The clients of the live servers."""
+        return [member.server for member in self._members.values()]
+
     def drain_busy(self) -> list[tuple[str, float, float]]:
-        """(server, from, to) in seconds since the epoch, of the times since the last call in which servers had requests."""
+        """Return (server, start, end) in seconds since the epoch, of the times with requests since the last call."""
         now_s = time.time()
         for member in self._members.values():
-            if member.busy_since is not None:  # goes on
+            if member.busy_since is not None:
                 self._busy.append((member.server.name, member.busy_since, now_s))
                 member.busy_since = now_s
         busy, self._busy = self._busy, []
         return busy
 
-    def servers(self) -> list[Server]:
-        """Those that live."""
-        return [member.server for member in self._members.values()]
-
-    async def add(self, server: Server) -> None:
-        """The server takes requests. Whatever it was doing for an earlier client is given up.
+    async def add(self, server: ServerClient) -> None:
+        """Give requests to the server, after it has dropped those of earlier clients.
 
         Raises:
             ServerLostError: it does not answer.
         """
         try:
-            await asyncio.wait_for(server.call("drop"), self._timeout_s)
-        except Exception as error:
-            raise ServerLostError(f"{server.name} does not answer: {_said(error)}") from error
-        member = _Member(server, heard_s=time.monotonic())
+            await self._call(server, "drop", "answer", {})
+        except ServerLostError as error:
+            raise ServerLostError(f"{server.name} {error}") from error
+        member = _Member(server, last_event_s=time.monotonic())
         self._members[server.name] = member
-        member.tasks.append(asyncio.create_task(self._listen(member)))
+        member.tasks.append(asyncio.create_task(self._poll_events(member)))
         self._place_waiting()
 
-    def lose(self, name: str, reason: str) -> None:
-        """The server is no longer asked; what it was working on goes on elsewhere."""
+    def remove(self, name: str, reason: str) -> None:
+        """Remove a lost server; its requests continue on others."""
         member = self._members.pop(name, None)  # several tasks may notice one loss
         if member is None:
             return
         self.lost.append((name, reason))
-        self._idle(member)
         current = asyncio.current_task()
         for task in member.tasks:
-            # whoever noticed is one of these tasks, and has to get to its end
+            # the task that noticed the loss may be one of these, and has to reach its end
             if task is not current:
                 task.cancel()
         self._on_lost(name, reason)
-        for request in member.requests.values():
+        for request in list(member.requests.values()):
             request.moves += 1
-            if request.moves > self._most_moves:
-                self._fail(request, ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}"))
+            if request.moves > self._max_moves:
+                error = ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}")
+                if not request.done.done():
+                    request.done.set_exception(error)
             else:
-                self._waiting.append(request)
+                self.waiting.append(request)
+        member.requests = {}
+        self._note_idle(member)
         self._place_waiting()
 
-    async def ask(self, name: str, call: str, **arguments: Any) -> Any:
-        """What one server answers to a call; one that does not answer, or fails, is lost.
+    async def call(self, name: str, call: str, **arguments: object) -> Any:
+        """Return the result of a call of one server; remove a server that fails or does not answer.
 
         Raises:
             ServerLostError: that happened.
         """
         member = self._members.get(name)
         if member is None:
-            raise ServerLostError(f"{name} was lost before it was asked to {call}")
+            raise ServerLostError(f"{name} was lost before the call {call}")
         try:
-            return await asyncio.wait_for(member.server.call(call, **arguments), self._timeout_s)
-        except Exception as error:
-            reason = _reason(call, error, self._timeout_s)
-            self.lose(name, reason)
-            raise ServerLostError(f"{name}: {reason}") from error
+            return await self._call(member.server, call, call, arguments)
+        except ServerLostError as error:
+            self.remove(name, str(error))
+            raise ServerLostError(f"{name}: {error}") from error
+
+    async def _call(
+        self, server: ServerClient, call: str, purpose: str, arguments: Mapping[str, object], extra_s: float = 0.0
+    ) -> Any:
+        """Return the result of a call.
+
+        Raises:
+            ServerLostError: the call failed or took too long; the message has the purpose and the reason.
+        """
+        limit_s = self._timeout_s + extra_s
+        try:
+            return await asyncio.wait_for(server.call(call, **arguments), limit_s)
+        except TimeoutError as error:
+            raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
+        except Exception as error:  # noqa: BLE001 - Ray, HTTP and the server's own errors have no common class
+            raise ServerLostError(f"failed to {purpose}: {_describe_error(error)}") from error
 
     async def close(self) -> None:
-        """Nobody listens any more; requests on their way fail."""
+        """Stop all tasks and fail all requests."""
+        requests = list(self.waiting)
         for member in self._members.values():
+            requests += member.requests.values()
             for task in member.tasks:
                 task.cancel()
-        for request in [*self._waiting, *(r for member in self._members.values() for r in member.requests.values())]:
-            self._fail(request, ServerLostError("the pool was closed"))
-        self._members, self._waiting = {}, []
+        for request in requests:
+            if not request.done.done():
+                request.done.set_exception(ServerLostError("the pool was closed"))
+        self._members, self.waiting = {}, []
 
     # ------------------------------------------------------------------ requests
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """See `RolloutEngine.generate`. Waits while no server lives.
+        """Return a response, see `RolloutEngine.generate`; wait while there is no server.
 
         Raises:
-            ValueError: a server says that the request cannot be answered.
-            ServerLostError: it went from server to server too often.
+            ValueError: a server reports that the request is invalid.
+            ServerLostError: too many servers were lost during the request.
         """
         done = asyncio.get_running_loop().create_future()
-        key = str(next(self._numbers))
-        request = _Request(key, tuple(prompt_ids), sampling, seed, done, partial or EMPTY_RESPONSE)
-        self._waiting.append(request)
+        request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, partial or EMPTY_RESPONSE)
+        self.waiting.append(request)
         self._place_waiting()
         try:
             return await done
         except asyncio.CancelledError:
-            self._give_up(request)
+            self._abort(request)
             raise
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that no server works on."""
-        return len(self._waiting)
-
     def _place_waiting(self) -> None:
-        """Requests without a server get the one with the fewest tokens to come."""
+        """Give waiting requests to the server with the fewest remaining tokens."""
         if self._paused or not self._members:
             return
-        # before a pause only those go on that a server was lost with
-        waiting = [request for request in self._waiting if request.moves or not self._draining]
-        self._waiting = [request for request in self._waiting if not request.moves and self._draining]
-        # summed once: a server's load is a sum over all its requests
-        loads = {name: member.load for name, member in self._members.items()}
+        # before a pause only requests of lost servers continue
+        waiting = [request for request in self.waiting if request.moves or not self._draining]
+        self.waiting = [request for request in self.waiting if not request.moves and self._draining]
+        # computed once: a server's load is a sum over all its requests
+        loads = {name: sum(item.load for item in member.requests.values()) for name, member in self._members.items()}
         for request in waiting:
             name = min(loads, key=lambda key: loads[key])
             member = self._members[name]
             loads[name] += request.load
-            # its silence counts from here: a server without requests has nothing to tell
+            # its silence counts from here: a server without requests has no events
             if not member.requests:
-                member.heard_s = time.monotonic()
+                member.last_event_s = time.monotonic()
                 member.busy_since = time.time()
             member.requests[request.key] = request
             if not member.outbox:
-                # those that come in the same turn of the loop travel together
+                # requests of the same turn of the loop are sent together
                 member.tasks.append(asyncio.create_task(self._send(member)))
             member.outbox.append(request)
 
     async def _send(self, member: _Member) -> None:
         await asyncio.sleep(0)
         batch, member.outbox = member.outbox, []
-        # or the sends of the whole run would pile up
+        # or the finished sends of the whole run would pile up
         member.tasks = [task for task in member.tasks if not task.done()]
-        if not batch:
-            return
-        try:
-            messages = [request.message() for request in batch]
-            await asyncio.wait_for(member.server.call("submit", requests=messages), self._timeout_s)
-        except Exception as error:
-            self.lose(member.server.name, _reason("take requests", error, self._timeout_s))
+        messages: list[dict[str, object]] = []
+        for request in batch:
+            response = request.response
+            partial = {"token_ids": response.token_ids, "log_probs": response.log_probs, "versions": response.versions}
+            messages.append(
+                {
+                    "key": request.key,
+                    "prompt_ids": list(request.prompt_ids),
+                    "sampling": asdict(request.sampling) | {"stop_token_ids": list(request.sampling.stop_token_ids)},
+                    "seed": request.seed,
+                    "begun": {name: list(values) for name, values in partial.items()} if response.token_ids else None,
+                }
+            )
+        if messages:
+            await self._call_or_remove(member, "submit", "take requests", {"requests": messages})
 
-    def _give_up(self, request: _Request) -> None:
-        """The server that works on it is told; who gives up does not wait for that."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+    async def _call_or_remove(self, member: _Member, call: str, purpose: str, arguments: Mapping[str, object]) -> None:
+        try:
+            await self._call(member.server, call, purpose, arguments)
+        except ServerLostError as error:
+            self.remove(member.server.name, str(error))
+
+    def _abort(self, request: _Request) -> None:
+        """Drop a cancelled request at its server, without waiting."""
+        if request in self.waiting:
+            self.waiting.remove(request)
         for member in self._members.values():
             if member.requests.pop(request.key, None) is None:
                 continue
             self._note_idle(member)
-            if request in member.outbox:  # the server has never heard of it
+            if request in member.outbox:  # it was not sent yet
                 member.outbox.remove(request)
             else:
-                member.tasks.append(asyncio.create_task(self._drop(member, request.key)))
+                drop = self._call_or_remove(member, "drop", "drop a request", {"keys": [request.key]})
+                member.tasks.append(asyncio.create_task(drop))
 
-    async def _drop(self, member: _Member, key: str) -> None:
-        try:
-            await asyncio.wait_for(member.server.call("drop", keys=[key]), self._timeout_s)
-        except Exception as error:
-            self.lose(member.server.name, _reason("drop a request", error, self._timeout_s))
+    # ------------------------------------------------------------------ events
 
-    # ------------------------------------------------------------------ news
-
-    async def _listen(self, member: _Member) -> None:
-        heard, server = 0, member.server
-        # several questions in the longest silence, so that it is noticed soon after it is reached
-        wait_s = min(_NEWS_WAIT_S, self._timeout_s / 4)
+    async def _poll_events(self, member: _Member) -> None:
+        last, server = 0, member.server
+        # several polls in the longest silence, so that it is noticed soon after it is reached
+        wait_s = min(_POLL_S, self._timeout_s / 4)
         while True:
             try:
-                news = await asyncio.wait_for(server.call("news", after=heard, wait_s=wait_s), wait_s + self._timeout_s)
-            except Exception as error:
-                self.lose(server.name, _reason("tell its news", error, wait_s + self._timeout_s))
+                result = await self._call(server, "news", "tell its news", {"after": last, "wait_s": wait_s}, wait_s)
+            except ServerLostError as error:
+                self.remove(server.name, str(error))
                 return
-            now = time.monotonic()
-            # a pause, or nothing to work on, is no silence
-            if news["events"] or self._paused or not member.requests:
-                member.heard_s = now
-            for event in news["events"]:
-                if event["number"] > heard:
-                    heard = event["number"]
-                    if self._take(member, event):
+            now_s = time.monotonic()
+            # a pause, or no requests, is no silence
+            if result["events"] or self._paused or not member.requests:
+                member.last_event_s = now_s
+            for event in result["events"]:
+                if event["number"] > last:
+                    last = event["number"]
+                    if self._is_lost_by(member, event):
                         return
-            silence = now - member.heard_s
-            if silence > self._timeout_s:
+            silence_s = now_s - member.last_event_s
+            if silence_s > self._timeout_s:
                 count = len(member.requests)
-                self.lose(server.name, f"no token for {silence:.0f} s while it worked on {count} requests")
+                self.remove(server.name, f"no token for {silence_s:.0f} s while it worked on {count} requests")
                 return
 
-    def _take(self, member: _Member, event: Mapping[str, Any]) -> bool:
-        """A piece reaches its request; True when the server was lost by it."""
+    def _is_lost_by(self, member: _Member, event: _Event) -> bool:
+        """Add the tokens of an event to its request; return True when the event is the server's loss."""
         request = member.requests.get(event["key"])
-        # given up while its pieces were on their way
+        # aborted while its tokens were on their way
         if request is None:
             return False
+        failure: Exception | None = None
+        finish: Finish | None = "aborted"
         if "error" in event:
+            if event["kind"] != "request":
+                self.remove(member.server.name, event["error"])
+                return True
             # any other server would refuse it too
-            if event["kind"] == "request":
-                del member.requests[request.key]
-                self._note_idle(member)
-                self._fail(request, ValueError(event["error"]))
-                return False
-            self.lose(member.server.name, event["error"])
-            return True
-        tokens = tuple(event["token_ids"])
-        # "aborted" until the last piece: so what there is can go on at another server
-        piece = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), event["finish"] or "aborted")
-        request.whole = request.whole.concat(piece)
-        if event["finish"] is not None:
+            failure = ValueError(event["error"])
+        else:
+            tokens, finish = tuple(event["token_ids"]), event["finish"]
+            # "aborted" until the last chunk: so the response can continue at another server
+            chunk = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), finish or "aborted")
+            request.response = request.response.concat(chunk)
+        if finish is not None:
             del member.requests[request.key]
             self._note_idle(member)
             if not request.done.done():
-                request.done.set_result(request.whole)
+                if failure is None:
+                    request.done.set_result(request.response)
+                else:
+                    request.done.set_exception(failure)
         return False
 
     def _note_idle(self, member: _Member) -> None:
-        if not member.requests:
-            self._idle(member)
-
-    def _idle(self, member: _Member) -> None:
-        if member.busy_since is not None:
+        """Record the end of a server's busy time when it has no requests left."""
+        if not member.requests and member.busy_since is not None:
             self._busy.append((member.server.name, member.busy_since, time.time()))
             member.busy_since = None
-
-    def _fail(self, request: _Request, error: Exception) -> None:
-        if not request.done.done():
-            request.done.set_exception(error)
 
     # ------------------------------------------------------------------ weights
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`. Servers that do not manage are lost.
+        """Pause all servers, see `RolloutEngine.pause`; remove those that fail.
 
-        What runs is ended here for mode "wait" and "abort", so that no later token comes behind the pause. For mode "wait" what
-        a server is lost with goes on elsewhere first.
+        For mode "wait" and "abort" running requests end here, so that no token arrives after the pause. For mode "wait" the
+        requests of a lost server continue on others first.
 
         Raises:
-            TimeoutError: requests that were waited for did not end; says how many, and on which servers.
+            TimeoutError: requests did not end; names their number and servers.
         """
         if mode == "wait":
             await self._drain()
         self._paused = True
         if mode == "abort":
             # no server will answer these
-            for request in self._waiting:
+            for request in self.waiting:
                 if not request.done.done():
-                    request.done.set_result(request.whole)
-            self._waiting = []
-        # noted first: what the servers end on the way is no longer among their requests
+                    request.done.set_result(request.response)
+            self.waiting = []
+        # listed first: requests that the servers end are no longer among the members'
         running = [request.done for member in self._members.values() for request in member.requests.values()]
-        await self._ask_all("pause", mode=mode)
-        # the last pieces come as news, perhaps behind the servers' answers
+        await self._call_all("pause", mode=mode)
+        # the last chunks arrive as events, perhaps after the servers' answers
         if mode == "abort" and running:
             await asyncio.wait(running, timeout=self._timeout_s)
 
     async def _drain(self) -> None:
-        """No request is under way."""
+        """Wait until no request is running."""
         running = [request.done for member in self._members.values() for request in member.requests.values()]
-        running += [request.done for request in self._waiting if request.moves]
+        running += [request.done for request in self.waiting if request.moves]
         if not running:
             return
         self._draining = True
@@ -400,58 +419,53 @@ class ServerPool:
             )
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Resume all servers; see `RolloutEngine.resume`."""
         for member in self._members.values():
-            member.heard_s = time.monotonic()  # the pause was no silence
-        await self._ask_all("resume")
+            member.last_event_s = time.monotonic()  # the pause was no silence
+        await self._call_all("resume")
         self._paused = False
         self._place_waiting()
 
-    async def _ask_all(self, call: str, **arguments: Any) -> None:
-        await asyncio.gather(*(self.ask(name, call, **arguments) for name in self.names), return_exceptions=True)
+    async def _call_all(self, call: str, **arguments: object) -> None:
+        await asyncio.gather(*(self.call(name, call, **arguments) for name in self.names), return_exceptions=True)
 
     async def receive(self, version: int, names: Sequence[str]) -> dict[str, list[str] | Exception]:
-        """What each of these servers says of the weights that it took, or how it failed; none is lost by that here."""
+        """Receive weights on each of these servers; return its report or failure, without removing it."""
 
         # looked up inside, so that a server which is gone by then is one of the results
-        async def one(name: str) -> list[str]:
+        async def receive_one(name: str) -> list[str]:
             return await self._members[name].server.call("receive", version=version)
 
-        results = await asyncio.gather(*(one(name) for name in names), return_exceptions=True)
-        found: dict[str, list[str] | Exception] = {}
+        results = await asyncio.gather(*(receive_one(name) for name in names), return_exceptions=True)
+        by_name: dict[str, list[str] | Exception] = {}
         for name, result in zip(names, results):
             if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result
-            found[name] = result
-        return found
+            by_name[name] = result
+        return by_name
 
     async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """See `RolloutEngine.update_weights`: all servers take what the trainers send meanwhile.
+        """Receive the weights that the trainers send meanwhile on all servers; see `RolloutEngine.update_weights`.
 
         Raises:
             ServerLostError: a server did not.
         """
         if named is not None:
-            raise ValueError("servers take weights from a group that they share with the trainers.")
+            raise ValueError("servers receive weights from a group that they share with the trainers.")
         for name, result in (await self.receive(version, self.names)).items():
             if isinstance(result, Exception):
-                self.lose(name, _reason("take weights", result, self._timeout_s))
-                raise ServerLostError(f"{name}: {_said(result)}")
+                text = _describe_error(result)
+                self.remove(name, f"failed to take weights: {text}")
+                raise ServerLostError(f"{name}: {text}")
         self.version = version
 
     async def release(self) -> None:
-        """The servers' devices are their own: nobody waits for their memory."""
+        """Do nothing: the servers' devices are dedicated, so their memory is not needed elsewhere."""
 
     async def restore(self) -> None:
-        """See `release`."""
+        """Do nothing; see `release`."""
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-
-
-def _reason(call: str, error: BaseException, timeout_s: float) -> str:
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-        return f"did not {call} within {timeout_s:.0f} s"
-    return f"failed to {call}: {_said(error)}"

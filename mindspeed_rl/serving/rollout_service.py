@@ -1,12 +1,13 @@
-"""A rollout server's side of the conversation: requests in, pieces of responses out, in messages that are plain values.
+"""The server's side of the calls of a rollout server: requests in, chunks of responses out, as plain values.
 
-The same calls reach it from a Ray actor's handle and from HTTP. A client submits requests under names of its own and asks for
-news; an answer that got lost is given again, because news are kept until the client says that it has them.
+The same calls reach it from a Ray actor's handle and from HTTP. A client submits requests under its own keys and polls for
+events; a lost result is sent again, because events are stored until the client acknowledges them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -14,16 +15,20 @@ from typing import Any, Protocol
 from mindspeed_rl.rollout.protocol import Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
-#: how long pieces are collected before they travel together
+#: chunks are collected for this time, then sent together
 _COLLECT_S = 0.02
 
+#: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
+_OWN_CALLS = ("describe", "submit", "news", "drop", "health")
+_ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive")
 
-class ServedEngine(Protocol):
-    """What a server needs of its engine; see `AsyncEngine`."""
+
+class _ServedEngine(Protocol):
+    """The engine of a server; see `AsyncEngine`."""
 
     version: int
 
-    def pieces(
+    def stream(
         self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> AsyncIterator[Any]: ...
 
@@ -31,7 +36,7 @@ class ServedEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def join(self, meeting: str, first_rank: int) -> None: ...
+    async def join(self, rendezvous: str, first_rank: int) -> None: ...
 
     async def leave(self) -> None: ...
 
@@ -41,140 +46,105 @@ class ServedEngine(Protocol):
 
 
 class RolloutService:
-    """All methods are coroutines of one event loop; arguments and results are JSON values."""
+    """All methods are coroutines of one event loop; arguments and results are JSON values.
 
-    #: what clients may call
-    CALLS = (
-        "describe",
-        "submit",
-        "news",
-        "drop",
-        "pause",
-        "resume",
-        "join",
-        "leave",
-        "receive",
-        "health",
-    )
+    Names of methods, arguments and fields are those of the HTTP interface.
+    """
 
-    def __init__(self, engine: ServedEngine, facts: Mapping[str, Any]) -> None:
-        """
+    def __init__(self, engine: _ServedEngine, metadata: Mapping[str, object]) -> None:
+        """Keep the engine.
+
         Args:
-            facts: what a client checks before it uses the server: workers, dtype, max_model_len, logprobs_mode.
+            engine: that generates.
+            metadata: checked by clients before they use the server: workers, dtype, max_model_len, logprobs_mode.
         """
-        self._engine, self._facts = engine, dict(facts)
+        self._engine, self._metadata = engine, dict(metadata)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._news: list[dict[str, Any]] = []
-        self._number = 0
-        self._came = asyncio.Event()
+        self._events: list[dict[str, Any]] = []
+        self._num_events = 0
+        self._has_events = asyncio.Event()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the call of that name returns.
+        """Return the result of a call.
 
         Raises:
             ValueError: there is no such call.
         """
-        # names come over HTTP: no other method may be within reach
-        if name not in self.CALLS:
-            raise ValueError(f"{name} is no call of a rollout server; there are {', '.join(self.CALLS)}.")
-        return await getattr(self, name)(**arguments)
+        if name == "join":
+            return await self._engine.join(arguments["meeting"], arguments["first_rank"])
+        # names come over HTTP: no other method may be reachable
+        if name not in (*_OWN_CALLS, *_ENGINE_CALLS):
+            raise ValueError(f"{name} is no call of a rollout server; there are {', '.join((*_OWN_CALLS, *_ENGINE_CALLS))}.")
+        return await getattr(self if name in _OWN_CALLS else self._engine, name)(**arguments)
 
-    async def describe(self) -> dict[str, Any]:
-        """What the server is: see `facts`, with the version of its weights (-1: none yet)."""
-        return self._facts | {"version": self._engine.version}
+    async def describe(self) -> dict[str, object]:
+        """Return the server's metadata and the version of its weights (-1: none yet)."""
+        return self._metadata | {"version": self._engine.version}
 
-    async def health(self) -> dict[str, Any]:
-        """The engine lives; how many requests it works on.
+    async def health(self) -> dict[str, int]:
+        """Return the number of running requests.
 
         Raises:
-            Exception: it does not; vLLM's own words.
+            Exception: vLLM's own; the engine is dead.
         """
         await self._engine.check()
         return {"running": len(self._tasks), "version": self._engine.version}
 
-    # ------------------------------------------------------------------ requests
-
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """The requests are worked on. One whose key is known already is the same one, sent again.
+        """Start the requests. One with a known key is the same request, sent again.
 
         Args:
             requests: each with key, prompt_ids, sampling (fields of `Sampling`), seed and begun (token_ids, log_probs and
-                versions that the response has, or None).
+                versions of the existing part of the response, or None).
         """
         for request in requests:
             key = request["key"]
             if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._work(key, request))
+                self._tasks[key] = asyncio.create_task(self._generate(key, request))
 
-    async def _work(self, key: str, request: Mapping[str, Any]) -> None:
-        words = dict(request["sampling"])
-        sampling = Sampling(**(words | {"stop_token_ids": tuple(words["stop_token_ids"])}))
-        kept = request.get("begun")
-        partial = None if kept is None else Generated(*(tuple(kept[name]) for name in _KEPT), finish="aborted")
+    async def _generate(self, key: str, request: Mapping[str, Any]) -> None:
+        fields = dict(request["sampling"])
+        sampling = Sampling(**(fields | {"stop_token_ids": tuple(fields["stop_token_ids"])}))
+        partial = None
+        if (part := request.get("begun")) is not None:
+            partial = Generated(*(tuple(part[name]) for name in ("token_ids", "log_probs", "versions")), finish="aborted")
         try:
-            async for piece in self._engine.pieces(request["prompt_ids"], sampling, request["seed"], partial):
-                if piece.finish is not None:
+            async for chunk in self._engine.stream(request["prompt_ids"], sampling, request["seed"], partial):
+                if chunk.finish is not None:
                     self._tasks.pop(key, None)
-                self._tell({"key": key} | asdict(piece))
-        except Exception as error:  # whatever it is, the client must hear of it, or waits for ever
+                self._add_event({"key": key} | asdict(chunk))
+        except Exception as error:  # noqa: BLE001 - any failure is reported to the client, which would wait forever otherwise
             kind = "request" if isinstance(error, ValueError) else "server"
-            self._tell({"key": key, "error": f"{type(error).__name__}: {error}", "kind": kind})
+            self._add_event({"key": key, "error": f"{type(error).__name__}: {error}", "kind": kind})
         finally:
-            # a request that was dropped may have come again under its key, and be worked on by another task by now
+            # a request that was dropped may have been sent again with its key, and be another task by now
             if self._tasks.get(key) is asyncio.current_task():
                 del self._tasks[key]
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        self._number += 1
-        self._news.append(event | {"number": self._number})
-        self._came.set()
+    def _add_event(self, event: dict[str, Any]) -> None:
+        self._num_events += 1
+        self._events.append(event | {"number": self._num_events})
+        self._has_events.set()
 
     async def news(self, after: int, wait_s: float) -> dict[str, Any]:
-        """What happened since event `after`, at once or when something does, at the latest after `wait_s` seconds.
+        """Return the events since event `after`, at once or when there is one, at the latest after `wait_s` seconds.
 
         Returns:
-            events: pieces with key, token_ids, log_probs, version and finish, or with key and error; each has its number.
-            running: requests that are worked on.
+            events: chunks with key, token_ids, log_probs, version and finish, or key and error; each has its number.
+            running: number of running requests.
         """
-        self._news = [event for event in self._news if event["number"] > after]
-        if not self._news:
-            self._came.clear()
-            try:
-                await asyncio.wait_for(self._came.wait(), wait_s)
+        self._events = [event for event in self._events if event["number"] > after]
+        if not self._events:
+            self._has_events.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_events.wait(), wait_s)
                 await asyncio.sleep(_COLLECT_S)
-            except TimeoutError:
-                pass
-        return {"events": list(self._news), "running": len(self._tasks), "version": self._engine.version}
+        return {"events": list(self._events), "running": len(self._tasks), "version": self._engine.version}
 
     async def drop(self, keys: Sequence[str] | None = None) -> None:
-        """These requests, or all, are given up, and nothing more is said of them."""
+        """Abort these requests, or all, and remove their events."""
         for key in list(self._tasks) if keys is None else keys:
             task = self._tasks.pop(key, None)
             if task is not None:
                 task.cancel()
-        self._news = [] if keys is None else [event for event in self._news if event["key"] not in set(keys)]
-
-    # ------------------------------------------------------------------ weights
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        await self._engine.resume()
-
-    async def join(self, meeting: str, first_rank: int) -> None:
-        """The engine's workers are members of the group that meets there."""
-        await self._engine.join(meeting, first_rank)
-
-    async def leave(self) -> None:
-        """The engine's workers are in no group."""
-        await self._engine.leave()
-
-    async def receive(self, version: int) -> list[str]:
-        """The engine holds what the group's trainers send; what each worker says of it."""
-        return await self._engine.receive(version)
-
-
-_KEPT = ("token_ids", "log_probs", "versions")
+        self._events = [] if keys is None else [event for event in self._events if event["key"] not in set(keys)]

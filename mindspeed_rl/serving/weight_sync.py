@@ -1,112 +1,116 @@
-"""A weight push to several rollout servers that outlives the failure of any of them.
+"""A weight sync to several rollout servers that outlives the failure of any of them.
 
-Needs no Ray: who trains is given as three callables.
+The trainers are given as three functions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import LOST_PEER, WorkerError
-from mindspeed_rl.serving.engine_pool import Server, ServerLostError, ServerPool
+from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, ServerPool
 
-Answer = TypeVar("Answer")
+_Result = TypeVar("_Result")
+_Sent = TypeVar("_Sent")
+#: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
+JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
+#: of each server: the reports of its workers as JSON, or its failure
+_Results = Mapping[str, list[str] | Exception]
 
 _LOG = logging.getLogger(__name__)
-#: what members of a group say when another one is gone or silent
-_OTHERS_FAULT = (*LOST_PEER, "Timed out", "timed out", "Timeout", "timeout", "Connection refused", "recvValue failed")
+#: texts of a member's error when another one is gone or silent
+_PEER_ERRORS = (*LOST_PEER, "Timed out", "timed out", "Timeout", "timeout", "Connection refused", "recvValue failed")
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for a process whose other code waits."""
+    """An event loop in a thread of its own, for a process whose other code blocks."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        """The coroutine runs in the loop."""
+    def start(self, work: Coroutine[object, object, _Result]) -> Future[_Result]:
+        """Start the coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the coroutine returns."""
+    def run(self, work: Coroutine[object, object, _Result]) -> _Result:
+        """Return the result of the coroutine."""
         future = self.start(work)
         try:
             return future.result()
         except BaseException:
-            # also on Ctrl-C: the coroutine would go on in its own thread
+            # also on Ctrl-C: the coroutine would continue in its own thread
             future.cancel()
             raise
 
     def close(self) -> None:
-        """What runs in the loop is cancelled, and the loop ends."""
-        with contextlib.suppress(Exception):
-            self.start(_cancel_others()).result(timeout=5)
+        """Cancel all work in the loop and end it."""
+
+        async def cancel_others() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+            self.start(cancel_others()).result(timeout=5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._loop.close()
 
 
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
-class WeightPush:
-    """Pushes to the servers of a pool; called by the thread that drives the trainers.
+class WeightSync:
+    """Weight syncs to the servers of a pool; called by the thread that drives the trainers.
 
     Attributes:
-        workers_of: members of a group that each server brings, by name.
-        received_bytes, needed_bytes: of all servers that took the last push; see `WeightPush` of `resharding/push.py`.
+        num_workers: members of a group of each server, by name.
+        received_bytes, needed_bytes: sums over the servers of the last sync; see `resharding/push.py`.
     """
 
     def __init__(
         self, pool: ServerPool, loop: LoopThread, replace_lost: Callable[[], None], *, num_trainers: int, timeout_s: float
     ) -> None:
-        """
+        """Keep the pool.
+
         Args:
-            loop: in which the pool's coroutines run.
-            replace_lost: starts servers in place of those that were lost, where it can.
-            num_trainers: who are the first members of every group.
-            timeout_s: longest silence in a push.
+            pool: the servers.
+            loop: of the pool's coroutines.
+            replace_lost: starts servers in place of lost ones, where possible.
+            num_trainers: the first members of every group.
+            timeout_s: longest silence in a sync.
         """
         self._pool, self._loop, self._replace_lost, self._timeout_s = pool, loop, replace_lost, timeout_s
         self._num_trainers = num_trainers
         self.received_bytes = self.needed_bytes = 0
-        self.workers_of: dict[str, int] = {}
-        self._joined: list[Server] = []  # a server that was started anew has the name of the one before
+        self.num_workers: dict[str, int] = {}
+        self._joined: list[ServerClient] = []  # a replaced server has the name of the one before
 
-    def push(
-        self,
-        version: int,
-        meet: Callable[[Sequence[str], Callable[[Rendezvous], None]], None],
-        send: Callable[[], tuple[Any, Exception | None]],
-        leave: Callable[[], object],
-    ) -> tuple[Any, int]:
-        """All servers hold the trainers' weights, proven; a server that does not manage is taken out, and the others go on.
+    def run(
+        self, version: int, join: JoinGroup, send: Callable[[], tuple[_Sent, Exception | None]], leave: Callable[[], object]
+    ) -> tuple[_Sent, int]:
+        """Send the trainers' weights to all servers, with proof; remove a server that fails, and continue with the others.
 
         Args:
             version: of the weights.
-            meet: makes a group of the trainers and the servers of these names; calls back with the meeting.
-            send: the trainers send; what they return, or the error that broke the group.
-            leave: the trainers leave a group that broke.
+            join: builds a group of trainers and servers.
+            send: the trainers send; returns their result, and the error that broke the group or None.
+            leave: the trainers leave a broken group.
 
         Returns:
-            What `send` returned, and how many parameters of a server were proven to have arrived.
+            The result of `send`, and the number of parameters of a server that were proven to have arrived.
 
         Raises:
             WorkerError: no server is left.
@@ -114,104 +118,100 @@ class WeightPush:
         failures = 0
         while True:
             self._replace_lost()
-            names, servers = self._pool.names, self._pool.servers()
+            names, servers = self._pool.names, self._pool.servers
             if not names:
                 raise WorkerError(f"no rollout server is left: {'; '.join(': '.join(item) for item in self._pool.lost[-4:])}")
-            # the plan of a push is made for the members of a group: both last as long as the servers stay the same
+            # the plan of a sync is made for the members of a group: both last as long as the servers stay the same
             if servers != self._joined:
                 self._joined = []
-                if not self._meet(names, meet):
+                if not self._build_group(names, join):
                     leave()
-                    failures = self._count(failures, None)
+                    failures = self._count_failure(failures, None)
                     continue
                 self._joined = servers
             receiving = self._loop.start(self._pool.receive(version, names))
             sent, broken = send()
             if broken is not None:
-                leave()  # who still waits for a bucket hears of it
-            results = self._results(receiving, names)
-            proof = self._judge(results)
-            if broken is None and proof is not None and not any(self._is_innocent(item) for item in results.values()):
+                leave()  # members that still wait for a bucket get an error
+            results: _Results
+            try:
+                results = receiving.result(timeout=self._timeout_s)
+            except TimeoutError:
+                receiving.cancel()
+                results = {name: TimeoutError() for name in names}
+            num_proven = self._check_results(results)
+            if broken is None and num_proven is not None and not any(map(_is_consequence, results.values())):
                 self._pool.version = version
-                return sent, proof
-            # who failed has left the group, so the others have to meet anew
+                return sent, num_proven
+            # members that failed have left the group, so it is built again
             self._joined = []
-            failures = self._count(failures, broken)
+            failures = self._count_failure(failures, broken)
 
-    def _count(self, failures: int, broken: Exception | None) -> int:
-        # each failure may take out a server: two more failures than servers mean that none of them is the cause
-        if failures >= 2 + len(self.workers_of):
-            cause = "" if broken is None else f" The trainers said: {_last_line(broken)}"
-            raise WorkerError(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
+    def _count_failure(self, failures: int, broken: Exception | None) -> int:
+        # each failure may remove a server: two more failures than servers mean that none of them is the cause
+        if failures >= 2 + len(self.num_workers):
+            cause = "" if broken is None else f" The trainers reported: {_last_line(broken)}"
+            raise WorkerError(f"weight sync: it failed {failures + 1} times and no server can be blamed for it.{cause}")
         return failures + 1
 
-    def _meet(self, names: Sequence[str], meet: Callable[[Sequence[str], Callable[[Rendezvous], None]], None]) -> bool:
-        """True when the trainers and all these servers are in a group."""
-        joins: list[Future[list[Any]]] = []
+    def _build_group(self, names: Sequence[str], join: JoinGroup) -> bool:
+        """Return True when the trainers and all these servers are in a group."""
+        joins: list[Future[list[BaseException | None]]] = []
 
-        def invite(meeting: Rendezvous) -> None:
-            joins.append(self._loop.start(self._join_all(names, meeting)))
+        async def join_servers(rendezvous: Rendezvous) -> list[BaseException | None]:
+            first_rank, calls = self._num_trainers, []
+            for name in names:
+                # keys of the servers' HTTP interface
+                arguments = {"meeting": rendezvous.to_json(), "first_rank": first_rank}
+                calls.append(self._pool.call(name, "join", **arguments))
+                first_rank += self.num_workers[name]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
         try:
-            meet(names, invite)
-        except Exception as error:
-            _LOG.warning("weight push: the trainers could not meet the servers: %s", error)
+            join(names, lambda rendezvous: joins.append(self._loop.start(join_servers(rendezvous))))
+        except (RayError, RuntimeError, OSError) as error:
+            _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
         results = joins[0].result() if joins else []
         alive = set(self._pool.names)
         return bool(joins) and all(name in alive for name in names) and not any(isinstance(r, Exception) for r in results)
 
-    async def _join_all(self, names: Sequence[str], meeting: Rendezvous) -> list[Any]:
-        first, calls = self._num_trainers, []
-        for name in names:
-            calls.append(self._pool.ask(name, "join", meeting=meeting.to_json(), first_rank=first))
-            first += self.workers_of[name]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    def new_meeting(self, host: str, port: int, names: Sequence[str]) -> Rendezvous:
-        """Where the trainers and all workers of these servers meet."""
-        size = self._num_trainers + sum(self.workers_of[name] for name in names)
+    def make_rendezvous(self, host: str, port: int, names: Sequence[str]) -> Rendezvous:
+        """Return a rendezvous of the trainers and all workers of these servers."""
+        size = self._num_trainers + sum(self.num_workers[name] for name in names)
         return Rendezvous(host, port, uuid.uuid4().hex[:12], size, self._timeout_s)
 
-    def _results(self, receiving: Future[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-        try:
-            return receiving.result(timeout=self._timeout_s)
-        except TimeoutError:
-            receiving.cancel()
-            return {name: TimeoutError() for name in names}
-
-    def _judge(self, results: Mapping[str, Any]) -> int | None:
-        """Takes out who failed by itself or holds other weights; the parameters of one that holds the right ones."""
-        proof, self.received_bytes, self.needed_bytes = None, 0, 0
+    def _check_results(self, results: _Results) -> int | None:
+        """Remove servers that failed themselves or have other weights; return the number of proven parameters of another."""
+        num_proven, self.received_bytes, self.needed_bytes = None, 0, 0
         for name, result in results.items():
-            if isinstance(result, TimeoutError) or self._is_innocent(result):
+            reason = ""
+            if isinstance(result, TimeoutError) or _is_consequence(result):
                 with contextlib.suppress(ServerLostError):
-                    self._loop.run(self._pool.ask(name, "health"))  # lost when it does not answer
+                    self._loop.run(self._pool.call(name, "health"))  # removed when it does not answer
             elif isinstance(result, Exception):
-                dead = isinstance(result, RayActorError)
-                reason = "its process died during the weight push" if dead else f"weight push failed: {_last_line(result)}"
-                self._lose(name, reason)
+                is_dead = isinstance(result, RayActorError)
+                reason = "its process died during the weight sync" if is_dead else f"weight sync failed: {_last_line(result)}"
             else:
-                parts = [DeliveryReport.from_json(text) for text in result]
-                differing = [parameter for part in parts for parameter in part.differing]
-                if differing:
-                    names = list(dict.fromkeys(differing))
-                    self._lose(name, f"weight push: {len(names)} parameters differ from those trained: {', '.join(names[:5])}")
+                reports = [DeliveryReport.from_json(text) for text in result]
+                if differing := list(dict.fromkeys(parameter for report in reports for parameter in report.differing)):
+                    shown = ", ".join(differing[:5])
+                    reason = f"weight sync: {len(differing)} parameters differ from those trained: {shown}"
                 else:
-                    proof = min(part.num_parameters for part in parts)
-                    self.received_bytes += sum(part.received_bytes for part in parts)
-                    self.needed_bytes += sum(part.needed_bytes for part in parts)
-        return proof
+                    num_proven = min(report.num_parameters for report in reports)
+                    self.received_bytes += sum(report.received_bytes for report in reports)
+                    self.needed_bytes += sum(report.needed_bytes for report in reports)
+            if reason:
+                self._loop.run(self._remove(name, reason))
+        return num_proven
 
-    def _is_innocent(self, result: Any) -> bool:
-        """True for a server that failed because another member of the group was gone."""
-        return isinstance(result, Exception) and any(sign in str(result) for sign in _OTHERS_FAULT)
+    # a coroutine, because the pool belongs to the loop's thread
+    async def _remove(self, name: str, reason: str) -> None:
+        self._pool.remove(name, reason)
 
-    def _lose(self, name: str, reason: str) -> None:
-        # the pool belongs to the loop's thread
-        async def lose() -> None:
-            self._pool.lose(name, reason)
 
-        self._loop.run(lose())
+def _is_consequence(result: object) -> bool:
+    """Return True for a server that failed because another member of the group was gone."""
+    return isinstance(result, Exception) and any(text in str(result) for text in _PEER_ERRORS)
 
 
 def _last_line(error: Exception) -> str:

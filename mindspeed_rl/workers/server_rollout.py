@@ -31,7 +31,7 @@ from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_t
 from mindspeed_rl.workers.remote_group import RemoteGroup
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
@@ -119,7 +119,7 @@ class ServerRollout:
     def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
         """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""
         leave = partial(self._trainers.call, LEAVE_SERVERS)
-        result = self.servers.weights.push(version, self._join, lambda: self._send(version), leave)
+        result = self.servers.weights.run(version, self._join, lambda: self._send(version), leave)
         self._version = version
         return result
 
@@ -132,7 +132,7 @@ class ServerRollout:
         remote = any(server not in ("127.0.0.1", "localhost", "::1") for server, _ in placement.servers)
         if remote and self._run.num_nodes == 1:
             host = ray.util.get_node_ip_address()
-        rendezvous = self.servers.weights.new_meeting(host, port, names)
+        rendezvous = self.servers.weights.make_rendezvous(host, port, names)
         # a join ends when all members are there: it starts before servers are invited, and is awaited after that
         joined = trainers.start(JOIN_SERVERS, rendezvous)
         invite(rendezvous)
@@ -206,7 +206,7 @@ class ServerRollout:
 
         return [self.wait_for(self.servers.loop.start(sample_all()), GENERATE_RESPONSES)]
 
-    def wait_for(self, future: Future[Result], phase: Phase, others: Sequence[Pending] = ()) -> Result:
+    def wait_for(self, future: Future[_Result], phase: Phase, others: Sequence[Pending] = ()) -> _Result:
         """Return the result of work in the loop of the servers. When no server is left, one is started and given the weights.
 
         Args:

@@ -20,8 +20,8 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.serving.async_engine import build_engine
 from mindspeed_rl.serving.server_process import ServerSettings
-from mindspeed_rl.serving.serving import open_engine
 
 LENGTHS = (1, 2, 17, 40, 100)
 
@@ -29,12 +29,12 @@ LENGTHS = (1, 2, 17, 40, 100)
 async def pieces_of(engine, number: int) -> list:
     """Of one response."""
     sampling = Sampling(1.0, LENGTHS[number % len(LENGTHS)], ())
-    return [piece async for piece in engine.pieces((9, 10, 11 + number), sampling, seed=100 + number)]
+    return [piece async for piece in engine.stream((9, 10, 11 + number), sampling, seed=100 + number)]
 
 
 async def responses(settings: ServerSettings) -> tuple[list, list]:
     """Pieces of responses that are drawn at the same time, and of one that is frozen on its way."""
-    engine = open_engine(settings)
+    engine = build_engine(settings)
     try:
         found = await asyncio.gather(*(pieces_of(engine, number) for number in range(8)))
         late = asyncio.create_task(pieces_of(engine, 4))

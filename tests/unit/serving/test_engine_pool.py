@@ -16,11 +16,11 @@ FOUR = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=())
 Body = Callable[[ServerPool, list[ScriptedServer]], Awaitable[None]]
 
 
-def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, most_moves: int = 8, drain_s: float = 30.0) -> None:
+def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, max_moves: int = 8, drain_s: float = 30.0) -> None:
     """Runs the body with a pool of scripted servers, and fails when it hangs."""
 
     async def go() -> None:
-        pool = ServerPool(timeout_s=timeout_s, most_moves=most_moves, drain_s=drain_s)
+        pool = ServerPool(timeout_s=timeout_s, max_moves=max_moves, drain_s=drain_s)
         servers = [ScriptedServer(f"server {number}") for number in range(num_servers)]
         for server in servers:
             await pool.add(server)
@@ -76,7 +76,7 @@ def test_what_a_dead_server_was_working_on_goes_on_elsewhere_behind_its_tokens()
         first.engine.release(2)
         await until(
             lambda: (
-                bool(pool._members) and any(len(r.whole.token_ids) == 2 for r in pool._members["server 0"].requests.values())
+                bool(pool._members) and any(len(r.response.token_ids) == 2 for r in pool._members["server 0"].requests.values())
             )
         )
         first.gone = True
@@ -130,9 +130,9 @@ def test_an_error_of_the_engine_takes_the_server_out_and_one_of_the_request_does
 
 def test_without_a_server_requests_wait_for_one() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
-        pool.lose("server 0", "for the test")
+        pool.remove("server 0", "for the test")
         asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
-        await until(lambda: pool.num_waiting == 1)
+        await until(lambda: len(pool.waiting) == 1)
         other = ScriptedServer("server 2")
         other.engine.release(4)
         await pool.add(other)
@@ -151,7 +151,7 @@ def test_a_request_that_loses_every_server_is_given_up() -> None:
         ):
             await pool.generate((1,), FOUR, 0)
 
-    in_pool(body, most_moves=1)
+    in_pool(body, max_moves=1)
 
 
 def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_them() -> None:
@@ -159,7 +159,7 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         engine = servers[0].engine
         asked = asyncio.create_task(pool.generate((2,), FOUR, 1))
         engine.release(1)
-        await until(lambda: any(len(r.whole.token_ids) == 1 for r in pool._members["server 0"].requests.values()))
+        await until(lambda: any(len(r.response.token_ids) == 1 for r in pool._members["server 0"].requests.values()))
         await pool.pause("abort")
         partial = await asked
         first = token((2,), 1, 0)
@@ -167,7 +167,7 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         engine.version = 1
         later = asyncio.create_task(pool.generate((2,), FOUR, 1, partial))
         await asyncio.sleep(0)
-        assert pool.num_waiting == 1  # nobody is asked while the pool is paused
+        assert len(pool.waiting) == 1  # nobody is asked while the pool is paused
         await pool.resume()
         engine.release(3)
         found = await later
@@ -197,7 +197,7 @@ def test_what_a_server_is_lost_with_goes_on_before_a_pause_and_what_is_new_behin
         pausing = asyncio.create_task(pool.pause("wait"))
         await asyncio.sleep(0)
         later = asyncio.create_task(pool.generate((2,), FOUR, 0))
-        pool.lose("server 0", "it is gone")
+        pool.remove("server 0", "it is gone")
         await until(lambda: bool(second.engine.seen))
         second.engine.release(4)
         await pausing

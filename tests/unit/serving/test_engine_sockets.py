@@ -42,7 +42,7 @@ vllm_async.build_async_engine = build
 engine = AsyncEngine({})
 
 async def ask():
-    return [piece async for piece in engine.pieces((1, 2), Sampling(1.0, 4, ()), seed=3)]
+    return [chunk async for chunk in engine.stream((1, 2), Sampling(1.0, 4, ()), seed=3)]
 
 asyncio.run(ask())
 seen.append(places[-1].exists())

@@ -11,7 +11,7 @@ from scripted_server import ScriptedServer
 from mindspeed_rl.resharding.rendezvous import DeliveryReport
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerPool
-from mindspeed_rl.serving.weight_sync import LoopThread, WeightPush
+from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
 
 RIGHT = [DeliveryReport(1, [], 100, 120).to_json()]
 WRONG = [DeliveryReport(1, [], 100, 120).to_json(), DeliveryReport(1, ["w"], 100, 120).to_json()]
@@ -25,7 +25,7 @@ class Trainers:
         broken: what the coming pushes break with, one after the other; None: they do not.
     """
 
-    def __init__(self, push: WeightPush) -> None:
+    def __init__(self, push: WeightSync) -> None:
         self._push = push
         self.met: list[list[str]] = []
         self.broken: list[Exception | None] = []
@@ -33,7 +33,7 @@ class Trainers:
 
     def meet(self, names: Any, invite: Callable[[Any], None]) -> None:
         self.met.append(list(names))
-        invite(self._push.new_meeting("127.0.0.1", 1, names))
+        invite(self._push.make_rendezvous("127.0.0.1", 1, names))
 
     def send(self) -> tuple[Any, Exception | None]:
         error = self.broken.pop(0) if self.broken else None
@@ -56,7 +56,7 @@ class World:
     def __init__(self, loop: LoopThread, count: int = 3, timeout_s: float = 30.0) -> None:
         self.pool, self.replaced = ServerPool(timeout_s=timeout_s), 0
         self.answers: dict[str, Callable[[], Any]] = {}
-        self.push = WeightPush(self.pool, loop, self._replace, num_trainers=2, timeout_s=timeout_s)
+        self.push = WeightSync(self.pool, loop, self._replace, num_trainers=2, timeout_s=timeout_s)
         self.trainers, self._loop = Trainers(self.push), loop
         self.servers = {f"server {number}": loop.run(self._make(f"server {number}")) for number in range(count)}
 
@@ -68,7 +68,7 @@ class World:
 
         server.engine.receive = receive
         await self.pool.add(server)
-        self.push.workers_of[name] = 1
+        self.push.num_workers[name] = 1
         return server
 
     def _replace(self) -> None:
@@ -76,7 +76,7 @@ class World:
 
     def run(self, version: int = 1) -> Any:
         trainers = self.trainers
-        return self.push.push(version, trainers.meet, trainers.send, trainers.leave)
+        return self.push.run(version, trainers.meet, trainers.send, trainers.leave)
 
 
 def fail(error: Exception) -> Callable[[], Any]:
@@ -112,7 +112,7 @@ def test_a_server_that_fails_breaks_the_group_and_the_others_get_the_weights_in_
     world.trainers.broken = [RuntimeError("Connection closed by peer")]
     world.run(1)
     assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
-    assert world.pool.lost == [("server 1", "weight push failed: engine core died")]
+    assert world.pool.lost == [("server 1", "weight sync failed: engine core died")]
     assert world.trainers.met == [["server 0", "server 1", "server 2"], ["server 0", "server 2"]]
     assert world.trainers.left == 1
 
@@ -121,7 +121,7 @@ def test_a_push_that_no_server_can_be_blamed_for_ends_the_run_with_what_the_trai
     world = World(loop, count=1)
     world.trainers.broken = [RuntimeError("out of memory")] * 9
     world.answers["server 0"] = fail(RuntimeError("Connection reset by peer"))
-    with pytest.raises(WorkerError, match="no server can be blamed for it. The trainers said: out of memory"):
+    with pytest.raises(WorkerError, match="no server can be blamed for it. The trainers reported: out of memory"):
         world.run(1)
     assert world.pool.names == ["server 0"]
 
@@ -129,7 +129,7 @@ def test_a_push_that_no_server_can_be_blamed_for_ends_the_run_with_what_the_trai
 def test_without_a_server_the_run_ends_and_says_why_each_was_lost(loop: LoopThread) -> None:
     world = World(loop, count=1)
     world.answers["server 0"] = fail(RuntimeError("device lost"))
-    with pytest.raises(WorkerError, match="no rollout server is left: server 0: weight push failed: device lost"):
+    with pytest.raises(WorkerError, match="no rollout server is left: server 0: weight sync failed: device lost"):
         world.run(1)
     assert world.replaced == 2
 
@@ -150,7 +150,7 @@ def test_a_server_that_was_started_anew_under_its_name_meets_the_trainers_again(
     world.run(1)
 
     async def renew() -> None:
-        world.pool.lose("server 1", "for the test")
+        world.pool.remove("server 1", "for the test")
         await world._make("server 1")
 
     loop.run(renew())
