@@ -1,4 +1,4 @@
-"""Rows on their way between rollout, rewards and training: columns x consumers behind one client.
+"""The data plane between rollout, rewards and training: columns x consumers, with one client.
 
 `data_strategy` picks the engine: `td`, our TransferDock actor, or `tq`, the published `transferqueue` package for many nodes.
 """

@@ -1,1 +1,1 @@
-"""What a run says about itself: logs, metrics, timings, progress, trackers, report, timeline. Imports no torch."""
+"""Observation of a run: logs, metrics, timings, progress, trackers, report, timeline. Imports no torch."""

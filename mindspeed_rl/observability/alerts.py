@@ -180,7 +180,7 @@ def _check_finite(history: History) -> Iterator[Alert]:
                 "bad",
                 first,
                 f"{name} is not a finite number.",
-                "Lower the learning rate, look at actor/log_ratio_clamped, or train in float32 to find the cause.",
+                "Lower the learning rate, check actor/log_ratio_clamped, or train in float32 to find the cause.",
             )
 
 
@@ -216,7 +216,7 @@ def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
     last = max(completion["iteration"] for completion in completions)
     recent = [completion for completion in completions if completion["iteration"] == last]
     checks: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-        ("garbled", is_garbled, "hold characters that are no text"),
+        ("garbled", is_garbled, "contain characters that are no text"),
         ("repeating", is_repetitive, "repeat themselves"),
     )
     for kind, check, problem in checks:

@@ -119,17 +119,17 @@ def format_summary(
 
 def format_metrics(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
     """Return an iteration as a line: "iteration 2/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left"."""
-    parts = [f"iteration {iteration:>{len(str(total))}}/{total}"]
+    columns = [f"iteration {iteration:>{len(str(total))}}/{total}"]
     shown: set[str] = set()
     for name, label, spec in _COLUMNS:
         if name not in metrics or label in shown:
             continue
         shown.add(label)
         value = format(metrics[name], spec)
-        parts.append(f"{value} s" if label == "s" else f"{label} {value}")
+        columns.append(f"{value} s" if label == "s" else f"{label} {value}")
         phases = [f"{phase} {metrics[timer]:.2f}" for timer, phase in _PHASES if label == "s" and timer in metrics]
-        parts[-1] += f" ({', '.join(phases)})" if phases else ""
-    return " | ".join([*parts, *([] if eta_s is None else [f"{format_duration(eta_s)} left"])])
+        columns[-1] += f" ({', '.join(phases)})" if phases else ""
+    return " | ".join([*columns, *([] if eta_s is None else [f"{format_duration(eta_s)} left"])])
 
 
 class StartSteps:

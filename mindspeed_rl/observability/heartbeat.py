@@ -40,8 +40,8 @@ class Heartbeat:
 
     Attributes:
         doing: phase of the process.
-        notice: a line about a long wait; empty when there is none.
-        on_notice: called when there is one.
+        warning: a line about a long wait; empty when there is none.
+        on_warning: called when there is one.
     """
 
     def __init__(self, folder: Path, name: str, *, interval_s: float, recorder: Recorder | None = None) -> None:
@@ -64,8 +64,8 @@ class Heartbeat:
         # a request from before this process began is not for it
         self._beats, self._answered_ns = 0, self._read_request()
         self._fields = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "interval_s": interval_s}
-        self.doing, self.since, self.notice = "no phase", time.time(), ""
-        self.on_notice: Callable[[], None] = lambda: None
+        self.doing, self.since, self.warning = "no phase", time.time(), ""
+        self.on_warning: Callable[[], None] = lambda: None
         with contextlib.suppress(ValueError):  # in another thread: only the main thread may handle signals
             # without chain: the signal's default action ends the process
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
@@ -109,7 +109,7 @@ class Heartbeat:
                 self._recorder_file.write_text(json.dumps(self._recorder()), encoding="utf-8")
         except Exception as error:  # noqa: BLE001 - the thread must go on beating, whatever the disk or a recorder raises
             with contextlib.suppress(OSError):
-                print(f"\nthe rest cannot be written: {type(error).__name__}: {error}", file=self._stacks, flush=True)
+                print(f"\nno more can be written: {type(error).__name__}: {error}", file=self._stacks, flush=True)
         self._beats += 1
         self._write()
 

@@ -32,7 +32,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>
 #: frames of a thread that waits for work, or that writes these stacks
 _IDLE = ("heartbeat.py", "/threading.py", "concurrent/futures/thread.py", "/selectors.py", "/queue.py")
 _OWN = "/mindspeed_rl/"
-#: frames between a process's main loop and its work, which do not tell what it is doing
+#: frames between a process's main loop and its work, which do not show its work
 _SHELLS = ("/runtime/process.py", "/ray/")
 
 
@@ -72,7 +72,7 @@ class ProcessStatus:
         text = {
             "works": f"is alive and in {self.doing}",
             "stopped": f"is stopped (SIGSTOP, or a debugger), in {self.doing}",
-            "silent": f"gives no sign of life, last in {self.doing}",
+            "silent": f"has no heartbeat any more, last in {self.doing}",
             "dead": f"is gone, last in {self.doing}",
             "ended": "has ended",
         }[self.state]

@@ -180,8 +180,10 @@ def _markdown(report: Mapping[str, Any], summaries: Mapping[str, _Summary], aler
         lines += ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
         for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
             total = s.mean * s.count
-            share = f"{total / (iteration.mean * iteration.count):.0%}" if iteration is not None and iteration.mean > 0 else ""
-            lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {format_duration(total)} | {share} |")
+            fraction = (
+                f"{total / (iteration.mean * iteration.count):.0%}" if iteration is not None and iteration.mean > 0 else ""
+            )
+            lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {format_duration(total)} | {fraction} |")
         lines.append("")
     lines += _format_plan(report["plan"])
     keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flatten(report["config_set"])]

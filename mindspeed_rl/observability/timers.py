@@ -191,7 +191,7 @@ def format_operators(operators: Sequence[OperatorTime]) -> str:
         cells += [f"{operator.memory_bytes / 2**20:.2f}"] if has_memory else []
         lines.append(f"| {' | '.join(cells)} |")
     if others := ordered[_MAX_ROWS:]:
-        share, calls = sum(map(duration_us, others)) / total, sum(operator.calls for operator in others)
-        lines.append(f"| {len(others)} others | {calls} | {share:.1%} |{' |' * (len(head) - 3)}")
+        fraction, calls = sum(map(duration_us, others)) / total, sum(operator.calls for operator in others)
+        lines.append(f"| {len(others)} others | {calls} | {fraction:.1%} |{' |' * (len(head) - 3)}")
     kind = "device" if has_device else "host"
     return f"{total / 1e3:.3f} ms of {kind} time in {len(operators)} operators.\n\n" + "\n".join(lines) + "\n"

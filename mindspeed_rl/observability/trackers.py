@@ -23,13 +23,16 @@ from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.run_files import CONSUMED, LineWriter, cut_back, pending_file, restore_pending, write_pending
 
-#: name of a tracker and of its package -> its class, called with (rl_config, run_dir, config) and imported on use
+#: name of a tracker -> its class, called with (rl_config, run_dir, config) and imported on use
 TRACKERS = {
     "tensorboard": "mindspeed_rl.observability.services:TensorBoardTracker",
     "wandb": "mindspeed_rl.observability.services:WandbTracker",
     "swanlab": "mindspeed_rl.observability.services:SwanlabTracker",
     "mlflow": "mindspeed_rl.observability.services:MlflowTracker",
 }
+
+#: tracker that needs the package of its name -> the wheel to install
+_WHEELS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny"}
 
 #: time that all trackers together have to finish when a run ends
 _CLOSE_S = 60.0
@@ -233,10 +236,9 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
     classes: dict[str, Callable[..., Tracker]] = {}
     for name in dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to]):
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
-        # found, not imported: that may take long
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
-            wheel = {"mlflow": "mlflow-skinny"}.get(name, name)
-            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {wheel}.")
+        # not imported: that may take long
+        if name in _WHEELS and importlib.util.find_spec(name) is None:
+            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {_WHEELS[name]}.")
         classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
     # before `restore_pending`, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):

@@ -18,7 +18,7 @@ import ray
 
 from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 from mindspeed_rl.runtime.fork_server import build_worker_command
@@ -55,7 +55,7 @@ def build_worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int 
     rl, supervised = cfg.rl_config, cfg.is_supervised
     config = cfg.megatron_training if supervised else cfg.actor_config
     path = Path(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)
-    if not path.is_file() and (project_file := project_configs().parent / path).is_file():
+    if not path.is_file() and (project_file := find_project_configs().parent / path).is_file():
         path = project_file
     return quiet | environment.worker_environment(
         environment.load_runtime_env(path),

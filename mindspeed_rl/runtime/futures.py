@@ -153,7 +153,7 @@ class Wait:
         seconds = monitor._now_s() - self._start_s
         monitor._max_s[self._deadline] = max(monitor._max_s.get(self._deadline, 0.0), seconds)
         if (beat := heartbeat.current()) is not None:
-            beat.notice = ""
+            beat.warning = ""
 
     def _read_statuses(self) -> list[ProcessStatus]:
         return [] if self._monitor.folder is None else read_statuses(self._monitor.folder, names=self._missing)
@@ -169,8 +169,8 @@ class Wait:
             text += f"; mindspeed-rl doctor --hang {self._monitor.folder} shows what every process is doing"
         self._monitor._report(text)
         if (beat := heartbeat.current()) is not None:
-            beat.notice = text
-            beat.on_notice()
+            beat.warning = text
+            beat.on_warning()
 
     def _describe(self, outcome: str) -> str:
         """Return the phase, its outcome and the status of every process; the straggler is in the first line."""
@@ -253,7 +253,7 @@ def wait_all(
         futures: one for each worker.
         names: of the workers.
         phase: shown in messages; its first word decides the deadline.
-        plane: told to abort when a worker fails, so that no request waits for its rows.
+        plane: aborted when a worker fails, so that no request waits for its rows.
         monitor: its deadlines; the defaults of a run when None.
         replace_worker: (name of a worker that is dead or hangs) -> future of another worker that does its work, or None.
 

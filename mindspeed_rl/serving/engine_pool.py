@@ -157,7 +157,7 @@ class ServerPool:
         member = _Member(server, last_event_s=time.monotonic())
         self._members[server.name] = member
         member.tasks.append(asyncio.create_task(self._poll_events(member)))
-        self._place_waiting()
+        self._assign_waiting()
 
     def remove(self, name: str, reason: str) -> None:
         """Remove a lost server; its requests continue on others."""
@@ -181,7 +181,7 @@ class ServerPool:
                 self.waiting.append(request)
         member.requests = {}
         self._note_idle(member)
-        self._place_waiting()
+        self._assign_waiting()
 
     async def call(self, name: str, call: str, **arguments: object) -> Any:
         """Return the result of a call of one server; remove a server that fails or does not answer.
@@ -240,14 +240,14 @@ class ServerPool:
         done = asyncio.get_running_loop().create_future()
         request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, partial or EMPTY_RESPONSE)
         self.waiting.append(request)
-        self._place_waiting()
+        self._assign_waiting()
         try:
             return await done
         except asyncio.CancelledError:
             self._abort(request)
             raise
 
-    def _place_waiting(self) -> None:
+    def _assign_waiting(self) -> None:
         """Give waiting requests to the server with the fewest remaining tokens."""
         if self._paused or not self._members:
             return
@@ -273,7 +273,7 @@ class ServerPool:
     async def _send(self, member: _Member) -> None:
         await asyncio.sleep(0)
         batch, member.outbox = member.outbox, []
-        # or the finished sends of the whole run would pile up
+        # or the finished sends of a run would pile up
         member.tasks = [task for task in member.tasks if not task.done()]
         messages: list[dict[str, object]] = []
         for request in batch:
@@ -298,7 +298,7 @@ class ServerPool:
             self.remove(member.server.name, str(error))
 
     def _abort(self, request: _Request) -> None:
-        """Drop a cancelled request at its server, without waiting."""
+        """Abort a cancelled request at its server, without waiting."""
         if request in self.waiting:
             self.waiting.remove(request)
         for member in self._members.values():
@@ -308,8 +308,8 @@ class ServerPool:
             if request in member.outbox:  # it was not sent yet
                 member.outbox.remove(request)
             else:
-                drop = self._call_or_remove(member, "drop", "drop a request", {"keys": [request.key]})
-                member.tasks.append(asyncio.create_task(drop))
+                abort = self._call_or_remove(member, "drop", "abort a request", {"keys": [request.key]})
+                member.tasks.append(asyncio.create_task(abort))
 
     # ------------------------------------------------------------------ events
 
@@ -319,7 +319,7 @@ class ServerPool:
         wait_s = min(_POLL_S, self._timeout_s / 4)
         while True:
             try:
-                result = await self._call(server, "news", "tell its news", {"after": last, "wait_s": wait_s}, wait_s)
+                result = await self._call(server, "news", "report its events", {"after": last, "wait_s": wait_s}, wait_s)
             except ServerLostError as error:
                 self.remove(server.name, str(error))
                 return
@@ -424,7 +424,7 @@ class ServerPool:
             member.last_event_s = time.monotonic()  # the pause was no silence
         await self._call_all("resume")
         self._paused = False
-        self._place_waiting()
+        self._assign_waiting()
 
     async def _call_all(self, call: str, **arguments: object) -> None:
         await asyncio.gather(*(self.call(name, call, **arguments) for name in self.names), return_exceptions=True)

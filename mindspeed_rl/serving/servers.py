@@ -1,4 +1,4 @@
-"""The rollout servers of a run: started or standalone, called through one pool, given weights, replaced when they are lost."""
+"""The rollout servers of a run: its own or standalone, called through one pool, given weights, replaced when they are lost."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ class RolloutServers:
         Raises:
             WorkerError: one does not; names it and the reason.
         """
-        self._add_started()
+        self._add_own()
         for name, client in self._standalone.items():
             try:
                 self._add_standalone(client)
             except (OSError, RuntimeError) as error:
                 raise WorkerError(f"{name} cannot be used: {type(error).__name__}: {error}") from error
 
-    def _add_started(self) -> None:
+    def _add_own(self) -> None:
         starting, self._starting = self._starting, {}
         for name, future in starting.items():
             try:
@@ -159,9 +159,9 @@ class RolloutServers:
             if self._restarts_left <= 0 or self._placement is None:
                 continue
             self._restarts_left -= 1
-            self._report(f"{name} is started anew ({self._restarts_left} restarts left)")
+            self._report(f"{name} is restarted ({self._restarts_left} restarts left)")
             self._start(int(name.split()[-1]), self._placement)
-        self._add_started()
+        self._add_own()
         for name, client in self._standalone.items():
             if name not in alive:
                 with contextlib.suppress(OSError, RuntimeError):

@@ -56,7 +56,7 @@ class RunReport:
         """Refresh the page from now on, also when there is a warning of a long wait."""
         page = self._page = LivePage(self._refresh)
         if (beat := heartbeat.current()) is not None:
-            beat.on_notice = page.refresh
+            beat.on_warning = page.refresh
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Refresh the page; the first and the newest evaluation are at its top."""
@@ -74,7 +74,7 @@ class RunReport:
 
     def _refresh(self) -> None:
         beat = heartbeat.current()
-        self.write(f"running; {beat.notice}" if beat is not None and beat.notice else "running")
+        self.write(f"running; {beat.warning}" if beat is not None and beat.warning else "running")
 
     def write(self, outcome: str) -> None:
         """Write the report of all that the run folder has so far."""

@@ -59,7 +59,7 @@ def examine_hang(folder: Path) -> HangReport:
     """Asks the processes of the run that live, and reads what the others have left.
 
     Raises:
-        ValueError: the folder holds no run that gives signs of life.
+        ValueError: the folder holds no run with heartbeats.
     """
     if not (folder / FOLDER).is_dir():
         raise ValueError(
@@ -67,12 +67,12 @@ def examine_hang(folder: Path) -> HangReport:
         )
     processes = collect_statuses(folder)
     if not processes:
-        raise ValueError(f"--hang {folder}: no process of this run has given a sign of life.")
+        raise ValueError(f"--hang {folder}: no process of this run has written a heartbeat.")
     driver = next((item for item in processes if item.name == "driver"), None)
     others = [item for item in processes if item is not driver]
     doing = "" if driver is None else driver.doing
     awaited = [item.name for item in others if item.name in doing]
-    phase = "left no sign of life" if driver is None else f"{doing} ({driver.state})"
+    phase = "left no heartbeat" if driver is None else f"{doing} ({driver.state})"
     return HangReport(
         folder,
         phase,

@@ -60,10 +60,10 @@ def render(runs: Sequence[RunFiles]) -> str:
     """Return the page as text; see `write_page`."""
     assets = files(__name__)
     title = " · ".join(run.name for run in runs)
-    # "</script>" in a model's answer must not end the script element, and U+2028 is no line end in JSON
+    # "</script>" in a response must not end the script element, and U+2028 is no line end in JSON
     data = json.dumps(collect_data(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    parts = {
+    values = {
         "TITLE": html.escape(title),
         "STYLE": assets.joinpath("page.css").read_text(encoding="utf-8"),
         "DATA": data,
@@ -72,7 +72,7 @@ def render(runs: Sequence[RunFiles]) -> str:
     }
     page = assets.joinpath("page.html").read_text(encoding="utf-8")
     texts = page.split("%%")  # text, name, text, name, ...: one pass, so that inserted text is not replaced again
-    return "".join(parts[text] if index % 2 else text for index, text in enumerate(texts))
+    return "".join(values[text] if index % 2 else text for index, text in enumerate(texts))
 
 
 def collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:

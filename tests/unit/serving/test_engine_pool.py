@@ -86,7 +86,7 @@ def test_what_a_dead_server_was_working_on_goes_on_elsewhere_behind_its_tokens()
         assert second.engine.seen == [((5, 6), 2)]
         assert pool.names == ["server 1"]
         [(name, reason)] = pool.lost
-        assert name == "server 0" and "failed to tell its news: ConnectionError" in reason
+        assert name == "server 0" and "failed to report its events: ConnectionError" in reason
 
     in_pool(body)
 
