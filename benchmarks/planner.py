@@ -124,28 +124,28 @@ def published() -> Iterator[str]:
         for name, seconds in one.published.items():
             guess = one.predicted[name]
             yield f"| {one.name} | {name} | {_figure(seconds)} | {_figure(guess)} | {guess / seconds:.2f} |"
-    fit = published.fitted(range(len(published.FIGURES)))
+    fit = published.fit_efficiency(range(len(published.FIGURES)))
     values = ", ".join(f"{name} {getattr(fit, name):.3g}" for name in ("train", "prefill", "layer_s", "graph_layer_s"))
-    yield f"\nTwo thirds are within a factor of {published.spread(found):.2f}. The fit to all: {values}."
+    yield f"\nTwo thirds are within a factor of {published.compute_spread(found):.2f}. The fit to all: {values}."
 
 
 def assumptions() -> Iterator[str]:
-    """All numbers that plans take as given, by chip."""
+    """All numbers that plans take as given, by device."""
     from mindspeed_rl.config.loader import build_run_config
-    from mindspeed_rl.config.run_files import compose, project_configs
-    from mindspeed_rl.planner.assumptions import UNVERIFIED, of_memory, of_time
-    from mindspeed_rl.planner.chips import CHIPS
+    from mindspeed_rl.config.run_files import compose, find_project_configs
+    from mindspeed_rl.planner.assumptions import UNVERIFIED, list_memory_assumptions, list_time_assumptions
+    from mindspeed_rl.planner.devices import DEVICES
     from mindspeed_rl.planner.seconds import plan_time
 
-    cfg = build_run_config(compose(project_configs(), "dapo_qwen3_30b_a3b_A3", []))
-    yield "| chip | | value | from | |\n|---|---|---|---|---|"
+    cfg = build_run_config(compose(find_project_configs(), "dapo_qwen3_30b_a3b_A3", []))
+    yield "| device | | value | from | |\n|---|---|---|---|---|"
     seen: dict[tuple[str, ...], list[str]] = {}
-    for chip in CHIPS.values():
-        for one in [*of_memory(cfg, chip), *of_time(cfg, chip, plan_time(cfg, chip))]:
+    for device in DEVICES.values():
+        for one in [*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, plan_time(cfg, device))]:
             row = (one.name, one.value, one.source, UNVERIFIED if one.is_unverified else "")
-            seen.setdefault(row, []).append(chip.name)
-    for row, chips in sorted(seen.items(), key=lambda item: "cpu" in item[1] and len(item[1]) == 1):
-        yield f"| {', '.join(chips)} | {' | '.join(row)} |"
+            seen.setdefault(row, []).append(device.name)
+    for row, devices in sorted(seen.items(), key=lambda item: "cpu" in item[1] and len(item[1]) == 1):
+        yield f"| {', '.join(devices)} | {' | '.join(row)} |"
 
 
 def speed() -> Iterator[str]:

@@ -15,19 +15,18 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, best, modes_of, simulate
+from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.observability.expert_load import sum_counts
-from mindspeed_rl.planner.advice import changes_to_fit
-from mindspeed_rl.planner.assumptions import of_memory, of_time
-from mindspeed_rl.planner.calibration import factors, read_measured
-from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
-from mindspeed_rl.planner.experts import experts_text, place_experts
-from mindspeed_rl.planner.fit import Wanted, fit
+from mindspeed_rl.planner.advice import find_changes_to_fit
+from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
+from mindspeed_rl.planner.calibration import compute_factors, read_measured
+from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
+from mindspeed_rl.planner.experts import format_experts, place_experts
+from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block
 from mindspeed_rl.planner.memory import plan_memory
-from mindspeed_rl.planner.run_file import read_block, run_file
 from mindspeed_rl.planner.samples import SampleMeans
-from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrated, plan_time
-from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
+from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
+from mindspeed_rl.planner.text import encode_fit, encode_memory, encode_time, format_fit, format_memory, format_time
 
 #: of an iteration in the simulation of modes; more of them make no other ratio
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
         prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; shapes and formulas alone."
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    memory = kinds.add_parser("memory", help="bytes of a die by owner and phase, and what to change to fit")
+    memory = kinds.add_parser("memory", help="bytes of a device by owner and phase, and what to change to fit")
     _add_run(memory)
     time = kinds.add_parser("time", help="seconds of an iteration by phase, as ranges")
     _add_run(time)
@@ -80,8 +79,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
-    parser.add_argument("--chip", choices=[*CHIPS], default=None, help="device kind; by the run file's platform and name")
-    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
+    parser.add_argument("--chip", choices=[*DEVICES], default=None, help="device kind; by the run file's platform and name")
+    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
 
@@ -109,8 +108,8 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=64, help="prompts of an iteration")
     parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
-    parser.add_argument("--chip", choices=[name for name in CHIPS if name != "cpu"], default="A3", help="device kind")
-    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
+    parser.add_argument("--chip", choices=[name for name in DEVICES if name != "cpu"], default="A3", help="device kind")
+    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
@@ -145,8 +144,8 @@ def _tokens(text: str) -> int:
     return count
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Chip]:
-    """The run file, composed and read, and the chip.
+def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Device]:
+    """The run file, composed and read, and the device.
 
     Raises:
         ConfigError: the run file has mistakes, or breaks a rule.
@@ -158,30 +157,30 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, 
     cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
     if broken := validate(cfg, arguments.nodes):
         raise ConfigError(str(violation) for violation in broken)
-    return tree, cfg, chip_of(cfg, arguments.chip, arguments.memory_gib)
+    return tree, cfg, find_device(cfg, arguments.chip, arguments.memory_gib)
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    tree, cfg, chip = _read(arguments)
-    plan = plan_memory(cfg, chip, arguments.nodes)
-    changes = changes_to_fit(tree, cfg, plan, chip, arguments.nodes)
-    assumed = list(of_memory(cfg, chip))
-    shown = json.dumps(memory_json(plan, changes, assumed), indent=2) if arguments.json else memory_text(plan, changes, assumed)
+    tree, cfg, device = _read(arguments)
+    plan = plan_memory(cfg, device, arguments.nodes)
+    changes = find_changes_to_fit(tree, cfg, plan, device, arguments.nodes)
+    assumed = list(list_memory_assumptions(cfg, device))
+    shown = json.dumps(encode_memory(plan, changes, assumed), indent=2) if arguments.json else format_memory(plan, changes, assumed)
     print(shown, flush=True)
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
 def _time(arguments: argparse.Namespace) -> int:
-    _, cfg, chip = _read(arguments)
+    _, cfg, device = _read(arguments)
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
     measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
-    plan = plan_time(cfg, chip, arguments.nodes, samples=known)
+    plan = plan_time(cfg, device, arguments.nodes, samples=known)
     if measured is not None:
-        plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
+        plan = calibrate(plan, compute_factors(measured, find_device(measured.cfg, arguments.chip, arguments.memory_gib)))
     # where the rollout has devices of its own the run file says which mode, and the plan is of that
     modes = {} if cfg.is_supervised or cfg.placement.disaggregated else _modes(cfg, plan)
-    assumed = list(of_time(cfg, chip, plan))
-    shown = json.dumps(time_json(plan, modes, assumed), indent=2) if arguments.json else time_text(plan, modes, assumed)
+    assumed = list(list_time_assumptions(cfg, device, plan))
+    shown = json.dumps(encode_time(plan, modes, assumed), indent=2) if arguments.json else format_time(plan, modes, assumed)
     print(shown, flush=True)
     return 0
 
@@ -193,22 +192,21 @@ def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
     generate = plan.phases["rollout"]
     longest = plan.lengths.limit / plan.lengths.mean
     times = PhaseTimes("plan", generate, plan.total - generate - push, push, _SIMULATED_PROMPTS, _SIMULATED_SAMPLES, longest)
-    found: dict[str, ModeTime] = {}
-    synchronous = 0.0
-    for name, mode in modes_of(times).items():
-        chosen, outcome = (mode, simulate(times, mode)) if mode.share == 1.0 else best(times, mode)
-        synchronous = synchronous or outcome.iteration_s
-        found[name] = ModeTime(
-            plan.total * outcome.iteration_s / synchronous, chosen.share, outcome.trainer_idle, outcome.engine_idle
+    outcomes = simulate_modes(times)
+    sync_s = outcomes["sync"][1].iteration_s
+    return {
+        name: ModeTime(
+            plan.total * outcome.iteration_s / sync_s, mode.device_fraction, outcome.trainer_idle, outcome.engine_idle
         )
-    return found
+        for name, (mode, outcome) in outcomes.items()
+    }
 
 
 def _fit(arguments: argparse.Namespace) -> int:
     for name in ("npus", "prompts", "samples", "nodes", "top"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least 1.")
-    wanted = Wanted(
+    request = FitRequest(
         arguments.model,
         read_block(arguments.model, arguments.config_dir),
         arguments.npus,
@@ -218,20 +216,20 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments.samples,
         arguments.nodes,
     )
-    chip = chip_named(arguments.chip, arguments.memory_gib)
-    found = fit(wanted, chip, samples=SampleMeans(arguments.mean_response))
+    device = get_device(arguments.chip, arguments.memory_gib)
+    found = fit(request, device, samples=SampleMeans(arguments.mean_response))
     shown = found[: arguments.top]
-    print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
+    print(json.dumps(encode_fit(shown), indent=2) if arguments.json else format_fit(request, device, shown), flush=True)
     if arguments.output is not None:
         path = Path(arguments.output)
-        _write(path, run_file(wanted, found[0]))
+        _write(path, format_run_file(request, found[0]))
         print(f"wrote {path}; look at it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
     return 0
 
 
 def _experts(arguments: argparse.Namespace) -> int:
     layers = place_experts(sum_counts(arguments.counts), arguments.devices)
-    print(experts_text(layers), flush=True)
+    print(format_experts(layers), flush=True)
     if arguments.output is not None:
         _write(arguments.output, write_expert_map([layer.devices for layer in layers]))
         print(f"wrote {arguments.output}, for generate_config.expert_map_path", file=sys.stderr)

@@ -1,19 +1,23 @@
-"""One iteration of a run file counted on ranks of this machine, beside plain Megatron's and the least it could be."""
+"""Costs of one iteration, counted on ranks of this machine, next to plain Megatron's and a lower bound.
+
+The ranks are processes without Ray, prepared before they import Megatron.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from dataclasses import replace
-from typing import Any
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 
-from mindspeed_rl import platform
-from mindspeed_rl.config import MegatronConfig, RunConfig
-from mindspeed_rl.diagnostics.cost_ranks import CountOrder, count_on_ranks, micro_batch_rows
+from mindspeed_rl import platform, registry
+from mindspeed_rl.config import MegatronConfig, Objective, RLConfig, RunConfig
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model
-from mindspeed_rl.planner.cost_text import cost_json, cost_text
 from mindspeed_rl.planner.shapes import plan_role
-from mindspeed_rl.planner.step_bound import LowerBound, compute_lower_bounds
+from mindspeed_rl.planner.step_costs import LowerBound, compute_lower_bounds, encode_costs, format_costs
+from mindspeed_rl.runtime.process import find_free_port, prepare_process
 
 _DEVICE = "npu"
 #: seconds that ranks have for their two iterations
@@ -22,8 +26,41 @@ _TIMEOUT_S = 1800.0
 _ALWAYS_CLIPS = 1e-12
 
 
+@dataclass(frozen=True)
+class CountJob:
+    """The iteration that is counted.
+
+    Attributes:
+        config, plan: of the actor, with the layers that are counted.
+        columns: columns that the policy loss reads besides advantages, masks and the rollout's log-probs.
+        temperature: logits are divided by it.
+        platform: name of the device kind.
+        world_size: ranks.
+        rows, tokens: of an update on one rank, and of each row.
+        plain: Megatron alone trains, in place of the suite's engine.
+    """
+
+    config: MegatronConfig
+    plan: ModelPlan
+    rl: RLConfig
+    objective: Objective
+    columns: tuple[str, ...]
+    temperature: float
+    platform: str
+    world_size: int
+    rows: int
+    tokens: int
+    plain: bool = False
+
+    @property
+    def micro_batch_rows(self) -> list[int]:
+        """Rows of each micro-batch of an update, where all rows fit a token budget."""
+        size = self.rows if self.rl.use_dynamic_bsz else self.config.micro_batch_size or 1
+        return [min(size, self.rows - first) for first in range(0, self.rows, size)]
+
+
 def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_json: bool) -> str:
-    """What one iteration of a rank costs, as a table or as one JSON object.
+    """Return the costs of one iteration of a rank, as a table or as one JSON object.
 
     Args:
         name: of the run file.
@@ -32,19 +69,34 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
 
     Raises:
         ValueError: this run file cannot be counted, or no device is usable.
-        RuntimeError: a rank failed, with its words.
+        RuntimeError: a rank failed, with its message.
     """
-    order = count_order(cfg, name, layers, rows, tokens)
+    job = build_count_job(cfg, name, layers, rows, tokens)
     if not platform.platform_class(_DEVICE).is_available():
         raise ValueError(
             "npu-cost: no NPU is usable here; on a machine without one, count on the simulated one: "
             "bash tests/npu_sim/run.sh --run mindspeed-rl npu-cost --config-name ..."
         )
-    return _counted(order, as_json=as_json)
+    config = job.config
+    ours = _count_on_ranks(job)
+    plain, bounds = None, dict[str, LowerBound]()
+    if config.context_parallel_size == 1:  # MindSpeed's own context parallelism is off, so there is nothing to compare with
+        plain = _count_on_ranks(replace(job, plain=True))
+    if config.pipeline_model_parallel_size * config.context_parallel_size == 1:
+        replicas = job.world_size // config.tensor_model_parallel_size
+        micro_batches = job.micro_batch_rows
+        bounds = compute_lower_bounds(job.plan, config, rows=micro_batches, tokens=tokens, replicas=replicas)
+    # the first rank of the last stage: it has head and loss
+    shown = job.world_size - job.world_size // config.pipeline_model_parallel_size
+    records = ours[shown], None if plain is None else plain[shown]
+    settings = _describe_settings(job, shown)
+    return (
+        json.dumps(encode_costs(*records, bounds, settings), indent=2) if as_json else format_costs(*records, bounds, settings)
+    )
 
 
-def count_order(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) -> CountOrder:
-    """What is counted; see `count`.
+def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) -> CountJob:
+    """Return the iteration to count; see `count`.
 
     Raises:
         ValueError: the run file is of a supervised stage, or its layout does not fit so few layers.
@@ -52,37 +104,34 @@ def count_order(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) 
     objective = cfg.objective
     if objective is None or cfg.rl_config is None or cfg.generate_config is None:
         raise ValueError(f"--config-name: {name} is supervised; npu-cost counts updates of a policy.")
-    config, plan = _shortened(cfg.actor_config, layers)
+    config, plan = _shorten(cfg.actor_config, layers)
     ep, etp = config.expert_sizes
-    across = config.pipeline_model_parallel_size
     dense = config.tensor_model_parallel_size * config.context_parallel_size
-    return CountOrder(
+    ranks = max(dense, ep * (etp or config.tensor_model_parallel_size) if plan.layout.num_experts else 1)
+    # more than one optimizer step a rollout: the more expensive case
+    columns = {
+        "old_log_probs": True,
+        "ref_log_probs": objective.loss_reads_reference,
+        "entropies": "entropies" in objective.needs,
+    }
+    return CountJob(
         config=config,
         plan=plan,
         rl=cfg.rl_config,
         objective=objective,
-        # more than one optimizer step a rollout: the dearer case
-        columns=tuple(
-            column
-            for column, is_read in (
-                ("old_log_probs", True),
-                ("ref_log_probs", objective.loss_reads_reference),
-                ("entropies", "entropies" in objective.needs),
-            )
-            if is_read
-        ),
+        columns=tuple(column for column, is_read in columns.items() if is_read),
         temperature=cfg.generate_config.sampling_config.temperature or 1.0,
         platform=_DEVICE,
-        world_size=across * max(dense, ep * (etp or config.tensor_model_parallel_size) if plan.layout.num_experts else 1),
+        world_size=config.pipeline_model_parallel_size * ranks,
         rows=rows,
         tokens=tokens,
     )
 
 
-def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, ModelPlan]:
-    """The role with fewer layers; one of them has experts where the model has."""
-    whole = plan_role(config)
-    model_config = whole.model_config
+def _shorten(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, ModelPlan]:
+    """Return the role with fewer layers; one of them has experts where the model has."""
+    full = plan_role(config)
+    model_config = full.model_config
     with_experts = tuple(layer for layer in model_config.moe_layers if layer < layers)
     model_config = replace(
         model_config,
@@ -102,29 +151,12 @@ def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, Mod
         lr_warmup_iters=0,
         lr_warmup_fraction=None,
     )
-    return config, lay_out_model(config, whole.architecture, model_config, whole.hf_config)
+    return config, lay_out_model(config, full.architecture, model_config, full.hf_config)
 
 
-def _counted(order: CountOrder, *, as_json: bool) -> str:
-    config = order.config
-    ours = count_on_ranks(order, timeout_s=_TIMEOUT_S)
-    plain, least = None, dict[str, LowerBound]()
-    if config.context_parallel_size == 1:  # MindSpeed's own context parallelism is off, so there is nothing to compare with
-        plain = count_on_ranks(replace(order, plain=True), timeout_s=_TIMEOUT_S)
-    rows = micro_batch_rows(order)
-    if config.pipeline_model_parallel_size * config.context_parallel_size == 1:
-        replicas = order.world_size // config.tensor_model_parallel_size
-        least = compute_lower_bounds(order.plan, config, rows=rows, tokens=order.tokens, replicas=replicas)
-    # the first rank of the last stage: it has head and loss
-    shown = order.world_size - order.world_size // config.pipeline_model_parallel_size
-    text = cost_json if as_json else cost_text
-    found: Any = text(ours[shown], None if plain is None else plain[shown], least, _said(order, rows, shown))
-    return json.dumps(found, indent=2) if as_json else found
-
-
-def _said(order: CountOrder, rows: list[int], shown: int) -> dict[str, str]:
-    """What was counted on what."""
-    config, model_config = order.config, order.plan.model_config
+def _describe_settings(job: CountJob, shown: int) -> dict[str, str]:
+    """Return device, model, layout and iteration in words."""
+    config, model_config = job.config, job.plan.model_config
     simulated = "NPU_SIM_DEVICES" in os.environ
     sizes = {
         "TP": config.tensor_model_parallel_size,
@@ -138,6 +170,71 @@ def _said(order: CountOrder, rows: list[int], shown: int) -> dict[str, str]:
         "model": f"{model_config.architecture}, {model_config.num_layers} layers, hidden size {model_config.hidden_size}, "
         f"vocabulary {model_config.vocab_size}",
         "layout": f"{layout}{', sequence parallel' if config.sequence_parallel and sizes['TP'] > 1 else ''}; rank {shown}",
-        "iteration": f"log-probs and one optimizer step on {order.rows} rows of {order.tokens} tokens in {len(rows)} "
-        "micro-batches; training state off the device and back",
+        "iteration": f"log-probs and one optimizer step on {job.rows} rows of {job.tokens} tokens in "
+        f"{len(job.micro_batch_rows)} micro-batches; training state off the device and back",
     }
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def _count_on_ranks(job: CountJob) -> list[dict[str, object]]:
+    """Return the result of `cost_worker.count` on every rank.
+
+    Raises:
+        RuntimeError: a rank failed, with its message, or there was no result in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = str(find_free_port("127.0.0.1"))
+    ends: list[Connection] = []
+    processes = []
+    for rank in range(job.world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(job, rank, port, sender), daemon=True)
+        process.start()
+        # or the pipe would stay open here when the rank dies, and its end would go unnoticed
+        sender.close()
+        ends.append(receiver)
+        processes.append(process)
+    try:
+        return _receive(ends, time.monotonic() + _TIMEOUT_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _receive(ends: list[Connection], deadline: float) -> list[dict[str, object]]:
+    results: dict[int, dict[str, object]] = {}
+    while len(results) < len(ends):
+        missing = [rank for rank in range(len(ends)) if rank not in results]
+        ready = wait([ends[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks {missing} did not answer in time.")
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = ends.index(end)
+            try:
+                result = end.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended without a word; its own output says why.") from None
+            if isinstance(result, str):
+                raise RuntimeError(f"rank {rank}: {result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _run_rank(job: CountJob, rank: int, port: str, sender: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
+    os.dup2(2, 1)  # libraries print while they load, and standard output is the command's
+    try:
+        platform.select(job.platform)
+        prepare_process(("train",), job.config)
+        result = registry.load("mindspeed_rl.diagnostics.cost_worker:count", "what is counted")(job)
+    except Exception as error:  # noqa: BLE001 - the boundary of a process: any failure is reported to its parent
+        sender.send(f"{type(error).__name__}: {error}")
+        raise
+    sender.send(result)
+    os._exit(0)  # libraries take long to leave

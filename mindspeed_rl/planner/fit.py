@@ -17,7 +17,7 @@ from typing import Any
 from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, unavailable
-from mindspeed_rl.config.run_files import apply_values, project_configs
+from mindspeed_rl.config.run_files import apply_values, find_project_configs
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
@@ -361,7 +361,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     """
     import yaml  # here, as in run_files: help and errors need no YAML
 
-    folders = [Path(config_dir)] if config_dir is not None else [project_configs(), Path.cwd() / "configs", Path.cwd()]
+    folders = [Path(config_dir)] if config_dir is not None else [find_project_configs(), Path.cwd() / "configs", Path.cwd()]
     for folder in folders:
         path = folder / "model" / f"{name}.yaml"
         if path.is_file():

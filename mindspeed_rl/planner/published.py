@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.run_files import apply_values, compose, project_configs
+from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
@@ -118,7 +118,7 @@ FIGURES: tuple[Figure, ...] = (
 @lru_cache(maxsize=64)
 def _read_figure(index: int) -> tuple[RunConfig, RunShape]:
     figure = FIGURES[index]
-    tree = apply_values(compose(project_configs(), figure.config, []), figure.changes)
+    tree = apply_values(compose(find_project_configs(), figure.config, []), figure.changes)
     cfg = build_run_config(tree, config_name=figure.config)
     return cfg, read_shape(cfg, DEVICES[figure.device], 1)
 

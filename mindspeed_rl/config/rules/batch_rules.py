@@ -80,7 +80,9 @@ def _positive(sizes: Sizes) -> Iterator[SizeViolation]:
         value = sizes.value(name)
         if value is not None and value < 1:
             # bound here: the sentence is made, if at all, when the loop has gone on
-            yield SizeViolation("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
+            yield SizeViolation(
+                "positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1"
+            )
 
 
 def _uneven(role: str, layout: Layout) -> SizeViolation:

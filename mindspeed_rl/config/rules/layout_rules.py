@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
-from mindspeed_rl.config.keys.megatron import MegatronConfig, joined
+from mindspeed_rl.config.keys.megatron import MegatronConfig, join_layers
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, read_engine_shape
 from mindspeed_rl.config.rules.violation import Violation, violate
 from mindspeed_rl.config.run import RunConfig
@@ -145,7 +145,7 @@ def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Vi
 
 def layer_numbers(layers: str | int | list[int] | None) -> list[int] | None:
     """Return the numbers of a comma-separated list, or None when the text is not such a list."""
-    text = joined(layers)
+    text = join_layers(layers)
     try:
         return [int(item) for item in text.split(",")] if text else []
     except ValueError:

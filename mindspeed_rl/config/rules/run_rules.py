@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
-from mindspeed_rl.config.keys.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
+from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
 from mindspeed_rl.config.rules.rollout_rules import expert_count_rules, replay_rules, turn_rules
 from mindspeed_rl.config.rules.violation import Violation, violate
 from mindspeed_rl.config.run import RunConfig
@@ -338,7 +338,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
     step = rl.parameter_sync_step
     for name in ("save_interval", "eval_interval"):
         every = getattr(actor, name)
-        used = actor.save if name == "save_interval" else evaluates(actor)
+        used = actor.save if name == "save_interval" else actor.has_held_out_data
         if used and every and every % step:
             yield violate(
                 f"sync_step_{name}",
@@ -455,7 +455,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
 
 def _split(cfg: RunConfig) -> Iterator[Violation]:
     try:
-        split_shares(cfg.actor_config.split)
+        read_split(cfg.actor_config.split)
     except ValueError as error:
         yield violate(
             "split_shares",

@@ -18,7 +18,7 @@ import tiny_models
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.ignored import IGNORED
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.build import build_model, plan_transformer_config
@@ -50,7 +50,7 @@ def test_planned_parameters_are_those_of_the_built_model(name: str, training_wor
     assert planned.dense == sum(value.numel() for value in parameters.values()) - experts
 
 
-BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (project_configs() / "model").glob("*.yaml")}
+BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (find_project_configs() / "model").glob("*.yaml")}
 
 
 class _WithoutMemory(TorchFunctionMode):

@@ -15,7 +15,7 @@ from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
-from mindspeed_rl.config.run_files import apply_values, compose, locate, project_configs
+from mindspeed_rl.config.run_files import apply_values, compose, locate, find_project_configs
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
@@ -44,9 +44,9 @@ PARAMETERS = {
 KEYS = {field.name for field in fields(MegatronConfig)}
 BLOCKS = {
     path.stem: {name: value for name, value in yaml.safe_load(path.read_text())[path.stem].items() if name in KEYS}
-    for path in (project_configs() / "model").glob("*.yaml")
+    for path in (find_project_configs() / "model").glob("*.yaml")
 }
-NPU = sorted(path.stem for path in project_configs().glob("*.yaml") if "tiny" not in path.stem)
+NPU = sorted(path.stem for path in find_project_configs().glob("*.yaml") if "tiny" not in path.stem)
 
 
 def planned(name: str, **overrides: object) -> MemoryPlan:

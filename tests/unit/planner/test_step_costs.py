@@ -3,9 +3,8 @@
 import pytest
 
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.planner.cost_text import by_phase, cost_json, cost_text
-from mindspeed_rl.planner.shapes import role_plan
-from mindspeed_rl.planner.step_bound import least_costs
+from mindspeed_rl.planner.shapes import plan_role
+from mindspeed_rl.planner.step_costs import compute_lower_bounds, encode_costs, format_costs, group_by_phase
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +14,7 @@ def actor():
 
 
 def test_kernels_of_a_dense_model_are_those_of_its_parts(actor):
-    least = least_costs(role_plan(actor.actor_config), actor.actor_config, rows=[2, 2], tokens=64, replicas=1)
+    least = compute_lower_bounds(plan_role(actor.actor_config), actor.actor_config, rows=[2, 2], tokens=64, replicas=1)
     # two norms, four products, two rotations, attention, activation, two residual sums; four layers, embedding and last norm
     assert least["update / forward"].kernels == 2 * (4 * 12 + 2)
     assert least["update / backward"].kernels == 2 * (4 * 16 + 2)
@@ -25,7 +24,7 @@ def test_kernels_of_a_dense_model_are_those_of_its_parts(actor):
 
 
 def test_bytes_between_tensor_ranks_are_activations_in_and_out_of_each_block(actor):
-    least = least_costs(role_plan(actor.actor_config), actor.actor_config, rows=[2, 2], tokens=64, replicas=1)
+    least = compute_lower_bounds(plan_role(actor.actor_config), actor.actor_config, rows=[2, 2], tokens=64, replicas=1)
     activations = 2 * 2 * 64 * 128 * 2
     # a gather and a scattered sum for attention and MLP of four layers, embedding and head
     assert least["update / forward"].collective_bytes == activations * 2 * (2 * 4 + 2)
@@ -42,14 +41,14 @@ RECORD = {
 
 
 def test_an_outer_phase_has_what_is_counted_inside_it():
-    found = by_phase(RECORD)
+    found = group_by_phase(RECORD)
     assert list(found) == ["log-probs", "update", "update / forward"]
     assert found["update"] == {"kernels": 5, "waits": 4, "copies": 1, "collective_mib": 3.0, "peak_mib": 2.0}
     assert found["update / forward"]["kernels"] == 3 and found["update / forward"]["peak_mib"] == 1.0
 
 
 def test_the_text_names_the_line_that_a_wait_comes_from(actor):
-    text = cost_text(RECORD, None, {}, {"counted on": "a simulated NPU"})
+    text = format_costs(RECORD, None, {}, {"counted on": "a simulated NPU"})
     assert "4  update / forward: _local_scalar_dense, mindspeed_rl/engine/vocab.py:96" in text
     assert "5 / - / -" in text and text.startswith("counted on: a simulated NPU")
-    assert cost_json(RECORD, RECORD, {}, {"model": "m"})["phases"]["plain"] == by_phase(RECORD)
+    assert encode_costs(RECORD, RECORD, {}, {"model": "m"})["phases"]["plain"] == group_by_phase(RECORD)
