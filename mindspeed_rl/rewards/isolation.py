@@ -21,9 +21,6 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-#: working directory, HOME and TMPDIR of a program
-HOME = "/home"
-SCRIPT = f"{HOME}/program.py"
 
 _SYS_CREATE_RULESET, _SYS_ADD_RULE, _SYS_RESTRICT_SELF = 444, 445, 446
 _RULE_PATH_BENEATH, _GET_VERSION = 1, 1
@@ -74,7 +71,14 @@ class EmptyRoot:
         folder: an empty folder, on which the new root is mounted.
         program: source code.
         size_mib: limit for all files that the program writes.
+
+    Attributes:
+        home: working directory, HOME and TMPDIR of the program.
+        script: path of the program.
     """
+
+    home = "/home"
+    script = f"{home}/program.py"
 
     def __init__(self, libc: ctypes.CDLL, folder: str, program: bytes, size_mib: int) -> None:
         self._libc, self._root, self._program = libc, folder, program
@@ -102,18 +106,18 @@ class EmptyRoot:
         for path in _DEVICES:
             if os.path.exists(path):
                 self._bind(path)
-        os.mkdir(root + HOME)
-        os.chmod(root + HOME, 0o777)
+        os.mkdir(root + self.home)
+        os.chmod(root + self.home, 0o777)
         os.mkdir(root + "/tmp")
         os.chmod(root + "/tmp", 0o777)
-        with open(root + SCRIPT, "wb") as file:
+        with open(root + self.script, "wb") as file:
             file.write(self._program)
-        os.chmod(root + SCRIPT, 0o644)
+        os.chmod(root + self.script, 0o644)
         os.chdir(root)
         # with the same path twice, the old root is stacked on the new one and needs no folder in it (pivot_root(2))
         check(self._libc.pivot_root(b".", b"."), "pivot_root")
         check(self._libc.umount2(b".", _MNT_DETACH), "leave the old root")
-        os.chdir(HOME)
+        os.chdir(self.home)
 
     def _bind(self, path: str) -> None:
         """Bind-mount a file or folder at the same path of the new root."""

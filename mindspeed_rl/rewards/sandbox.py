@@ -28,7 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.rewards.isolation import HOME, SCRIPT, EmptyRoot, LandlockRules, SyscallFilter, check
+from mindspeed_rl.rewards.isolation import EmptyRoot, LandlockRules, SyscallFilter, check
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -128,7 +128,7 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
         content, home = program.encode("utf-8", "replace"), folder
         script = Path(folder, "program.py")
         if "files" in isolation:  # the program is written into its own file system
-            script, home = Path(SCRIPT), HOME
+            script, home = Path(EmptyRoot.script), EmptyRoot.home
         else:
             script.write_bytes(content)
             script.chmod(0o644)

@@ -132,13 +132,13 @@ class _CheckedEnvironment:
         result = await self._run("step", [dict(message) for message in messages])
         where = f"{self._name}.step"
         if not isinstance(result, (tuple, list)) or len(result) != 3:
-            raise InvalidEnvironmentError(f"{where} must return (messages, reward or None, done), not {_shorten(result)}")
+            raise InvalidEnvironmentError(f"{where} must return (messages, reward or None, done), not {result!r:.200}")
         new, reward, done = result
         # a bool is an int in Python, and here most likely `done` at the wrong index
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise InvalidEnvironmentError(f"{where}: the reward must be a number or None, not {_shorten(reward)}")
+            raise InvalidEnvironmentError(f"{where}: the reward must be a number or None, not {reward!r:.200}")
         if not isinstance(done, bool):
-            raise InvalidEnvironmentError(f"{where}: done must be True or False, not {_shorten(done)}")
+            raise InvalidEnvironmentError(f"{where}: done must be True or False, not {done!r:.200}")
         new_messages = self._check_messages(new or [], "step")
         if not new_messages and not done:
             raise InvalidEnvironmentError(f"{where}: neither new messages nor the end; the model would have nothing to answer")
@@ -174,13 +174,9 @@ class _CheckedEnvironment:
             value = [{"role": "user", "content": value}]
         where = f"{self._name}.{method}"
         if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
-            raise InvalidEnvironmentError(f"{where} must return messages with role and content, not {_shorten(value)}")
+            raise InvalidEnvironmentError(f"{where} must return messages with role and content, not {value!r:.200}")
         for message in value:
             if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
                 roles = ", ".join(_ROLES)
-                raise InvalidEnvironmentError(f"{where}: a message has a role of {roles} and a text, not {_shorten(message)}")
+                raise InvalidEnvironmentError(f"{where}: a message has a role of {roles} and a text, not {message!r:.200}")
         return [dict(message) for message in value]
-
-
-def _shorten(value: object) -> str:
-    return repr(value)[:200]

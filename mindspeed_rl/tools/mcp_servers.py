@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -157,12 +158,9 @@ class McpServers(Tool):
             index, name = self._sources[call.name]
             return ToolResult(await connections[index].call(name, call.arguments, timeout_s))
 
-        async def close() -> None:
-            if not is_shared:
-                await _close_all(connections)
-
         # a call to a server that has ended waits for a new one, and then has its full time
-        return Session(run, close, grace_s=_CONNECT_LIMIT_S + 2 * _GRACE_S)
+        grace_s = _CONNECT_LIMIT_S + 2 * _GRACE_S
+        return Session(run, grace_s=grace_s) if is_shared else Session(run, partial(_close_all, connections), grace_s=grace_s)
 
     async def close(self) -> None:
         """See `Tool`."""

@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 from mindspeed_rl.tools.tool import ToolError
 
 RunIn = Literal["process", "thread", "loop"]
-RUN_IN: tuple[RunIn, ...] = ("process", "thread", "loop")
 """A process that can be killed, a thread, or the event loop itself."""
 _T = TypeVar("_T")
 

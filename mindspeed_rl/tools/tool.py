@@ -20,7 +20,6 @@ RowOptions = Mapping[str, Mapping[str, Any]]
 AcceptedOptions = Mapping[str, frozenset[str] | None]
 """Options that a row may set in its column tools_kwargs, under verl's names -> their arguments, None for any."""
 
-OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _IGNORED_OPTIONS: AcceptedOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
 
 

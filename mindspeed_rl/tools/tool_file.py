@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
@@ -28,7 +28,7 @@ from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.mcp_servers import McpServers
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.python_tool import FunctionTool
-from mindspeed_rl.tools.running import RUN_IN, RunIn
+from mindspeed_rl.tools.running import RunIn
 from mindspeed_rl.tools.tool import CallSettings, Config, Tool
 
 _Kind = Literal["class", "function", "tool", "mcp"]
@@ -134,9 +134,9 @@ def _read_entry(value: object, where: str, timeout_s: float) -> _ToolEntry:
         raise ValueError(f"{where}: an entry has one of class_name, function, tool and mcp, not {actual}")
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}.config must be a mapping, not {type(config).__name__}")
-    if run_in is not None and run_in not in RUN_IN:
-        hint = registry.did_you_mean(run_in, RUN_IN)
-        raise ValueError(f"{where}.run_in is {run_in!r}, but must be one of {', '.join(RUN_IN)}{hint}")
+    if run_in is not None and run_in not in get_args(RunIn):
+        hint = registry.did_you_mean(run_in, get_args(RunIn))
+        raise ValueError(f"{where}.run_in is {run_in!r}, but must be one of {', '.join(get_args(RunIn))}{hint}")
     kind, target = given[0]
     if kind == "mcp":
         if not isinstance(target, Mapping):

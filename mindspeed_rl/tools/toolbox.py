@@ -15,11 +15,12 @@ from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import find_problem
-from mindspeed_rl.tools.tool import OPTIONS, AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
+from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
 
 _LOG = logging.getLogger(__name__)
 #: columns of a data set that may change the tools of its row
 TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
+_OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _FIRST_PAUSE_S = 0.1
 _CLOSE_LIMIT_S = 15.0
 #: problems that another attempt may solve
@@ -284,7 +285,7 @@ def _check_options(tool: str, options: Mapping[str, object], accepted: AcceptedO
     """Raise ValueError unless the tool accepts the options of a row."""
     for option, arguments in options.items():
         where = f"the column tools_kwargs, {tool}"
-        if option not in accepted and (arguments or option not in OPTIONS):
+        if option not in accepted and (arguments or option not in _OPTIONS):
             hint = registry.did_you_mean(option, accepted)
             raise ValueError(
                 f"{where}: {option!r} is unknown or does nothing for it{hint or '.'} It takes {', '.join(accepted)}"

@@ -1,4 +1,4 @@
-"""What the guide says is so."""
+"""The statements of the guide docs/rewards.md hold."""
 
 import re
 from pathlib import Path

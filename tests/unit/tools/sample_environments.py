@@ -1,4 +1,4 @@
-"""Environments that behave, and some that do not, for the tests beside this file."""
+"""Environments that behave, and some that do not, for the tests of this folder."""
 
 import asyncio
 import time

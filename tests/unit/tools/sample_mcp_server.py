@@ -1,4 +1,4 @@
-"""A small MCP server for the tests beside this file: `python sample_mcp_server.py [PORT]`, over stdio or HTTP on loopback."""
+"""A small MCP server for the tests of this folder: `python sample_mcp_server.py [PORT]`, over stdio or HTTP on loopback."""
 
 import asyncio
 import os

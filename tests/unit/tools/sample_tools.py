@@ -1,4 +1,4 @@
-"""Tools that behave, and tools that do not, for the tests beside this file."""
+"""Tools that behave, and tools that do not, for the tests of this folder."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What rows say of tools is read before a run starts: one error, with row, tool, option and what there is."""
+"""Columns that configure tools are read before a run starts: one error, with row, tool, option and the valid names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool files: what may stand in them, and that whatever is wrong is told before anything starts."""
+"""Tool files: their contents, and errors, which are reported before anything starts."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What becomes of calls: answers, failures, limits, and that nothing is left behind."""
+"""Calls of tools: results, failures and limits; no process is left at the end."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ BAD = {"function": "sample_tools:misbehave", "limits": {"timeout_s": 0.5}}
 COUNT = {"class_name": "sample_tools.Counter", "config": {"times": 2}, "tool_schema": COUNTER_SCHEMA}
 
 
-def ask(folder, entry, *calls, limits=None, columns=None):
+def run_calls(folder, entry, *calls, limits=None, columns=None):
     """The replies to the calls of one turn of a new trajectory."""
 
     async def run():
@@ -30,7 +30,7 @@ def ask(folder, entry, *calls, limits=None, columns=None):
 
 
 def test_functions_answer_in_the_order_of_the_calls(tmp_path):
-    replies = ask(
+    replies = run_calls(
         tmp_path, (ADD, "sample_tools:add_later"), call("add", a=1, b=2), call("add_later", a=3, b=4), call("add", a=-1, b=0)
     )
     assert [reply.text for reply in replies] == ["3", "sum 7", "-1"]
@@ -61,19 +61,19 @@ def test_a_function_that_fails_is_a_message_to_the_model_and_the_tool_goes_on(tm
 
 
 def test_a_function_that_prints_a_gigabyte_does_so_nowhere(tmp_path, capfd):
-    (reply,) = ask(tmp_path, {**BAD, "limits": {"timeout_s": 20}}, call("misbehave", how="print much"))
+    (reply,) = run_calls(tmp_path, {**BAD, "limits": {"timeout_s": 20}}, call("misbehave", how="print much"))
     assert reply.text == "fine"
     assert len(capfd.readouterr().out) == 0
 
 
 def test_what_is_returned_becomes_text_and_is_cut_from_the_named_side(tmp_path):
     entry = {**BAD, "limits": {"timeout_s": 20}}
-    assert json.loads(ask(tmp_path, entry, call("misbehave", how="return rows"))[0].text) == {"rows": [1, 2.5, None, "ü"]}
-    assert ask(tmp_path, entry, call("misbehave", how="return nothing"))[0].text == ""
-    assert "object" in ask(tmp_path, entry, call("misbehave", how="return an object"))[0].text
+    assert json.loads(run_calls(tmp_path, entry, call("misbehave", how="return rows"))[0].text) == {"rows": [1, 2.5, None, "ü"]}
+    assert run_calls(tmp_path, entry, call("misbehave", how="return nothing"))[0].text == ""
+    assert "object" in run_calls(tmp_path, entry, call("misbehave", how="return an object"))[0].text
     much = call("misbehave", how="return much")
     left, right, middle = (
-        ask(tmp_path, entry, much, limits=CallLimits(max_response_tokens=40, truncate_side=side))[0].text
+        run_calls(tmp_path, entry, much, limits=CallLimits(max_response_tokens=40, truncate_side=side))[0].text
         for side in ("left", "right", "middle")
     )
     assert left == "begin" + "x" * 21 + "...(truncated)"
@@ -83,13 +83,13 @@ def test_what_is_returned_becomes_text_and_is_cut_from_the_named_side(tmp_path):
 
 def test_a_hanging_function_is_ended_with_its_children(tmp_path):
     pid = tmp_path / "pid"
-    (reply,) = ask(tmp_path, BAD, call("misbehave", how="hang with a child", detail=str(pid)))
+    (reply,) = run_calls(tmp_path, BAD, call("misbehave", how="hang with a child", detail=str(pid)))
     assert reply.problem == "timeout"
     assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_broken_and_unknown_calls_and_wrong_arguments_are_told_and_not_made(tmp_path):
-    replies = ask(
+    replies = run_calls(
         tmp_path,
         ADD,
         BrokenCall("{", "it is no JSON"),
@@ -137,9 +137,9 @@ def test_coroutines_that_never_stop_are_left_even_if_they_do_not_let_go(tmp_path
 def test_a_failed_call_is_tried_again_as_often_as_the_file_says(tmp_path):
     entry = {"function": "sample_tools:flaky", "limits": {"retries": 2}}
     sample_tools.FLAKY["left"] = 1
-    assert ask(tmp_path, entry, call("flaky"))[0].text == "at last"
+    assert run_calls(tmp_path, entry, call("flaky"))[0].text == "at last"
     sample_tools.FLAKY["left"] = 3
-    assert ask(tmp_path, entry, call("flaky"))[0].text == "Error: ConnectionError: try again"
+    assert run_calls(tmp_path, entry, call("flaky"))[0].text == "Error: ConnectionError: try again"
     assert sample_tools.FLAKY["left"] == 0
 
 
@@ -162,7 +162,7 @@ def test_calls_beyond_those_of_a_turn_or_of_the_trajectory_are_refused(tmp_path)
 def test_a_tool_runs_as_often_at_once_as_its_file_says(tmp_path):
     entry = {"function": "sample_tools:misbehave", "limits": {"timeout_s": 0.3, "max_parallel": 2}}
     begun = time.monotonic()
-    replies = ask(tmp_path, entry, *[call("misbehave", how="hang")] * 4)
+    replies = run_calls(tmp_path, entry, *[call("misbehave", how="hang")] * 4)
     assert [reply.problem for reply in replies] == ["timeout"] * 4
     assert sorted(reply.seconds > 0.55 for reply in replies) == [False, False, True, True]
     assert time.monotonic() - begun < 15
@@ -224,7 +224,7 @@ def test_what_a_row_gives_for_the_reward_reaches_the_tool_wherever_it_runs(tmp_p
 def test_a_class_of_coroutines_answers_with_its_own_schema(tmp_path):
     columns = {"tools_kwargs": json.dumps({"greet": {"create_kwargs": {"word": "ciao"}}})}
     assert (
-        ask(tmp_path, {"class_name": "sample_tools:Greeter"}, call("greet", name="Rome"), columns=columns)[0].text
+        run_calls(tmp_path, {"class_name": "sample_tools:Greeter"}, call("greet", name="Rome"), columns=columns)[0].text
         == "ciao Rome"
     )
 
@@ -295,6 +295,6 @@ def test_a_cancelled_call_ends_its_process_and_the_box_goes_on(tmp_path):
 def test_nothing_is_left_of_a_closed_box(tmp_path):
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     descriptors = len(os.listdir("/proc/self/fd"))
-    ask(tmp_path, (ADD, {**COUNT, "run_in": "process"}, "code_interpreter"), call("add", a=1, b=1), call("count", by=1))
+    run_calls(tmp_path, (ADD, {**COUNT, "run_in": "process"}, "code_interpreter"), call("add", a=1, b=1), call("count", by=1))
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
     assert len(os.listdir("/proc/self/fd")) <= descriptors

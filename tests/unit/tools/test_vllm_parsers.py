@@ -1,4 +1,4 @@
-"""vLLM's parsers behind ours, over what published chat templates write, and over anything else."""
+"""vLLM's parsers with our interface, on the output of published chat templates and on other text."""
 
 import random
 from pathlib import Path
