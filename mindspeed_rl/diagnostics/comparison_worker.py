@@ -1,10 +1,10 @@
-"""Run trainer and rollout engine on the same tokens, layer by layer; `train_vs_rollout.py` puts the ranks' parts together."""
+"""Trainer and rollout engine on the same tokens, layer by layer; `train_vs_rollout.py` joins the outputs of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
-from mindspeed_rl.dumps.causes import WeightFinding
+from mindspeed_rl.dumps.causes import EngineOutputs, TrainerOutputs, WeightFinding
 from mindspeed_rl.dumps.record import Cut
-from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.probe import ModelProbe
@@ -28,13 +27,13 @@ from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.roles import Role, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
-#: by how much the weights of the first push are scaled: enough to change every element, and undone to the bit
+#: factor on the weights of the first push: changes every element, and is undone to the bit
 _SCALE = 2.0
 
 
 @dataclass
-class KeptTensors:
-    """A sink that keeps what it is given, in memory.
+class _TensorCollector:
+    """A sink that collects tensors in memory.
 
     Attributes:
         tensors, cuts: by name.
@@ -53,7 +52,7 @@ class ComparisonWorker(DeviceWorker):
     """One rank's actor and rollout engine, as in training but without an optimizer. All methods are collective."""
 
     def __init__(self, run: Run, run_id: str, *, rank: int) -> None:
-        """Joins the training world, builds the actor and the engine.
+        """Join the training world and build the actor and the engine.
 
         Args:
             run_id: unique to the run and equal on all its ranks.
@@ -65,7 +64,7 @@ class ComparisonWorker(DeviceWorker):
         tokenizer = load_tokenizer_of(config, source)
         passes = build_pass_settings(run, tokenizer)
         self.role = Role("actor", run.models["actor"], passes, steps_per_iteration=None)
-        self._rest()  # vLLM refuses to start on a device that has less than its share free
+        self._offload()  # vLLM refuses to start on a device with less free memory than it is to use
         self.rollout = RolloutReplica(run, None, tokenizer, run_id)
         self.vocab_size = plan.model_config.vocab_size
         self.notes: list[str] = []
@@ -73,7 +72,7 @@ class ComparisonWorker(DeviceWorker):
     # ------------------------------------------------------------------ weights
 
     def push_twice(self) -> None:
-        """The engine holds the trained weights, pushed as in training, after other ones: what does not follow is stale."""
+        """Push other weights, then the trained ones as in training: a parameter that keeps the other ones is stale."""
         self.role.offloader.onload(params=True)
         weights = [weight.tensor for weight in self.role.stream.local_weights.values()]
         _scale(weights, _SCALE)
@@ -81,11 +80,11 @@ class ComparisonWorker(DeviceWorker):
         self._before = _copies(self.rollout.engine.get_model())
         _scale(weights, 1.0 / _SCALE)
         self._push(1)
-        self._rest()
+        self._offload()
         self.rollout.engine.restore_cache()
 
-    def _rest(self) -> None:
-        """The trainer's weights leave the device where the run file says so."""
+    def _offload(self) -> None:
+        """Move the trainer's weights off the device where the run file asks for it."""
         self.role.offloader.offload(params=self.run.generate.offload_train_param)
 
     def _push(self, version: int) -> None:
@@ -95,7 +94,7 @@ class ComparisonWorker(DeviceWorker):
             self.notes.append(str(error))
 
     def check_weights(self) -> tuple[list[WeightFinding], list[str]]:
-        """Parameters that differ from what the engine's own loader makes of the trained weights; and what was said on the way.
+        """Return the parameters that differ from what the engine's own loader makes of the trained weights, and notes.
 
         The engine holds nothing of use afterwards, and its memory is the trainer's.
         """
@@ -104,48 +103,47 @@ class ComparisonWorker(DeviceWorker):
         pushed = _copies(engine.get_model())
         tensors = self.rollout.tensors_by_parameter()
         engine.load_weights(self.role.stream.named_tensors(self.rollout.dtype), 2)
-        found = []
+        findings = []
         for name, expected in _copies(engine.get_model()).items():
-            held, before = pushed[name], self._before[name]
-            differs = held != expected
+            differs = pushed[name] != expected
             if not bool(differs.any()):
                 continue
-            fault: Any = "other"
-            # what the first push brought: the second one did not reach it
-            if torch.equal(held, before):
+            fault: Literal["stale", "rearranged", "other"] = "other"
+            # the values of the first push: the second one did not reach it
+            if torch.equal(pushed[name], self._before[name]):
                 fault = "stale"
-            elif bit_sum(held) == bit_sum(expected):
+            elif bit_sum(pushed[name]) == bit_sum(expected):
                 fault = "rearranged"
-            found.append(WeightFinding(name, tensors.get(name, ()), fault, float(differs.float().mean())))
+            findings.append(WeightFinding(name, tensors.get(name, ()), fault, float(differs.float().mean())))
         if self.rollout.swaps_memory:
             engine.release_memory()
-        return found, self.notes
+        return findings, self.notes
 
     # ------------------------------------------------------------------ the same tokens
 
-    def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> EngineSide | None:
-        """The engine's response to one prompt with what its model computed; None off the first rank of the first replica."""
-        engine, kept = self.rollout.engine, KeptTensors()
+    def generate(self, prompt_ids: Sequence[int], num_tokens: int, index: int) -> EngineOutputs | None:
+        """Return the engine's response to one prompt with its activations; None off the first rank of the first replica."""
+        engine, collected = self.rollout.engine, _TensorCollector()
         engine.reset_prefix_cache()
         sampling = replace(engine.sampling, max_tokens=min(num_tokens, engine.sampling.max_tokens))
 
         async def respond() -> Generated:
-            return await self.rollout.host.generate(tuple(prompt_ids), sampling, sample_seed(1, number, 0, 0))
+            return await self.rollout.host.generate(tuple(prompt_ids), sampling, sample_seed(1, index, 0, 0))
 
-        with EngineProbe(engine.get_model(), kept).recording():
+        with EngineProbe(engine.get_model(), collected).recording():
             generated = self.rollout.host.run(respond)
         if generated is None or self.rollout.replica:
             return None
-        return _engine_side(generated, len(prompt_ids), kept, self.vocab_size)
+        return _build_outputs(generated, len(prompt_ids), collected, self.vocab_size)
 
-    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TrainerSide:
-        """The trainer's log-probs of the response and what its model computed."""
+    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TrainerOutputs:
+        """Return the trainer's log-probs of the response and its activations."""
         self.role.offloader.onload(params=True)
         row = Rows([torch.tensor([*prompt_ids, *response_ids])], [len(prompt_ids)])
-        kept = KeptTensors()
-        with ModelProbe(self.role.engine, kept).recording():
+        collected = _TensorCollector()
+        with ModelProbe(self.role.engine, collected).recording():
             output = self.role.engine.forward(row, MicroBatching(1))
-        parts = {name.removeprefix("micro_0."): (tensor, kept.cuts[name]) for name, tensor in kept.tensors.items()}
+        parts = {name.removeprefix("micro_0."): (tensor, collected.cuts[name]) for name, tensor in collected.tensors.items()}
         parts.pop("head", None)
         if parallel_state.get_context_parallel_world_size() > 1:
             parts = {}  # a rank has slices of the sequence, in another order
@@ -153,22 +151,22 @@ class ComparisonWorker(DeviceWorker):
             parallel_state.get_tensor_model_parallel_rank() and not self.role.model.transformer_config.sequence_parallel
         ):
             parts = {}  # the same as on another rank
-        return TrainerSide(None if output is None else output[0][0], parts)
+        return TrainerOutputs(None if output is None else output[0][0], parts)
 
     def temperatures(self) -> tuple[float, float]:
-        """By which the trainer divides its logits, and by which the engine is asked to."""
+        """Return the temperatures by which trainer and engine divide their logits."""
         return self.role.engine.temperature, self.rollout.engine.sampling.temperature
 
 
 def _scale(weights: Sequence[Tensor], factor: float) -> None:
-    """A power of two, so that scaling back gives the bits that were there."""
+    """Multiply weights by a power of two, so that scaling back gives the same bits."""
     for weight in weights:
         if weight.is_floating_point():
             weight.mul_(factor)
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
-    """The engine's parameters as they are, in host memory."""
+    """Return copies of the engine's parameters in host memory."""
     return {
         name: parameter.detach().to("cpu", copy=True)
         for name, parameter in model.named_parameters()
@@ -176,23 +174,24 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _engine_side(generated: Generated, prompt_length: int, kept: KeptTensors, vocab_size: int) -> EngineSide:
-    steps = 1 + max(int(name.split(".")[0].removeprefix("token_")) for name in kept.tensors)
+def _build_outputs(generated: Generated, prompt_length: int, collected: _TensorCollector, vocab_size: int) -> EngineOutputs:
+    steps = 1 + max(int(name.split(".")[0].removeprefix("token_")) for name in collected.tensors)
 
-    def joined(place: str) -> Tensor:
-        found = [kept.tensors.get(f"token_{step}.{place}") for step in range(steps)]
-        return torch.cat([part for part in found if part is not None])
+    def join_steps(module: str) -> Tensor:
+        parts = [collected.tensors.get(f"token_{step}.{module}") for step in range(steps)]
+        return torch.cat([part for part in parts if part is not None])
 
-    positions = joined("positions")
+    num_tokens = len(generated.token_ids)
+    positions = join_steps("positions")
     positions = positions[0] if positions.dim() > 1 else positions  # of text alone all three are equal
-    read = torch.full((prompt_length + len(generated.token_ids),), -1)
-    read[positions] = joined("input_ids").to(read.dtype)
+    read = torch.full((prompt_length + num_tokens,), -1)
+    read[positions] = join_steps("input_ids").to(read.dtype)
     rows = torch.full_like(read, -1)
     rows[positions] = torch.arange(len(positions))
-    wanted = rows[prompt_length - 1 : prompt_length - 1 + len(generated.token_ids)]
-    places = dict.fromkeys(name.split(".", 1)[1] for name in kept.tensors)
+    predicting = rows[prompt_length - 1 : prompt_length - 1 + num_tokens]
+    modules = dict.fromkeys(name.split(".", 1)[1] for name in collected.tensors)
     for other in ("input_ids", "positions", "logits"):
-        places.pop(other, None)
-    activations = {place: joined(place)[wanted] for place in places}
-    logits = joined("logits")[-len(generated.token_ids) :, :vocab_size]
-    return EngineSide(generated.token_ids, generated.log_probs, tuple(read.tolist()), activations, logits)
+        modules.pop(other, None)
+    activations = {module: join_steps(module)[predicting] for module in modules}
+    logits = join_steps("logits")[-num_tokens:, :vocab_size]
+    return EngineOutputs(generated.token_ids, generated.log_probs, tuple(read.tolist()), activations, logits)

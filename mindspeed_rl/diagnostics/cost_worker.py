@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.diagnostics.cost_ranks import CountOrder, micro_batch_rows
+from mindspeed_rl.diagnostics.cost_iteration import CountJob
 from mindspeed_rl.engine import parallel, vocab
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_transformer_config
@@ -34,58 +34,71 @@ from mindspeed_rl.platform.cost_ledger import CostLedger
 from mindspeed_rl.workers.roles import build_micro_batching
 
 
-def count(order: CountOrder) -> dict[str, Any]:
-    """What this rank's iteration cost; collective over all ranks."""
-    parallel.init_distributed(order.config, order.plan.layout.vpp)
-    return (_Plain(order) if order.plain else _Ours(order)).counted()
+def count(job: CountJob) -> dict[str, object]:
+    """Return the cost of this rank's iteration; collective over all ranks."""
+    parallel.init_distributed(job.config, job.plan.layout.vpp)
+    trainer = _MegatronTrainer(job) if job.plain else _SuiteTrainer(job)
+    return _count_second(trainer.iterate, trainer.inner)
 
 
-def _rows(order: CountOrder) -> Rows:
-    """Equally long rows with every column that the policy loss may read."""
+def _build_rows(job: CountJob) -> Rows:
+    """Return equally long rows with every column that the policy loss may read."""
     generator = torch.Generator().manual_seed(1)
-    prompt = order.tokens // 2
-    response = order.tokens - prompt
-    vocabulary = order.plan.model_config.vocab_size
-    ids = torch.randint(0, vocabulary, (order.rows, order.tokens), generator=generator)
+    prompt = job.tokens // 2
+    response = job.tokens - prompt
+    vocabulary = job.plan.model_config.vocab_size
+    ids = torch.randint(0, vocabulary, (job.rows, job.tokens), generator=generator)
     # negative, as log-probs are, which most of these columns hold
-    numbers = dict.fromkeys(("advantages", "rollout_log_probs", *order.columns), torch.linspace(-1.0, -0.5, response))
+    numbers = dict.fromkeys(("advantages", "rollout_log_probs", *job.columns), torch.linspace(-1.0, -0.5, response))
     masks = dict.fromkeys(("scored_mask", "loss_mask"), torch.ones(response, dtype=torch.bool))
-    columns = {name: [value.clone() for _ in range(order.rows)] for name, value in (numbers | masks).items()}
-    columns["row"] = [torch.tensor(number) for number in range(order.rows)]
-    return Rows(list(ids), [prompt] * order.rows, columns)
+    columns = {name: [value.clone() for _ in range(job.rows)] for name, value in (numbers | masks).items()}
+    columns["row"] = [torch.tensor(row) for row in range(job.rows)]
+    return Rows(list(ids), [prompt] * job.rows, columns)
 
 
-def _second(iteration: Callable[[CostLedger], None], inner: Sequence[tuple[Any, str, str]]) -> dict[str, Any]:
-    """What the second iteration cost: the first one makes what stays.
+#: (owner, name of a method, phase of its calls)
+_Inner = list[tuple[object, str, str]]
+
+
+def _count_second(iterate: Callable[[CostLedger], None], inner: _Inner) -> dict[str, object]:
+    """Return the cost of the second iteration: the first one allocates what later ones reuse.
 
     Args:
-        inner: (owner, name of a method, phase of its calls), beside Megatron's forward and backward steps.
+        inner: calls that are counted separately, next to Megatron's forward and backward steps.
     """
-    iteration(CostLedger())
+    iterate(CostLedger())
     platform.current().synchronize()
     with CostLedger() as ledger:
         for owner, name, phase in ((schedules, "forward_step", "forward"), (schedules, "backward_step", "backward"), *inner):
             ledger.around(owner, name, phase)
-        iteration(ledger)
+        iterate(ledger)
     return ledger.record()
 
 
-class _Ours:
+class _SuiteTrainer:
     """The suite's engine: log-probs, an update, training state off the device and back."""
 
-    def __init__(self, order: CountOrder) -> None:
-        config, rl = order.config, order.rl
+    def __init__(self, job: CountJob) -> None:
+        config, rl = job.config, job.rl
         shape = batch_shape(config, packed=rl.use_remove_padding, pad_id=0)
-        self._order, self._rows = order, _rows(order)
-        self._engine = TrainEngine(
-            config, build_model(config, order.plan, trainable=True), shape, temperature=order.temperature
-        )
+        self._rows = _build_rows(job)
+        self._engine = TrainEngine(config, build_model(config, job.plan, trainable=True), shape, temperature=job.temperature)
         self._engine.start_training(1)
         self._update = build_micro_batching(rl, "update", config.micro_batch_size or 1)
         self._log_probs = build_micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
-        self._loss = partial(policy_loss, objective=order.objective)
+        self._loss = partial(policy_loss, objective=job.objective)
+        engine = self._engine
+        self.inner: _Inner = [
+            (engine, "_micro_batches", "micro-batches"),
+            (PolicyModel, "_postprocess", "head"),
+            (vocab._VocabLogProbs, "backward", "head, backward"),
+            (engine, "loss_step", "loss"),
+            (engine.model.transformer_config, "finalize_model_grads_func", "gradients"),
+            (engine.optimizer, "step", "optimizer"),
+        ]
 
-    def _iteration(self, ledger: CostLedger) -> None:
+    def iterate(self, ledger: CostLedger) -> None:
+        """Run one iteration, in phases."""
         engine = self._engine
         with ledger.at("log-probs"):
             engine.forward(self._rows, self._log_probs)
@@ -96,31 +109,18 @@ class _Ours:
         with ledger.at("onload"):
             engine.offloader.onload(optimizer=True, grads=True, params=True)
 
-    def counted(self) -> dict[str, Any]:
-        """See `_second`."""
-        engine = self._engine
-        inner = [
-            (engine, "_micro_batches", "micro-batches"),
-            (PolicyModel, "_postprocess", "head"),
-            (vocab._VocabLogProbs, "backward", "head, backward"),
-            (engine, "loss_step", "loss"),
-            (engine.model.transformer_config, "finalize_model_grads_func", "gradients"),
-            (engine.optimizer, "step", "optimizer"),
-        ]
-        return _second(self._iteration, inner)
 
-
-class _Plain:
+class _MegatronTrainer:
     """Megatron's GPTModel, loss, data-parallel wrapper and optimizer, in the order of its own training script.
 
     Tokens come from pinned memory and go from the first tensor-parallel rank to the others; the loss is read back once a step.
     """
 
-    def __init__(self, order: CountOrder) -> None:
-        config, plan = order.config, order.plan
-        self._rows, self._device = _rows(order), platform.current().current_device()
+    def __init__(self, job: CountJob) -> None:
+        config, plan = job.config, job.plan
+        self._rows, self._device = _build_rows(job), platform.current().current_device()
         transformer = plan_transformer_config(config, plan)
-        # rows are equally long, so stages need not tell each other shapes, as they do not in Megatron's script
+        # rows are equally long, so stages need not send each other shapes, as in Megatron's script
         transformer.variable_seq_lengths = False
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
         # WrappedTorchNorm is no module itself, but makes one
@@ -134,30 +134,37 @@ class _Plain:
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self._optimizer.scale_loss
         self._transformer = transformer
-        ends = [*accumulate(micro_batch_rows(order))]
+        ends = [*accumulate(job.micro_batch_rows)]
         self._groups = [range(first, end) for first, end in zip([0, *ends], ends)]
-        self._tokens = order.tokens
+        self._tokens = job.tokens
+        self.inner: _Inner = [
+            (self, "_batch", "micro-batches"),
+            (GPTModel, "_postprocess", "head"),
+            (self, "_loss", "loss"),
+            (self._transformer, "finalize_model_grads_func", "gradients"),
+            (self._optimizer, "step", "optimizer"),
+        ]
 
     def _batch(self, rows: range) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, labels, mask and positions [rows, tokens], broadcast as Megatron's scripts do."""
+        """Return tokens, labels, mask and positions [rows, tokens], broadcast as in Megatron's scripts."""
         shape = len(rows), self._tokens
         ids = torch.stack([self._rows.input_ids[row] for row in rows])
         mask = torch.zeros(shape)
-        # on the places that predict a token of the response
+        # at the positions that predict a token of the response
         mask[:, self._tokens // 2 - 1 : -1] = 1.0
         parts = ids, ids.roll(-1, 1), mask, torch.arange(self._tokens).expand(shape).contiguous()
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         group = parallel_state.get_tensor_model_parallel_group()
-        found = []
+        tensors = []
         for part in parts:
             if first:
-                there = part.pin_memory().to(self._device, non_blocking=True)
+                tensor = part.pin_memory().to(self._device, non_blocking=True)
             else:
-                there = torch.empty(shape, dtype=part.dtype, device=self._device)
+                tensor = torch.empty(shape, dtype=part.dtype, device=self._device)
             if group is not None and group.size() > 1:
-                dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
-            found.append(there)
-        return found[0], found[1], found[2], found[3]
+                dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+            tensors.append(tensor)
+        return tensors[0], tensors[1], tensors[2], tensors[3]
 
     def _forward_step(self, groups: Iterator[range], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         tokens, labels, mask, positions = self._batch(next(groups))
@@ -179,7 +186,8 @@ class _Plain:
             forward_only=forward_only,
         )
 
-    def _iteration(self, ledger: CostLedger) -> None:
+    def iterate(self, ledger: CostLedger) -> None:
+        """Run one iteration, in phases."""
         with ledger.at("log-probs"), torch.no_grad():
             self._model.eval()
             self._report(self._pass(forward_only=True))
@@ -196,14 +204,3 @@ class _Plain:
             total = torch.vstack(losses).sum(0)
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
             (total[0] / total[1]).item()
-
-    def counted(self) -> dict[str, Any]:
-        """See `_second`."""
-        inner = [
-            (self, "_batch", "micro-batches"),
-            (GPTModel, "_postprocess", "head"),
-            (self, "_loss", "loss"),
-            (self._transformer, "finalize_model_grads_func", "gradients"),
-            (self._optimizer, "step", "optimizer"),
-        ]
-        return _second(self._iteration, inner)

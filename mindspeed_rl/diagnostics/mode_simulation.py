@@ -1,13 +1,14 @@
-"""Seconds an iteration by trainer_mode, computed event by event from phase times that others published.
+"""Simulation of the trainer modes: seconds an iteration, event by event, from published phase times.
 
-`python -m mindspeed_rl.diagnostics.mode_simulation` prints the table of docs/modes.md. Nothing is measured here: it says what
-the order of events alone makes of known phase times, so that modes can be compared before a cluster is reserved.
+`python -m mindspeed_rl.diagnostics.mode_simulation` prints the table of docs/modes.md. Nothing is measured here: the order of
+events is applied to known phase times, so that modes can be compared before a cluster is reserved.
 
-The model. All responses that are being generated grow by a token in (fixed + varying x active) seconds: reading the weights
-takes the fixed part however many there are, the varying part is the work for each. Lengths are lognormal, cut at a limit. On a
-share s of the devices the varying part takes 1/s of the time, and training on the other share 1/(1 - s). The fixed part stays,
-and is as long as the varying part of a whole batch on all devices. Its scale is such that synchronous generation takes the
-published time. A push takes as long as published whoever waits for it. What goes on behind a push pays nothing for its prefix.
+The model. All responses in flight grow by a token in (fixed + varying x active) seconds: reading the weights takes the fixed
+part however many responses there are, the varying part is the work for each. Lengths are lognormal, cut at a limit. On a
+fraction f of the devices the varying part takes 1/f of the time, and training on the other devices 1/(1 - f). The fixed part
+stays, and is as long as the varying part of a whole batch on all devices. Its scale is such that synchronous generation takes
+the published time. A weight sync takes the published time in every mode. A response that continues after a weight sync pays
+nothing for its prefix.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mindspeed_rl.trainers.admission import Admission, InFlight
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """What an iteration of a synchronous run on shared devices takes.
+    """Seconds of an iteration of a synchronous run on shared devices.
 
     Attributes:
-        generate_s, train_s, push_s: generation; everything between it and the push; resharding and offload.
+        generate_s, train_s, push_s: generation; everything between it and the weight sync; resharding and offload.
         prompts, samples: prompts of an iteration, responses of each.
-        longest: of a batch, in mean lengths; the limit of lengths.
+        max_length: of a response, in mean lengths.
     """
 
     name: str
@@ -39,28 +40,32 @@ class PhaseTimes:
     push_s: float
     prompts: int
     samples: int
-    longest: float = 4.0
+    max_length: float = 4.0
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Attributes:
-    admission: which prompts are started and taken.
-    interrupts: a push does not wait for what is being generated.
-    share: of the devices that generate, 1.0 where all do both in turn.
+    """A trainer mode.
+
+    Attributes:
+        admission: decides which prompts are started and taken.
+        interrupts: a weight sync does not wait for responses.
+        device_fraction: of the devices that generate; 1.0 where all devices generate and train in turn.
     """
 
     admission: Admission
     interrupts: bool
-    share: float
+    device_fraction: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Attributes:
-    iteration_s: mean of the iterations after the first three.
-    trainer_idle, engine_idle: share of that time in which they waited for the other side.
-    staleness: mean age of what trained, in versions, by each response's first token.
+    """Means of the iterations after the first three.
+
+    Attributes:
+        iteration_s: seconds an iteration.
+        trainer_idle, engine_idle: fraction of that time in which they waited for the other side.
+        staleness: mean age of the responses that trained, in versions, by their first token.
     """
 
     iteration_s: float
@@ -71,7 +76,7 @@ class Outcome:
 
 @dataclass
 class _Group:
-    number: int
+    index: int
     version: int
     missing: int
 
@@ -85,7 +90,7 @@ class _Engine:
     """Responses that grow together.
 
     Attributes:
-        active: how many.
+        busy_s: seconds with at least one of them.
     """
 
     def __init__(self, fixed_s: float, varying_s: float) -> None:
@@ -95,21 +100,17 @@ class _Engine:
         self._count = itertools.count()
         self.busy_s = 0.0
 
-    @property
-    def active(self) -> int:
-        return len(self._heap)
-
-    def begin(self, group: _Group, length: float) -> None:
+    def add(self, group: _Group, length: float) -> None:
         heapq.heappush(self._heap, (self._grown + length, next(self._count), group))
 
     def next_end_s(self) -> float:
-        """Seconds until the next response ends."""
+        """Return the seconds until the next response ends; infinite where there is none."""
         if not self._heap:
             return math.inf
         return (self._heap[0][0] - self._grown) * self._pace()
 
     def advance(self, seconds: float) -> Iterator[_Group]:
-        """Time goes by; yields the groups whose last response ends."""
+        """Let time pass; yield the groups whose last response ends."""
         if not self._heap:
             return
         self.busy_s += seconds
@@ -122,41 +123,40 @@ class _Engine:
                 yield group
 
     def _pace(self) -> float:
-        return self._fixed + self._varying * self.active
+        return self._fixed + self._varying * len(self._heap)
 
 
-def _lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
-    """In mean lengths, mean 1 but for the cut."""
+def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
+    """Yield lengths in mean lengths; their mean is 1 but for the limit."""
     generator = random.Random(seed)
     while True:
-        yield min(times.longest, generator.lognormvariate(-(_SIGMA**2) / 2, _SIGMA))
+        yield min(times.max_length, generator.lognormvariate(-(_SIGMA**2) / 2, _SIGMA))
 
 
 @functools.cache
-def _scale(times: PhaseTimes, seed: int) -> float:
-    """Seconds of the fixed part of a mean length, by which a synchronous batch takes generate_s."""
+def _fit_scale(times: PhaseTimes, seed: int) -> float:
+    """Return the seconds of the fixed part of a mean length with which a synchronous batch takes generate_s."""
     batch = times.prompts * times.samples
     engine = _Engine(1.0, 1.0 / batch)
-    lengths, total = _lengths(times, seed), 0.0
+    lengths, total = _sample_lengths(times, seed), 0.0
     rounds = 4
     for _ in range(rounds):
         for _ in range(batch):
-            engine.begin(_Group(0, 0, batch), next(lengths))
-        while engine.active:
-            step = engine.next_end_s()
+            engine.add(_Group(0, 0, batch), next(lengths))
+        while (step := engine.next_end_s()) < math.inf:
             total += step
             list(engine.advance(step))
     return times.generate_s / (total / rounds)
 
 
 def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
-    """What an iteration takes in this mode."""
+    """Return the outcome of a mode."""
     batch, admission = times.prompts * times.samples, mode.admission
-    fixed = _scale(times, seed)
-    engine = _Engine(fixed, fixed / batch / mode.share)
-    train_s = times.train_s / (1.0 if mode.share == 1.0 else 1.0 - mode.share)
+    fixed = _fit_scale(times, seed)
+    engine = _Engine(fixed, fixed / batch / mode.device_fraction)
+    train_s = times.train_s / (1.0 if mode.device_fraction == 1.0 else 1.0 - mode.device_fraction)
     # other lengths than those that the scale was fitted to
-    lengths = _lengths(times, seed + 1)
+    lengths = _sample_lengths(times, seed + 1)
     now, taken, started = 0.0, 0, 0
     groups: dict[int, _Group] = {}
     complete: set[int] = set()
@@ -170,38 +170,39 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
         for _ in range(admission.compute_room(version, taken, len(groups))):
             groups[started] = _Group(started, version, times.samples)
             for _ in range(times.samples):
-                engine.begin(groups[started], next(lengths))
+                engine.add(groups[started], next(lengths))
             started += 1
 
-    def go_on(seconds: float) -> None:
-        """Time goes by for the engine."""
+    def advance(seconds: float) -> None:
+        """Let the engine work for so many seconds."""
         nonlocal now
         end = now + seconds
         while now < end:
             step = min(engine.next_end_s(), end - now)
-            complete.update(group.number for group in engine.advance(step))
+            complete.update(group.index for group in engine.advance(step))
             now += step
 
-    def in_flight() -> list[InFlight]:
-        return [InFlight(number, group.version, number in complete) for number, group in sorted(groups.items())]
+    def choose(iteration: int) -> list[int] | None:
+        in_flight = [InFlight(index, group.version, index in complete) for index, group in sorted(groups.items())]
+        return admission.choose(iteration, times.prompts, in_flight)
 
     admit(0)
     for iteration in range(_WARM + _ITERATIONS):
         began = now
-        while (chosen := admission.choose(iteration, times.prompts, in_flight())) is None:
-            known = len(complete)
-            while len(complete) == known:  # nothing else changes what may be chosen
-                go_on(engine.next_end_s())
+        while (chosen := choose(iteration)) is None:
+            num_complete = len(complete)
+            while len(complete) == num_complete:  # nothing else changes which may be chosen
+                advance(engine.next_end_s())
         taken += len(chosen)
-        ages += [admission.version(iteration) - groups.pop(number).version for number in chosen]
+        ages += [admission.version(iteration) - groups.pop(index).version for index in chosen]
         complete.difference_update(chosen)
         waited.append(now - began)
-        go_on(train_s)
+        advance(train_s)
         before_push = now
-        while not mode.interrupts and engine.active:
-            go_on(engine.next_end_s())
+        while not mode.interrupts and (step := engine.next_end_s()) < math.inf:
+            advance(step)
         waited[-1] += now - before_push
-        now += times.push_s  # the engine stands still
+        now += times.push_s  # the engine is paused
         admit(admission.version(iteration + 1))
         ends.append(now)
         busy.append(engine.busy_s)
@@ -215,14 +216,28 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
     )
 
 
-def best(times: PhaseTimes, mode: Mode) -> tuple[Mode, Outcome]:
-    """The mode on the share of the devices, in eighths, at which an iteration is shortest."""
-    tried = [replace(mode, share=eighths / 8) for eighths in range(2, 7)]
-    return min(((one, simulate(times, one)) for one in tried), key=lambda found: found[1].iteration_s)
+def simulate_modes(times: PhaseTimes) -> dict[str, tuple[Mode, Outcome]]:
+    """Return the outcome of each mode, by its name in the table; sync comes first.
+
+    Modes with dedicated devices have the fraction of the devices, in eighths, with which an iteration is shortest.
+    """
+    prompts = times.prompts
+    modes = {
+        "one_step_off": Mode(Admission("wait", 1, prompts), False, 0.5),
+        "async, 0.5": Mode(Admission("pace", 0.5, prompts), True, 0.5),
+        "async, 1": Mode(Admission("pace", 1, prompts), True, 0.5),
+        "async, 2": Mode(Admission("pace", 2, prompts), True, 0.5),
+    }
+    sync = Mode(Admission("pace", 0, prompts), False, 1.0)
+    outcomes = {"sync": (sync, simulate(times, sync))}
+    for name, mode in modes.items():
+        splits = [replace(mode, device_fraction=eighths / 8) for eighths in range(2, 7)]
+        outcomes[name] = min(((split, simulate(times, split)) for split in splits), key=lambda pair: pair[1].iteration_s)
+    return outcomes
 
 
 #: docs/modes.md names the sources
-PUBLISHED = (
+_PUBLISHED = (
     PhaseTimes("DeepSeek-R1, 128 A3 cards", 495.4, 134.0 + 116.7 + 495.1, 67.6 + 20.3, 32, 8),
     PhaseTimes("DeepSeek-R1, optimised", 318.3, 104.7 + 328.8, 11.2 + 24.5, 32, 8),
     PhaseTimes("Qwen3-235B, 64 A3 cards", 4066.0, 1262.0 + 2353.0, 99.0, 32, 8),
@@ -230,37 +245,24 @@ PUBLISHED = (
 )
 
 
-def modes_of(times: PhaseTimes) -> dict[str, Mode]:
-    """By the words of the table; shares are those of one half."""
-    prompts = times.prompts
-    return {
-        "sync": Mode(Admission("pace", 0, prompts), False, 1.0),
-        "one_step_off": Mode(Admission("wait", 1, prompts), False, 0.5),
-        "async, 0.5": Mode(Admission("pace", 0.5, prompts), True, 0.5),
-        "async, 1": Mode(Admission("pace", 1, prompts), True, 0.5),
-        "async, 2": Mode(Admission("pace", 2, prompts), True, 0.5),
-    }
-
-
-def table() -> str:
-    """Markdown: a row for each set of phase times and mode."""
+def build_table() -> str:
+    """Return a Markdown table with a row for each set of phase times and mode."""
     lines = [
         "| phase times | mode, threshold | devices that generate | s an iteration | times sync | trainer waits | engine idles "
         "| mean staleness |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for times in PUBLISHED:
-        slowest = 0.0
-        for name, mode in modes_of(times).items():
-            found, outcome = (mode, simulate(times, mode)) if mode.share == 1.0 else best(times, mode)
-            slowest = slowest or outcome.iteration_s  # of sync, which comes first
-            share = "all, in turn" if found.share == 1.0 else f"{found.share * 8:.0f}/8"
+    for times in _PUBLISHED:
+        outcomes = simulate_modes(times)
+        sync_s = outcomes["sync"][1].iteration_s
+        for name, (mode, outcome) in outcomes.items():
+            devices = "all, in turn" if mode.device_fraction == 1.0 else f"{mode.device_fraction * 8:.0f}/8"
             lines.append(
-                f"| {times.name} | {name} | {share} | {outcome.iteration_s:.0f} | {slowest / outcome.iteration_s:.2f} | "
+                f"| {times.name} | {name} | {devices} | {outcome.iteration_s:.0f} | {sync_s / outcome.iteration_s:.2f} | "
                 f"{outcome.trainer_idle:.0%} | {outcome.engine_idle:.0%} | {outcome.staleness:.1f} |"
             )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(build_table())

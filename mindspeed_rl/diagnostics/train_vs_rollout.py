@@ -1,4 +1,4 @@
-"""Trainer against rollout engine on prompts of a run: what was measured, from what the ranks computed."""
+"""Trainer against rollout engine on prompts of a run: evidence from the outputs of the ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,17 @@ from mindspeed_rl import platform
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run, RunConfig, resolve
 from mindspeed_rl.config.phases import GENERATE, Phase
-from mindspeed_rl.dumps.causes import Cause, Evidence, Place, WeightFinding, name_cause, report
-from mindspeed_rl.dumps.record import Cut
-from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
-from mindspeed_rl.runtime.cluster import cluster
+from mindspeed_rl.dumps.causes import (
+    ActivationGap,
+    Cause,
+    EngineOutputs,
+    Evidence,
+    TrainerOutputs,
+    WeightFinding,
+    describe_evidence,
+    name_cause,
+)
+from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
 from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 from mindspeed_rl.trainers.prompt_loader import load_prompts
@@ -29,21 +36,6 @@ from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 #: temperatures that are tried
 _COLDEST, _HOTTEST = 0.02, 50.0
 
-
-class Sides(Protocol):
-    """The two, on whatever ranks; see `ComparisonWorker` for the methods. Each returns a list with an item for each rank."""
-
-    def push_twice(self) -> Sequence[None]: ...
-
-    def check_weights(self) -> Sequence[tuple[list[WeightFinding], list[str]]]: ...
-
-    def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> Sequence[EngineSide | None]: ...
-
-    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[TrainerSide]: ...
-
-    def temperatures(self) -> Sequence[tuple[float, float]]: ...
-
-
 COMPARISON = WorkerKind(
     "mindspeed_rl.diagnostics.comparison_worker:ComparisonWorker",
     ("train", "rollout"),
@@ -52,41 +44,16 @@ COMPARISON = WorkerKind(
 )
 
 
-class ComparisonGroup:
-    """The workers of a comparison, laid out as those of the run; see `Sides`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._workers = start_group(COMPARISON, run, run.config.actor_config, run.plan.world_size)
-        self.close = self._workers.close
-
-    def set_up(self) -> None:
-        """Build actor and engine of each device."""
-        self._workers.start_workers(self._run, uuid.uuid4().hex[:12])
-
-    def push_twice(self) -> Sequence[None]:
-        return self._workers.call(Phase("push_twice"))
-
-    def check_weights(self) -> Sequence[tuple[list[WeightFinding], list[str]]]:
-        return self._workers.call(Phase("check_weights"))
-
-    def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> Sequence[EngineSide | None]:
-        return self._workers.call(GENERATE, prompt_ids, num_tokens, number)
-
-    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[TrainerSide]:
-        return self._workers.call(Phase("forward"), prompt_ids, response_ids)
-
-    def temperatures(self) -> Sequence[tuple[float, float]]:
-        return self._workers.call(Phase("temperatures"))
-
-
 def compare_run(
     cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, num_tokens: int
 ) -> tuple[Evidence, Cause | None, list[str]]:
-    """The evidence on the first prompts of a run's data, by workers that are laid out as the run's; the cause, and what to say.
+    """Compare trainer and engine on the first prompts of a run's data, by workers that are laid out as the run's.
 
     Args:
         folder: takes the logs.
+
+    Returns:
+        The evidence, the cause, and lines for the console.
 
     Raises:
         ValueError: a key or file is wrong, or the run generates on servers or not at all.
@@ -105,121 +72,126 @@ def compare_run(
     run, _ = plan_models(run)
     actor = run.models["actor"]
     prompts, _ = load_prompts(run, load_tokenizer_of(actor.config, actor.source))
-    chosen = [list(prompts[number]["prompt_ids"]) for number in range(min(num_prompts, len(prompts)))]
+    chosen = [list(prompts[index]["prompt_ids"]) for index in range(min(num_prompts, len(prompts)))]
     make_paths_absolute(run.config, run.models)
     logs = run.folder / "logs" / "ray"
-    with fork_server(run.platform, RL), cluster(run.plan.world_size, run.platform, logs=logs):
-        group = ComparisonGroup(run)
+    with fork_server(run.platform, RL), connect_cluster(run.plan.world_size, run.platform, logs=logs):
+        workers = start_group(COMPARISON, run, run.config.actor_config, run.plan.world_size)
         try:
-            group.set_up()
-            found = gather_evidence(run, group, chosen, num_tokens, actor.plan.model_config.moe_layers)
+            workers.start_workers(run, uuid.uuid4().hex[:12])
+            evidence = Comparison(workers).gather_evidence(run, chosen, num_tokens, actor.plan.model_config.moe_layers)
         finally:
-            group.close()
-    cause = name_cause(found)
-    return found, cause, list(report(found, cause))
+            workers.close()
+    cause = name_cause(evidence)
+    return evidence, cause, list(describe_evidence(evidence, cause))
 
 
-def gather_evidence(
-    run: Run, sides: Sides, prompts: Sequence[list[int]], num_tokens: int, expert_layers: Sequence[int]
-) -> Evidence:
-    """Pushes weights, generates a response to each prompt, and computes the same tokens in the trainer.
+class ComparisonWorkers(Protocol):
+    """Workers of a comparison; see `ComparisonWorker` for the methods."""
 
-    Args:
-        num_tokens: most tokens of a response.
-        expert_layers: numbers of the layers with routed experts.
-    """
-    sides.push_twice()
-    # all responses first: `check_weights` leaves nothing of use in the engine
-    engine = [_only(sides.generate(prompt, num_tokens, number)) for number, prompt in enumerate(prompts)]
-    weights, notes = _weights(sides.check_weights())
-    temperature = sides.temperatures()[0][0]
-    gaps: list[Tensor] = []
-    places: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    other: tuple[int, int, int] | None = None
-    for prompt, side in zip(prompts, engine):
-        response = list(side.response)
-        ranks = sides.forward(prompt, response)
-        log_probs = next(rank.log_probs for rank in ranks if rank.log_probs is not None)
-        gaps.append((log_probs - torch.tensor(side.log_probs)).abs())
-        other = other or _first_other([*prompt, *response], side.read)
-        # the last token of the prompt is where the first one of the response is predicted
-        first = len(prompt) - 1
-        for name, ours in _joined(ranks).items():
-            # behind a token that differs everything does
-            if name in side.activations and not other:
-                places.setdefault(name, []).append((ours[first : first + len(response)], side.activations[name]))
-    gap = torch.cat(gaps)
-    if not places and not other:
-        notes.append("activations were not compared: the trainer has slices of the sequences (context parallel)")
-    return Evidence(
-        num_tokens=gap.numel(),
-        largest_gap=float(gap.max()),
-        mean_gap=float(gap.mean()),
-        trainer_type="bfloat16" if run.config.actor_config.bf16 else "float32",
-        engine_type=run.generate.dtype,
-        first_other_token=other,
-        weights=tuple(weights),
-        places=tuple(_place(name, pairs) for name, pairs in sorted(places.items(), key=lambda item: _order(item[0]))),
-        expert_layers=tuple(expert_layers),
-        temperature=temperature,
-        fitted_temperature=_fitted(engine),
-        notes=tuple(notes),
-    )
+    def call(self, phase: Phase, *arguments: Any) -> list[Any]:
+        """Return the result of each rank."""
+        ...
 
 
-def _only(answers: Sequence[EngineSide | None]) -> EngineSide:
-    (found,) = [answer for answer in answers if answer is not None]
-    return found
+class Comparison:
+    """Trainer and rollout engine on the same tokens."""
+
+    def __init__(self, workers: ComparisonWorkers) -> None:
+        self._workers = workers
+
+    def gather_evidence(
+        self, run: Run, prompts: Sequence[list[int]], num_tokens: int, expert_layers: Sequence[int]
+    ) -> Evidence:
+        """Push weights, generate a response to each prompt, and compute the same tokens in the trainer.
+
+        Args:
+            num_tokens: maximum of a response.
+            expert_layers: indexes of the layers with routed experts.
+        """
+        self._workers.call(Phase("push_twice"))
+        # all responses first: `check_weights` leaves nothing of use in the engine
+        engine: list[EngineOutputs] = []
+        for index, prompt in enumerate(prompts):
+            outputs = self._workers.call(GENERATE, prompt, num_tokens, index)
+            engine += [output for output in outputs if output is not None]  # of one rank
+        checked: list[tuple[list[WeightFinding], list[str]]] = self._workers.call(Phase("check_weights"))
+        weights = {finding.parameter: finding for findings, _ in checked for finding in findings}
+        notes = list(dict.fromkeys(note for _, notes in checked for note in notes))
+        temperature: float = self._workers.call(Phase("temperatures"))[0][0]
+        gaps: list[Tensor] = []
+        activations: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        other: tuple[int, int, int] | None = None
+        for prompt, output in zip(prompts, engine, strict=True):
+            response = list(output.response)
+            ranks: list[TrainerOutputs] = self._workers.call(Phase("forward"), prompt, response)
+            log_probs = next(rank.log_probs for rank in ranks if rank.log_probs is not None)
+            gaps.append((log_probs - torch.tensor(output.log_probs)).abs())
+            # the engine never reads the last token
+            pairs = enumerate(zip([*prompt, *response], output.read))
+            other = other or next(((position, a, b) for position, (a, b) in pairs if b >= 0 and a != b), None)
+            # the last token of the prompt predicts the first one of the response
+            first = len(prompt) - 1
+            for name, ours in _join_ranks(ranks).items():
+                # after a token that differs everything does
+                if name in output.activations and not other:
+                    pair = ours[first : first + len(response)], output.activations[name]
+                    activations.setdefault(name, []).append(pair)
+        gap = torch.cat(gaps)
+        if not activations and not other:
+            notes.append("activations were not compared: the trainer has slices of the sequences (context parallel)")
+        return Evidence(
+            num_tokens=gap.numel(),
+            largest_gap=float(gap.max()),
+            mean_gap=float(gap.mean()),
+            trainer_type="bfloat16" if run.config.actor_config.bf16 else "float32",
+            engine_type=run.generate.dtype,
+            first_other_token=other,
+            weights=tuple(weights.values()),
+            places=tuple(_measure_gap(name, activations[name]) for name in sorted(activations, key=_forward_order)),
+            expert_layers=tuple(expert_layers),
+            temperature=temperature,
+            fitted_temperature=_fit_temperature(engine),
+            notes=tuple(notes),
+        )
 
 
-def _weights(answers: Sequence[tuple[list[WeightFinding], list[str]]]) -> tuple[list[WeightFinding], list[str]]:
-    """What any rank found, each parameter once."""
-    found = {weight.parameter: weight for weights, _ in answers for weight in weights}
-    return list(found.values()), list(dict.fromkeys(note for _, notes in answers for note in notes))
-
-
-def _first_other(ours: Sequence[int], engine: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first place where the engine read another token; it never reads the last one."""
-    pairs = enumerate(zip(ours, engine))
-    return next(((place, a, b) for place, (a, b) in pairs if b >= 0 and a != b), None)
-
-
-def _joined(ranks: Sequence[TrainerSide]) -> dict[str, Tensor]:
-    """The trainer's activations by place, [tokens, hidden], from the parts of the ranks."""
-    parts: dict[str, dict[int, tuple[Tensor, Cut | None]]] = {}
+def _join_ranks(ranks: Sequence[TrainerOutputs]) -> dict[str, Tensor]:
+    """Return the trainer's activations by module, [tokens, hidden], from the parts of the ranks."""
+    parts: dict[str, dict[int, Tensor]] = {}
     for rank in ranks:
         for name, (tensor, cut) in rank.activations.items():
-            parts.setdefault(name, {})[cut.shard if cut else 0] = tensor, cut
+            parts.setdefault(name, {})[cut.shard if cut else 0] = tensor
     return {
-        name: torch.cat([shards[number][0].flatten(0, -2) for number in sorted(shards)])
+        name: torch.cat([shards[shard].flatten(0, -2) for shard in sorted(shards)])
         for name, shards in parts.items()
         if not name.startswith(("loss", "gradients"))
     }
 
 
-def _place(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Place:
+def _measure_gap(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> ActivationGap:
     ours, engine = (torch.cat([pair[side].to(torch.float64) for pair in pairs]) for side in (0, 1))
-    apart = (ours - engine).abs().amax(1)
+    gaps = (ours - engine).abs().amax(1)
     scale = max(float(ours.abs().max()), 1e-30)  # of zeros alone
-    largest = float(apart.max())
-    return Place(name, largest / scale, float((apart > 0.1 * largest).double().mean()) if largest else 0.0)
+    largest = float(gaps.max())
+    return ActivationGap(name, largest / scale, float((gaps > 0.1 * largest).double().mean()) if largest else 0.0)
 
 
-def _order(name: str) -> tuple[int, int]:
-    """By which places are in the order of the forward pass."""
+def _forward_order(name: str) -> tuple[int, int]:
+    """Return a key by which modules are in the order of the forward pass."""
     if name == "embedding":
         return -1, 0
     if name == "final_norm":
         return 1 << 30, 0
-    _, number, part = name.split(".")
-    return int(number), ("attention", "mlp", "output").index(part)
+    _, layer, part = name.split(".")
+    return int(layer), ("attention", "mlp", "output").index(part)
 
 
-def _fitted(engine: Sequence[EngineSide]) -> tuple[float, float] | None:
-    """The temperature that turns the engine's logits into what it reported, and the largest log-prob difference left over."""
-    logits = torch.cat([side.logits.to(torch.float64) for side in engine])
-    tokens = torch.tensor([token for side in engine for token in side.response])
-    reported = torch.tensor([value for side in engine for value in side.log_probs], dtype=torch.float64)
+def _fit_temperature(engine: Sequence[EngineOutputs]) -> tuple[float, float] | None:
+    """Return the temperature that turns the engine's logits into the reported log-probs, and the largest difference left."""
+    logits = torch.cat([outputs.logits.to(torch.float64) for outputs in engine])
+    tokens = torch.tensor([token for outputs in engine for token in outputs.response])
+    reported = torch.tensor([value for outputs in engine for value in outputs.log_probs], dtype=torch.float64)
     if not torch.isfinite(reported).all():
         return None
 
@@ -229,7 +201,7 @@ def _fitted(engine: Sequence[EngineSide]) -> tuple[float, float] | None:
 
     # temperatures are factors: even steps of the logarithm
     grid = torch.linspace(math.log(_COLDEST), math.log(_HOTTEST), 161).tolist()
-    best = min(range(len(grid)), key=lambda number: left(grid[number]))
+    best = min(range(len(grid)), key=lambda index: left(grid[index]))
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     for _ in range(60):  # thirds: the difference has one minimum between the neighbours of the best one
         third = (high - low) / 3

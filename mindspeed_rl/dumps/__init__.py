@@ -1,1 +1,1 @@
-"""Tensors of a run that are written to be compared: the record, the comparison, and the causes of a difference."""
+"""Tensors of a run that are written to be compared: the record, the comparison, and causes of a difference."""

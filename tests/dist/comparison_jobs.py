@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.diagnostics.comparison_worker import ComparisonWorker
-from mindspeed_rl.diagnostics.train_vs_rollout import gather_evidence
-from mindspeed_rl.dumps.causes import Evidence, name_cause
-from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
+from mindspeed_rl.diagnostics.train_vs_rollout import Comparison
+from mindspeed_rl.dumps.causes import EngineOutputs, Evidence, TrainerOutputs, name_cause
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.trainers.model_plans import plan_models
 
@@ -54,6 +54,9 @@ class Sides:
 
         worker._push = push
 
+    def call(self, phase: Phase, *arguments: Any) -> list[Any]:
+        return getattr(self, phase.name)(*arguments)
+
     def push_twice(self) -> list[None]:
         self.worker.notes.clear()
         return [self.worker.push_twice()]
@@ -61,10 +64,10 @@ class Sides:
     def check_weights(self) -> list[Any]:
         return [self.worker.check_weights()]
 
-    def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> list[EngineSide | None]:
+    def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> list[EngineOutputs | None]:
         return [self.worker.generate(self.prompt(prompt_ids), num_tokens, number)]
 
-    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> list[TrainerSide]:
+    def forward(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> list[TrainerOutputs]:
         return [self.worker.forward(prompt_ids, response_ids)]
 
     def temperatures(self) -> list[tuple[float, float]]:
@@ -195,7 +198,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
                 "forward": [layer.self_attention.linear_qkv.__dict__.get("forward") for layer in layers],
             }
             TAMPER[name](sides)
-            evidence = gather_evidence(run, sides, PROMPTS, 8, moe_layers)
+            evidence = Comparison(sides).gather_evidence(run, PROMPTS, 8, moe_layers)
             cause = name_cause(evidence)
             found[name] = ("" if cause is None else str(cause), evidence)
             worker.role.engine.temperature, worker._push = state["temperature"], state["push"]

@@ -11,7 +11,7 @@ from dump_jobs import dump_update
 from ranks import Ranks
 from training_jobs import Setting
 
-from mindspeed_rl.dumps.comparison import compare, open_dump
+from mindspeed_rl.dumps.comparison import Dump, compare
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +32,11 @@ def test_two_ranks_dump_what_one_does(
         one, two = tmp_path / f"one_{task}", tmp_path / f"two_{task}"
         ranks(1).run(dump_update, setting=Setting(str(models[model])), folder=str(one), task=task)
         ranks(2).run(dump_update, setting=Setting(str(models[model]), keys), folder=str(two), task=task)
-        findings = compare(open_dump(one), open_dump(two))
+        findings = compare(Dump.open(one), Dump.open(two))
         assert not findings.differences, str(findings.differences[0])
         has_other_rows = name in ("data", "experts")
         assert len(findings.notes) == has_other_rows, findings.notes
-        gradients = {key[3] for key in open_dump(one).entries if ".gradients." in key[3]}
+        gradients = {key[3] for key in Dump.open(one).entries if ".gradients." in key[3]}
         assert findings.compared >= len(gradients) + (0 if has_other_rows else 20)
 
 
@@ -47,5 +47,5 @@ def test_a_changed_weight_shows_first_where_it_is_used(
     keys = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     ranks(1).run(dump_update, setting=Setting(str(models["tied"])), folder=str(tmp_path / "one"), scale=1.01)
     ranks(2).run(dump_update, setting=Setting(str(models["tied"]), keys), folder=str(tmp_path / "two"))
-    findings = compare(open_dump(tmp_path / "one"), open_dump(tmp_path / "two"))
+    findings = compare(Dump.open(tmp_path / "one"), Dump.open(tmp_path / "two"))
     assert findings.differences[0].name == "update_0.micro_0.layers.1.mlp"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rl.cli import diff_dump
-from mindspeed_rl.dumps.comparison import open_dump
+from mindspeed_rl.dumps.comparison import Dump
 
 if TYPE_CHECKING:
     from rl_world import World
@@ -33,7 +33,7 @@ def test_a_run_dumps_what_its_keys_name_and_trains_as_without(world: World, tmp_
     plain = world.run(PPO, "rl_config.critic_warmup=0", iterations=2)
     run = world.run(PPO, *keys(tmp_path, token_range_end=1), iterations=2)
     assert (run.weights["actor"] == plain.weights["actor"]).all()
-    dump = open_dump(tmp_path)
+    dump = Dump.open(tmp_path)
     expected = {("actor", "update"), ("actor", "rollout"), ("reference", "forward"), ("critic", "update"), ("driver", "data")}
     assert {key[1:3] for key in dump.entries} == expected and {key[0] for key in dump.entries} == {1}
     names = {key[3] for key in dump.entries if key[1:3] == ("actor", "rollout")}

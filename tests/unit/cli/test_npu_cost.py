@@ -4,7 +4,7 @@ import pytest
 
 from mindspeed_rl.cli import npu_cost
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.diagnostics.cost_iteration import count_order
+from mindspeed_rl.diagnostics.cost_iteration import build_count_job
 
 
 def test_without_a_device_one_sentence_says_what_it_needs(capsys):
@@ -25,7 +25,7 @@ def test_a_number_that_is_too_small_is_refused(wrong, capsys):
 
 
 def order(name, layers=2):
-    return count_order(load_run_config(name), name, layers, rows=4, tokens=64)
+    return build_count_job(load_run_config(name), name, layers, rows=4, tokens=64)
 
 
 def test_a_large_model_is_counted_with_few_layers_in_its_own_layout():

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.diagnostics.mode_simulation import Mode, PhaseTimes, simulate, table
+from mindspeed_rl.diagnostics.mode_simulation import Mode, PhaseTimes, build_table, simulate
 from mindspeed_rl.trainers.admission import Admission
 
 ROOT = Path(__file__).parents[3]
 
 #: all lengths are cut to the same; on half of the devices a batch takes (1 + 2) / 2 of generate_s, and training twice train_s
-EQUAL = PhaseTimes("equal", 10.0, 4.0, 1.0, 4, 2, longest=0.001)
+EQUAL = PhaseTimes("equal", 10.0, 4.0, 1.0, 4, 2, max_length=0.001)
 
 
 def seconds(times: PhaseTimes, mode: Mode) -> float:
@@ -25,7 +25,7 @@ def test_phases_that_take_turns_take_their_sum() -> None:
 
 @pytest.mark.parametrize(("train_s", "longer"), [(4.0, 15.0), (10.0, 20.0)])
 def test_phases_beside_each_other_take_the_longer_one_and_the_push(train_s: float, longer: float) -> None:
-    times = PhaseTimes("equal", 10.0, train_s, 1.0, 4, 2, longest=0.001)
+    times = PhaseTimes("equal", 10.0, train_s, 1.0, 4, 2, max_length=0.001)
     outcome = simulate(times, Mode(Admission("wait", 1, 4), False, 0.5))
     assert outcome.iteration_s == pytest.approx(longer + 1)
     assert outcome.trainer_idle == pytest.approx((longer - 2 * train_s) / (longer + 1), abs=1e-6)
@@ -35,7 +35,7 @@ def test_phases_beside_each_other_take_the_longer_one_and_the_push(train_s: floa
 def test_the_published_asynchronous_run_comes_out_within_a_tenth() -> None:
     # Qwen3-4B on A3, devices apart in both: 178.3 s of which trainers waited 97.2, asynchronous 104.0; half of the devices each
     # makes a batch take 1.5 and training 2 of what they would on all of them, which is turned back here
-    times = PhaseTimes("Qwen3-4B", 97.2 / 1.5, (178.3 - 97.2) / 2, 0.0, 32, 8, longest=0.001)
+    times = PhaseTimes("Qwen3-4B", 97.2 / 1.5, (178.3 - 97.2) / 2, 0.0, 32, 8, max_length=0.001)
     assert seconds(times, Mode(Admission("wait", 0, 32), False, 0.5)) == pytest.approx(178.3)
     assert seconds(times, Mode(Admission("wait", 1, 32), False, 0.5)) == pytest.approx(104.0, rel=0.1)
 
@@ -56,4 +56,4 @@ def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> N
 
 @pytest.fixture(scope="module")
 def computed() -> str:
-    return table()
+    return build_table()

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_rl.dumps.causes import Evidence, Place, WeightFinding, name_cause, report
+from mindspeed_rl.dumps.causes import ActivationGap, Evidence, WeightFinding, describe_evidence, name_cause
 
 NAMES = ["embedding", *(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("attention", "mlp", "output")), "final_norm"]
 
 
-def places(*gaps: float) -> tuple[Place, ...]:
-    return tuple(Place(name, gap) for name, gap in zip(NAMES, gaps))
+def places(*gaps: float) -> tuple[ActivationGap, ...]:
+    return tuple(ActivationGap(name, gap) for name, gap in zip(NAMES, gaps))
 
 
 CLEAN = places(0.0, 2e-7, 3e-7, 2e-7, 4e-7, 6e-7, 5e-7, 6e-7)
@@ -90,7 +90,7 @@ def test_rounding_that_adds_up_is_precision_and_a_step_is_not() -> None:
 
 
 def test_the_report_ends_with_the_verdict() -> None:
-    lines = list(report(PARTED, name_cause(PARTED)))
+    lines = list(describe_evidence(PARTED, name_cause(PARTED)))
     assert lines[0].startswith("24 sampled tokens: log-probs of trainer (float32) and engine (float32) are 0.8 apart at most")
     assert lines[-1].startswith("cause: unknown: ") and sum("layers." in line for line in lines) == 6
-    assert list(report(PARTED, None))[-1] == "no cause: trainer and engine agree as far as rounding goes"
+    assert list(describe_evidence(PARTED, None))[-1] == "no cause: trainer and engine agree as far as rounding goes"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.cli import diff_dump
-from mindspeed_rl.dumps.comparison import compare, open_dump
-from mindspeed_rl.dumps.record import Cut, Record, merged, statistics
+from mindspeed_rl.dumps.comparison import Dump, compare
+from mindspeed_rl.dumps.record import Cut, Record, Statistics
 
 
 def record(folder: Path, rank: int = 0, *, tp: int = 1, dp: int = 1, tensors: bool = True, limit: int = 1 << 20) -> Record:
@@ -56,20 +56,20 @@ def test_equal_dumps_end_with_0_and_rounding_is_no_difference(tmp_path: Path, ca
 def test_the_coarser_type_of_the_two_says_what_rounding_explains(tmp_path: Path) -> None:
     exact = {"x": torch.tensor([1.0, 3.14159])}
     rounded = {"x": exact["x"].bfloat16()}
-    findings = compare(open_dump(dump(tmp_path / "a", exact)), open_dump(dump(tmp_path / "b", rounded)))
+    findings = compare(Dump.open(dump(tmp_path / "a", exact)), Dump.open(dump(tmp_path / "b", rounded)))
     assert findings.compared == 1 and not findings.differences
 
 
 def test_whole_numbers_must_be_equal_and_nan_equals_nan(tmp_path: Path) -> None:
     first = {"ids": torch.tensor([5, 6]), "x": torch.tensor([float("nan"), 1.0]), "y": torch.tensor([1.0])}
     second = {"ids": torch.tensor([5, 7]), "x": torch.tensor([float("nan"), 1.0]), "y": torch.tensor([float("inf")])}
-    findings = compare(open_dump(dump(tmp_path / "a", first)), open_dump(dump(tmp_path / "b", second)))
+    findings = compare(Dump.open(dump(tmp_path / "a", first)), Dump.open(dump(tmp_path / "b", second)))
     assert [found.name for found in findings.differences] == ["ids", "y"]
 
 
 def test_statistics_alone_are_compared_too(tmp_path: Path) -> None:
     folders = [dump(tmp_path / "a", three(), tensors=False), dump(tmp_path / "b", three(0.25), tensors=False)]
-    findings = compare(*map(open_dump, folders))
+    findings = compare(*map(Dump.open, folders))
     assert findings.by_statistics == 3 and findings.differences[0].name == "a.layer"
     assert findings.differences[0].what.startswith("by statistics, the norm is 4.12311 and 3.88104")
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -98,7 +98,7 @@ def test_parts_of_ranks_are_joined_before_they_are_compared(tmp_path: Path) -> N
         part.add("norm", 1, norm, everywhere=True)
         part.add("embedding", 2, embedding[2 * rank : 2 * rank + 2], cut=Cut(0, rank, 2, size=3), everywhere=True)
         part.write()
-    findings = compare(open_dump(tmp_path / "whole"), open_dump(tmp_path / "cut"))
+    findings = compare(Dump.open(tmp_path / "whole"), Dump.open(tmp_path / "cut"))
     assert findings.compared == 3 and not findings.differences and not findings.notes
 
 
@@ -109,7 +109,7 @@ def test_a_missing_rank_and_other_rows_are_said_in_a_sentence(tmp_path: Path) ->
     whole = record(tmp_path / "whole")
     whole.add("x", 0, torch.ones(2))
     whole.write()
-    findings = compare(open_dump(tmp_path / "cut"), open_dump(tmp_path / "whole"))
+    findings = compare(Dump.open(tmp_path / "cut"), Dump.open(tmp_path / "whole"))
     assert findings.notes == ["x: only the parts of ranks 0 are in the first dump, 1 of 2"] and not findings.compared
 
     for rank in range(2):
@@ -119,7 +119,7 @@ def test_a_missing_rank_and_other_rows_are_said_in_a_sentence(tmp_path: Path) ->
         replica.write()
     whole.add("gradient", 1, torch.ones(3), everywhere=True)
     whole.write()
-    findings = compare(open_dump(tmp_path / "replicas"), open_dump(tmp_path / "whole"))
+    findings = compare(Dump.open(tmp_path / "replicas"), Dump.open(tmp_path / "whole"))
     assert findings.compared == 1 and "other rows (dp 2 against 1)" in findings.notes[0] and len(findings.notes) == 1
 
 
@@ -135,7 +135,8 @@ def test_a_folder_without_a_dump_ends_with_2(tmp_path: Path, capsys: pytest.Capt
 
 def test_statistics_of_parts_merge_into_those_of_the_whole() -> None:
     values = torch.tensor([1.0, -2.0, float("nan"), 4.0, 5.0])
-    whole, parts = statistics(values), merged([statistics(values[:2]), statistics(values[2:])])
+    whole = Statistics.compute(values)
+    parts = Statistics.merge([Statistics.compute(values[:2]), Statistics.compute(values[2:])])
     assert (whole.size, whole.not_finite, whole.least, whole.most, whole.mean) == (5, 1, -2.0, 5.0, 2.0)
     assert whole.norm == pytest.approx(46**0.5) and parts.norm == pytest.approx(46**0.5)
     assert (parts.size, parts.not_finite, parts.least, parts.most, parts.mean) == (5, 1, -2.0, 5.0, 2.0)

@@ -17,9 +17,9 @@ from mindspeed_rl.workers.remote_group import order_by_host
 
 #: class of the driver -> its module, and the workers that its phases run on; a phase runs on one of them at least
 CALLERS = {
-    "Fleet": ("mindspeed_rl.workers.fleet", [fleet.ACTOR, fleet.TRAINER, fleet.REFERENCE, fleet.CRITIC, fleet.REWARD_MODEL]),
-    "ColocatedRollout": ("mindspeed_rl.workers.fleet", [fleet.ACTOR]),
-    "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.TRAINER]),
+    "Fleet": ("mindspeed_rl.workers.fleet", list(fleet.KINDS.values())),
+    "_ColocatedRollout": ("mindspeed_rl.workers.fleet", [fleet.KINDS["actor"]]),
+    "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.KINDS["trainer"]]),
     "SupervisedGroup": ("mindspeed_rl.workers.remote_group", [remote_group.SUPERVISED]),
     "Comparison": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
 }
