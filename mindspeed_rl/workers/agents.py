@@ -26,7 +26,7 @@ from mindspeed_rl.workers.responses import get_sampling_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
@@ -42,7 +42,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     name = rl.agent_loop_name
     if name == "single_turn":
         return AgentRunner(SingleTurn())
-    turns = build_chat_turns(run, tokenizer)
+    turns = _build_chat_turns(run, tokenizer)
     tool_box = None if rl.tool_config_path is None else build_tool_box(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
@@ -107,7 +107,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     loop = run.rl.agent_loop_name
     if loop == "single_turn":
         return
-    turns = build_chat_turns(run, tokenizer)
+    turns = _build_chat_turns(run, tokenizer)
     if loop == "environment":
 
         async def start_and_close() -> None:
@@ -164,11 +164,11 @@ def read_tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _run_with_tools(
-    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[ToolBox], Coroutine[Any, Any, Result]]
-) -> Result:
+    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[ToolBox], Coroutine[Any, Any, _Result]]
+) -> _Result:
     """Return the result of the coroutine, during which the tools run."""
 
-    async def run() -> Result:
+    async def run() -> _Result:
         box = build_tool_box(rl, tokenizer)
         await box.start()
         try:
@@ -179,7 +179,7 @@ def _run_with_tools(
     return asyncio.run(run())
 
 
-def build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
+def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
     """Build the renderer of turns with the run's chat template.
 
     The template is the one of `prompt_type`, else the tokenizer's own, else that of raw prompts.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mindspeed_rl.workers.roles import Role
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
-Result = TypeVar("Result")
-Batch = TypeVar("Batch")
+_Result = TypeVar("_Result")
+_Batch = TypeVar("_Batch")
 
 _LEVELS: dict[str, Literal["none", "0", "1", "2"]] = {"level_none": "none", "level0": "0", "level1": "1", "level2": "2"}
 
@@ -31,11 +31,11 @@ _LEVELS: dict[str, Literal["none", "0", "1", "2"]] = {"level_none": "none", "lev
 class LossObserver(Protocol):
     """Sees inputs and results of losses; here it leaves the functions of a loss as they are."""
 
-    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+    def inputs(self, function: Callable[[LossInputs], _Result]) -> Callable[[LossInputs], _Result]:
         """Return the function in place of the one that makes a batch of the inputs."""
         return function
 
-    def loss(self, function: Callable[[Batch], LossOutput]) -> Callable[[Batch], LossOutput]:
+    def loss(self, function: Callable[[_Batch], LossOutput]) -> Callable[[_Batch], LossOutput]:
         """Return the function in place of the loss."""
         return function
 

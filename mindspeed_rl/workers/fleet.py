@@ -39,27 +39,31 @@ from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_gro
 from mindspeed_rl.workers.server_rollout import ServerRollout
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
-_CHECKPOINTS = ("actor_config", "critic_config")
-#: actor, and the roles that share its devices, with a rollout engine
-ACTOR = WorkerKind(
-    "mindspeed_rl.workers.actor_worker:ActorWorker",
-    ("train", "rollout"),
-    saves=_CHECKPOINTS,
-    built="the models are loaded, the rollout engines are built",
-)
-#: the same next to rollout servers
-TRAINER = WorkerKind("mindspeed_rl.workers.trainer_worker:TrainerWorker", saves=_CHECKPOINTS)
-REFERENCE = WorkerKind("mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference")
-CRITIC = WorkerKind(
-    "mindspeed_rl.workers.dedicated_workers:CriticWorker", title="critic worker", log_name="critic", saves=("critic_config",)
-)
-REWARD_MODEL = WorkerKind(
-    "mindspeed_rl.workers.dedicated_workers:RewardModelWorker", title="reward model worker", log_name="reward_model"
-)
-_DEDICATED = {"ref": REFERENCE, "critic": CRITIC, "reward": REWARD_MODEL}
+#: workers of each role: "actor" with the roles that share its devices and a rollout engine, "trainer" the same next to servers
+KINDS = {
+    "actor": WorkerKind(
+        "mindspeed_rl.workers.actor_worker:ActorWorker",
+        ("train", "rollout"),
+        saves=("actor_config", "critic_config"),
+        built="the models are loaded, the rollout engines are built",
+    ),
+    "trainer": WorkerKind("mindspeed_rl.workers.trainer_worker:TrainerWorker", saves=("actor_config", "critic_config")),
+    "ref": WorkerKind(
+        "mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference"
+    ),
+    "critic": WorkerKind(
+        "mindspeed_rl.workers.dedicated_workers:CriticWorker",
+        title="critic worker",
+        log_name="critic",
+        saves=("critic_config",),
+    ),
+    "reward": WorkerKind(
+        "mindspeed_rl.workers.dedicated_workers:RewardModelWorker", title="reward model worker", log_name="reward_model"
+    ),
+}
 
 
-class ColocatedRollout:
+class _ColocatedRollout:
     """The rollout engines in the actor's workers; see `ServerRollout` for the other place of a rollout."""
 
     def __init__(self, actor: RemoteGroup) -> None:
@@ -98,15 +102,15 @@ class Fleet:
         """
         self._run, self._plane = run, plane
         placement = run.placement
-        kind = actor_kind or (TRAINER if placement.disaggregated else ACTOR)
+        kind = actor_kind or KINDS["trainer" if placement.disaggregated else "actor"]
         self.actor = start_group(kind, run, run.config.actor_config, run.plan.world_size, plane)
         self.dedicated = {
-            role: start_group(kind, run, run.models[role].config, placement.dedicated[role], plane)
-            for role, kind in _DEDICATED.items()
+            role: start_group(KINDS[role], run, run.models[role].config, placement.dedicated[role], plane)
+            for role in ("ref", "critic", "reward")
             if role in run.models and role in placement.dedicated
         }
         self.servers = ServerRollout(run, plane, self.actor) if placement.disaggregated else None
-        self.rollout = self.servers or ColocatedRollout(self.actor)
+        self.rollout = self.servers or _ColocatedRollout(self.actor)
         self._early: dict[str, Pending] = {}
 
     def prepare_workers(self) -> None:

@@ -28,14 +28,14 @@ from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.replica import ROW_COLUMNS, Replica, build_rows
+from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import Role, Roles, build_micro_batching
 from mindspeed_rl.workers.routing import Routing
 
 _OWN_ROUTING = Routing()
 
 
-class ModelWorker(DeviceWorker):
+class _ModelWorker(DeviceWorker):
     """Passes rows of the data plane through Megatron models. Subclasses build the models and the replica.
 
     Attributes:
@@ -62,10 +62,10 @@ class ModelWorker(DeviceWorker):
         """Compute the phase's columns for this replica's rows; waits for rows that are not ready."""
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
-            batch = self.replica.fetch(phase.consumer, list(ROW_COLUMNS), rows)
+            fetched = self.replica.fetch_rows(phase.consumer, rows)
             # without the wait for rows
             with self.timers(phase.timer):
-                output = routing.forward(role.engine, build_rows(batch), batching, rows)
+                output = routing.forward(role.engine, fetched, batching, rows)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
         if role in self.roles.frozen():
             self._release(role)
@@ -81,7 +81,7 @@ class ModelWorker(DeviceWorker):
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
             # adjacent rows that one replica computes faster
             indexes = self.replica.select(step, lengths, rl.n_samples_per_prompt if rl.use_prefix_grouper else 1)
-            rows = build_rows(self.replica.fetch(phase.consumer, [*ROW_COLUMNS, *columns], indexes), columns)
+            rows = self.replica.fetch_rows(phase.consumer, indexes, columns)
             yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
 
     def _prepare_step(self, role: Role) -> None:
@@ -91,7 +91,7 @@ class ModelWorker(DeviceWorker):
         role.offloader.start_onload(optimizer=not role.config.swap_optimizer)
 
 
-class ReferencePhases(ModelWorker):
+class ReferencePhases(_ModelWorker):
     """Log-probs of the reference."""
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
@@ -108,7 +108,7 @@ class ReferencePhases(ModelWorker):
         return self._report(metrics)
 
 
-class CriticPhases(ModelWorker):
+class CriticPhases(_ModelWorker):
     """Values and updates of the critic."""
 
     def _critic(self) -> Role:
@@ -138,7 +138,7 @@ class CriticPhases(ModelWorker):
         return self._report(metrics)
 
 
-class RewardModelPhases(ModelWorker):
+class RewardModelPhases(_ModelWorker):
     """Scores of the reward model."""
 
     def compute_model_rewards(self, count: int) -> WorkerReport:

@@ -14,14 +14,14 @@ from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
 
 #: what a row's tokens are read from: the tokens of its sequences, and p1, r1, p2, r2 ... of prompts and responses
-ROW_COLUMNS = ("input_ids", "sequence_lengths")
+_ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
 def build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
     """Return the engine's rows from data-plane columns.
 
     Args:
-        batch: has ROW_COLUMNS.
+        batch: has _ROW_COLUMNS.
         columns: of the batch that the loss reads.
     """
     sequences = []
@@ -76,6 +76,10 @@ class Replica:
         if parallel.is_stage_source() if by_stage else parallel.is_data_source():
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
         return group.broadcast(batch)
+
+    def fetch_rows(self, consumer: str, indexes: Sequence[int], columns: Sequence[str] = ()) -> Rows:
+        """Return the engine's rows, with these columns for the loss; waits for rows that are not ready."""
+        return build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *columns], indexes), columns)
 
     def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
         """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""

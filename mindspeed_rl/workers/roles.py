@@ -205,7 +205,7 @@ class Role:
     def poll_save(self) -> None:
         """Complete a background save that has been written."""
         if self._saver is not None:
-            self._saver.poll()
+            self._saver.finish(wait=False)
 
     def finish_saves(self) -> None:
         """Wait until all checkpoints are complete."""

@@ -24,13 +24,13 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.replica import Replica
 
-Output = tuple[list[Tensor], list[Tensor]] | None
+_Output = tuple[list[Tensor], list[Tensor]] | None
 
 
 class Routing:
     """The experts of the tokens in the actor's passes; in this class the model's own routers choose them."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
         """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
         return engine.forward(rows, batching)
 
@@ -77,7 +77,7 @@ class _Replay(Routing):
 class RecordedRouting(_Replay):
     """R2: the update sends tokens to the experts of the pass of the old log-probs."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
         with self._layers.recording() as recording:
             output = engine.forward(rows, batching)
         experts = [row.flatten().to(self._dtype) for row in self._layers.gather_recording(recording, rows)]
@@ -89,7 +89,7 @@ class RecordedRouting(_Replay):
 class RolloutRouting(_Replay):
     """R3: both passes send tokens to the experts of the rollout engine."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> Output:
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
         return engine.forward(self._add_experts(ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from mindspeed_rl.models.plan import ModelSource
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
@@ -119,7 +119,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         assert objective is not None
         loss = partial(policy_loss, objective=replace(objective, kl_coef=plan.kl_coef))
         batch: Callable[[LossInputs], PolicyBatch] = partial(PolicyBatch.from_inputs, entropy_threshold=plan.entropy_threshold)
-        recorded = RecordedLogProbs()
+        recorded = _RecordedLogProbs()
         if plan.records_log_probs:
             batch = recorded.inputs(batch)
         batching = self._batching("update", actor.config.micro_batch_size)
@@ -226,7 +226,7 @@ class TrainerWorker(ActorPhases):
         return self._report(metrics)
 
 
-class RecordedLogProbs:
+class _RecordedLogProbs:
     """The log-probs that the policy loss read in the last optimizer step of each row, which the update's ratios are made of.
 
     Attributes:
@@ -236,10 +236,10 @@ class RecordedLogProbs:
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
 
-    def inputs(self, function: Callable[[LossInputs], Result]) -> Callable[[LossInputs], Result]:
+    def inputs(self, function: Callable[[LossInputs], _Result]) -> Callable[[LossInputs], _Result]:
         """Return the function, which also records the log-probs of its inputs; column `row` has the index of each row."""
 
-        def record(inputs: LossInputs) -> Result:
+        def record(inputs: LossInputs) -> _Result:
             log_probs, lengths = inputs.outputs[0].detach().cpu(), inputs.mask.sum(1).tolist()
             for index, row, length in zip(inputs.columns["row"].tolist(), log_probs, lengths):
                 # a view would keep the padded micro-batch in memory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
-from mindspeed_rl.config.keys.megatron import split_shares
+from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages import STAGES
@@ -19,34 +19,34 @@ from mindspeed_rl.workers.update_plan import split_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
+_Item = TypeVar("_Item")
+_Item_co = TypeVar("_Item_co", covariant=True)
 
 
-class Dataset(Protocol[Item_co]):
+class Dataset(Protocol[_Item_co]):
     """Items by index."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Item_co: ...
+    def __getitem__(self, index: int) -> _Item_co: ...
 
 
-class _Slice(Generic[Item]):
+class _Slice(Generic[_Item]):
     """The items `indexes` of a dataset."""
 
-    def __init__(self, dataset: Dataset[Item], indexes: range) -> None:
+    def __init__(self, dataset: Dataset[_Item], indexes: range) -> None:
         self._dataset, self._indexes = dataset, indexes
 
     def __len__(self) -> int:
         return len(self._indexes)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, index: int) -> _Item:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._dataset[self._indexes[index]]
 
 
-class Stage(ABC, Generic[Item]):
+class Stage(ABC, Generic[_Item]):
     """The data, the rows and the loss of a stage.
 
     Attributes:
@@ -69,22 +69,22 @@ class Stage(ABC, Generic[Item]):
         self.num_too_long = 0
 
     @abstractmethod
-    def open(self, prefix: str | Path) -> Dataset[Item]:
+    def open(self, prefix: str | Path) -> Dataset[_Item]:
         """Open the dataset with this prefix."""
 
     @abstractmethod
-    def rows(self, items: Sequence[Item]) -> Rows:
+    def rows(self, items: Sequence[_Item]) -> Rows:
         """Return the rows that the engine computes for these items."""
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of a micro-batch."""
 
-    def num_tokens(self, item: Item) -> int:
+    def num_tokens(self, item: _Item) -> int:
         """Return the tokens that the engine computes for an item."""
         return sum(self.rows([item]).lengths)
 
-    def datasets(self, plan: BatchPlan) -> tuple[Dataset[Item], Dataset[Item] | None]:
+    def datasets(self, plan: BatchPlan) -> tuple[Dataset[_Item], Dataset[_Item] | None]:
         """Open the items for training and those for evaluation, if any; collective over the workers.
 
         Both are consecutive slices with the first two shares of `split`, such as "95,5,0", where evaluation has no data of its
@@ -96,10 +96,10 @@ class Stage(ABC, Generic[Item]):
         config = self.config
         if not isinstance(config.data_path, str):
             raise ValueError(f"data_path: {config.data_path!r} must be one prefix; only stage pretrain blends datasets.")
-        dataset, shares = self.open(config.data_path), split_shares(config.split)
+        dataset, shares = self.open(config.data_path), read_split(config.split)
         # sums are rounded, not shares: no item is lost between two slices
         first, second = (round(len(dataset) * sum(shares[:count])) for count in (1, 2))
-        held_out: Dataset[Item] = _Slice(dataset, range(first, second))
+        held_out: Dataset[_Item] = _Slice(dataset, range(first, second))
         if config.eval_data_path is not None:
             held_out = self.open(config.eval_data_path)
         return _Slice(dataset, range(first)), held_out if len(held_out) else None
@@ -122,11 +122,11 @@ def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> St
 
 def split_batches(
     batches: Iterator[list[int]],
-    dataset: Dataset[Item],
+    dataset: Dataset[_Item],
     num_ranks: int,
     rank: int,
-    num_tokens: Callable[[Item], int] | None = None,
-) -> Iterator[list[Item]]:
+    num_tokens: Callable[[_Item], int] | None = None,
+) -> Iterator[list[_Item]]:
     """Yield this data-parallel rank's items of each global batch.
 
     Args:
