@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 
 DATA = Path(__file__).parent / "data"
 #: config.json of published models, as far as it says their shape
@@ -36,7 +36,7 @@ def _run_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*.yaml")) if "\nmegatron_training:" in f"\n{path.read_text()}"]
 
 
-SHIPPED = [path for path in _run_files(project_configs()) if "tiny" not in path.stem]
+SHIPPED = [path for path in _run_files(find_project_configs()) if "tiny" not in path.stem]
 OWN = _run_files(DATA / "run_files")
 #: `PUBLIC_RUN_FILES=folder` adds all run files below a folder: those of MindSpeed-RL's branches, for example
 PUBLIC = _run_files(Path(os.environ["PUBLIC_RUN_FILES"])) if "PUBLIC_RUN_FILES" in os.environ else []

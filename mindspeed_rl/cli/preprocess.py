@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.handlers.llamafactory import MIX_STRATEGIES
 from mindspeed_rl.data.parts import merge
@@ -140,7 +140,7 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
         ValueError: no such file (the message lists those there), or not a mapping.
     """
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-    shipped = project_configs() / "datasets"
+    shipped = find_project_configs() / "datasets"
     if config_dir is not None:
         folders = [Path(config_dir)]
     else:

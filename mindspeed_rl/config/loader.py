@@ -113,8 +113,8 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         profiler_config=profiler,
         msprobe_config=msprobe,
         set_keys=set_keys,
-        earlier=deprecated,
-        spelled=aliased,
+        deprecated=deprecated,
+        aliased=aliased,
         ignored=_find_ignored(groups),
         model_metadata=read_model_metadata(actor),
     )

@@ -1,4 +1,4 @@
-"""What config.json and the tokenizer's settings say of the model that a run starts from, where they are on this machine."""
+"""Metadata of the model from which a run starts: its config.json and tokenizer settings, where they are on this machine."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
 
-#: width of a head where config.json has no head_dim and the model type does not divide hidden_size by its heads
-_OWN_HEAD_SIZES = {"qwen3": 128, "gemma2": 256, "glm4": 128}
+#: width of a head where config.json has no head_dim and the model type does not derive it from hidden_size
+_HEAD_SIZES = {"qwen3": 128, "gemma2": 256, "glm4": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """What the rollout engine's limits are about; None where it is not known.
+    """Sizes that the limits of the rollout engine concern; None where they are unknown.
 
     Attributes:
-        source: where it was read, for messages.
+        source: the folder of the sizes, for messages.
         num_heads, num_kv_heads, head_size: of attention; `head_size` is the width of one head.
         is_latent, latent_size: latent attention, and the width of its one cached head.
-        max_length: the longest sequence that the model's positions reach, in tokens.
-        num_experts: of an expert layer.
+        max_length: maximum sequence that the positions of the model reach, in tokens.
+        num_experts: experts of a layer with experts.
     """
 
     source: str
@@ -42,11 +41,11 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The model's own files.
+    """Content of the files of a model.
 
     Attributes:
-        folder: where they were read.
-        shape: what they say; None in it where they do not.
+        folder: the folder as the run file names it.
+        shape: the sizes in the files.
     """
 
     folder: str
@@ -54,60 +53,60 @@ class ModelMetadata:
 
 
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
-    """Return what is known of the model that a role's keys name; None where no folder of theirs has a readable config.json."""
+    """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
         if not name:
             continue
         start = Path(name).expanduser()
         for folder in (start, start / HF_FILES):
             if config := _read(folder / "config.json"):
-                return ModelMetadata(str(name), _shape(str(name), folder, config))
+                return ModelMetadata(str(name), _read_shape(str(name), folder, config))
     return None
 
 
-def _shape(source: str, folder: Path, config: Mapping[str, Any]) -> EngineShape:
-    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    width = _count(config, "head_dim") or _OWN_HEAD_SIZES.get(str(config.get("model_type")))
+def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> EngineShape:
+    heads, hidden = _read_count(config, "num_attention_heads"), _read_count(config, "hidden_size")
+    width = _read_count(config, "head_dim") or _HEAD_SIZES.get(str(config.get("model_type")))
     if width is None and heads is not None and hidden is not None:
         width = hidden // heads
-    counts = [_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
-    latent, rotary = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
+    counts = [_read_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
+    latent, rotary = _read_count(config, "kv_lora_rank"), _read_count(config, "qk_rope_head_dim")
     return EngineShape(
         source=source,
         num_heads=heads,
-        num_kv_heads=_count(config, "num_key_value_heads") or heads,
+        num_kv_heads=_read_count(config, "num_key_value_heads") or heads,
         head_size=width,
         is_latent=latent is not None,
         latent_size=None if latent is None or rotary is None else latent + rotary,
-        ffn_hidden_size=_count(config, "intermediate_size"),
-        max_length=_max_length(folder, config),
+        ffn_hidden_size=_read_count(config, "intermediate_size"),
+        max_length=_read_max_length(folder, config),
         num_experts=next((count for count in counts if count), None),
     )
 
 
-def _max_length(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """As the rollout engine reads it; where versions differ about scaled positions, the longer length."""
-    length = _count(config, "max_position_embeddings")
+def _read_max_length(folder: Path, config: Mapping[str, object]) -> int | None:
+    """Return the length as the rollout engine reads it; where versions differ about scaled positions, the longer one."""
+    length = _read_count(config, "max_position_embeddings")
     if length is None:
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = scaling if isinstance(scaling, Mapping) else {}
     factor = scaling.get("factor")
-    # models with llama3 scaling count the stretch in max_position_embeddings already
+    # llama3 scaling is part of max_position_embeddings already
     if isinstance(factor, (int, float)) and scaling.get("rope_type", scaling.get("type")) != "llama3":
         length = int(length * factor)
-    tokenizer = _count(_read(folder / "tokenizer_config.json"), "model_max_length")
+    tokenizer = _read_count(_read(folder / "tokenizer_config.json"), "model_max_length")
     return length if tokenizer is None else min(length, tokenizer)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # whoever loads the model says what is wrong with the file
-    return found if isinstance(found, dict) else {}
+        return {}  # loading the model reports the damaged file
+    return tree if isinstance(tree, dict) else {}
 
 
-def _count(config: Mapping[str, Any], name: str) -> int | None:
+def _read_count(config: Mapping[str, object], name: str) -> int | None:
     value = config.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

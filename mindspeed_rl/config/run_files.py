@@ -1,4 +1,4 @@
-"""Run files on disk: where one lies, and what Hydra makes of it together with its model blocks and overrides."""
+"""Run files on disk: their location, limits of their YAML, and their composition with model blocks and overrides by Hydra."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from mindspeed_rl.config.errors import ConfigError, suggest_name
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES
 from mindspeed_rl.config.keys.schema import normalize
 
-#: of file systems, less the ending
+#: limits of file systems, less the suffix
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 240, 4000
+#: far beyond any run file
+_MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 1 << 20, 60, 100_000
 
 
-def project_configs() -> Path:
-    """Return the `configs/` folder beside the package."""
+def find_project_configs() -> Path:
+    """Return the `configs/` folder next to the package."""
     return Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -35,9 +37,9 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
         raise ConfigError([f"--config-name {config_name[:60]!r} is no name of a file"])
     if config_dir is not None and ("\0" in str(config_dir) or len(os.fsencode(config_dir)) > _MAX_PATH_BYTES):
         raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is no name of a folder"])
-    # a file of the user's wins over a shipped one only where its ending says that a file is meant
+    # a file of the user wins over a shipped one only where its suffix marks it as a file
     here = [Path.cwd()] if config_name.endswith(".yaml") else []
-    everywhere = [*here, project_configs(), Path.cwd() / "configs", Path.cwd()]
+    everywhere = [*here, find_project_configs(), Path.cwd() / "configs", Path.cwd()]
     folders = [Path(config_dir)] if config_dir is not None else everywhere
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
@@ -47,7 +49,7 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
         raise ConfigError([f"the configuration folder {folders[0]} does not exist"])
     available = sorted(path.stem for folder in existing for path in folder.glob("*.yaml"))
     likely = suggest_name(name, available)
-    hint = f"the nearest name there is {likely}" if likely else f"it holds {', '.join(available) or 'no run file'}"
+    hint = f"the nearest name there is {likely}" if likely else f"it has {', '.join(available) or 'no run file'}"
     raise ConfigError([f"there is no run file {name}.yaml in {existing[0]}; {hint}"])
 
 
@@ -57,7 +59,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: YAML that cannot be read, a model block or an override that Hydra rejects.
     """
-    # Imported here so that the package itself loads at once and without Hydra.
+    # imported here so that the package loads without Hydra
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -66,27 +68,28 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     check_yaml(directory / f"{name}.yaml")
-    items = [_as_forced(item) for item in overrides]
-    if directory != project_configs():
-        items.append(f"hydra.searchpath=['file://{project_configs()}']")
+    items = [_force_override(item) for item in overrides]
+    if directory != find_project_configs():
+        items.append(f"hydra.searchpath=['file://{find_project_configs()}']")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Hydra asks for `_self_` in defaults; upstream's run files have none.
             with initialize_config_dir(version_base=None, config_dir=str(directory)):
                 composed = hydra_compose(name, overrides=items)
-        # what Hydra composes is a mapping, and its keys are text
+        # Hydra composes a mapping with text as keys
         tree = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except MissingConfigException as error:
         missing = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, block = missing.rpartition("/")
-        available = sorted({path.stem for folder in (directory, project_configs()) for path in (folder / group).glob("*.yaml")})
+        folders = (directory / group, find_project_configs() / group)
+        available = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         likely = suggest_name(block, available)
         hint = f"the nearest name there is {likely}" if likely else f"known names are {', '.join(available) or 'none'}"
         raise ConfigError([f"defaults of {name}.yaml: {missing}.yaml does not exist in {directory}; {hint}"]) from error
     except RecursionError:
         raise ConfigError([f"{name}.yaml or an override is nested too deeply"]) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, AssertionError) as error:
-        raise ConfigError([f"{name}.yaml cannot be read: {_one_line(error)}"]) from error
+        raise ConfigError([f"{name}.yaml cannot be read: {_join_lines(error)}"]) from error
     training = tree.get("megatron_training")
     stage = training.get("stage") if isinstance(training, dict) else None
     if tree.get("rl_config") is not None and tree.get("actor_config") is None and stage not in SUPERVISED_STAGES:
@@ -94,7 +97,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     return tree
 
 
-def _as_forced(item: str) -> str:
+def _force_override(item: str) -> str:
     """Let "group.key=value" also add a key the file does not have; the schema decides whether the key exists."""
     key = item.partition("=")[0]
     if "=" not in item and not item.startswith("~"):
@@ -104,35 +107,30 @@ def _as_forced(item: str) -> str:
     return f"++{item}"
 
 
-def _one_line(error: Exception) -> str:
+def _join_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def apply_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a run with other values of some keys, given by dotted name."""
+def apply_values(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of a composed run file with other values of some keys, given by dotted name."""
     changed = {name: copy.deepcopy(value) for name, value in normalize(tree).items()}
     for key, value in changes.items():
         *groups, name = key.split(".")
         holder = changed
         for group in groups:
             inner = holder.get(group)
-            holder[group] = normalize(inner) if isinstance(inner, Mapping) else {}
-            holder = holder[group]
+            holder[group] = holder = normalize(inner) if isinstance(inner, Mapping) else {}
         holder[name] = value
     return changed
 
 
-#: no run file comes near any of these
-_MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 1 << 20, 60, 100_000
-
-
 def check_yaml(path: Path) -> None:
-    """Raises ConfigError for a file that is no text, or would take reading without end.
+    """Check text, size and depth of a YAML file, and the values for which its aliases stand, before it is read.
 
     Raises:
         ConfigError: it is binary or of another encoding than UTF-8, too large, nested too deeply, or an alias bomb; or no YAML.
     """
-    import yaml  # as in run_files: the package itself loads without it
+    import yaml  # the package loads without it
 
     try:
         size = path.stat().st_size
@@ -142,9 +140,9 @@ def check_yaml(path: Path) -> None:
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        place = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise ConfigError([f"{path} is not UTF-8 text ({place}); save it as UTF-8"]) from None
-    # sizes of the open collections, aliases counted as what they stand for; and of what has an anchor
+        where = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError([f"{path} is not UTF-8 text ({where}); save it as UTF-8"]) from None
+    # sizes of the open collections, where an alias has the size of its anchor; and sizes by anchor
     open_sizes: list[int] = [0]
     open_anchors: list[str | None] = []
     anchored: dict[str, int] = {}
@@ -169,7 +167,6 @@ def check_yaml(path: Path) -> None:
             if open_sizes[-1] > _MAX_NODES:
                 raise ConfigError([f"{path} stands for more than {_MAX_NODES} values (aliases count as what they repeat)"])
     except (yaml.YAMLError, ValueError) as error:
-        lines = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise ConfigError([f"{path.name} cannot be read: {lines[:500]}"]) from None
+        raise ConfigError([f"{path.name} cannot be read: {_join_lines(error)[:500]}"]) from None
     except RecursionError:
         raise ConfigError([f"{path} is nested too deeply"]) from None

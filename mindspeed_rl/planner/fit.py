@@ -44,7 +44,7 @@ _EXAMPLES = (
 )
 
 #: values of keys, by dotted name
-Values = dict[str, object]
+_Values = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FitResult:
     """
 
     tree: dict[str, Any]
-    values: Values
+    values: _Values
     memory: MemoryPlan
     time: TimePlan
     trainers: int | None = None
@@ -179,7 +179,7 @@ class _Search:
         request = self._request
         tree = _build_base_tree(request)
         if trainers is not None:  # engines on dedicated devices generate for the next iteration while this one trains
-            values: Values = {
+            values: _Values = {
                 "rl_config.use_integrated_worker": False,
                 "rl_config.actor_resource.num_npus": trainers,
                 "rl_config.rollout_resource": {"num_npus": request.npus - trainers},
@@ -207,23 +207,23 @@ class _Search:
         peak = self.nearest.fullest.peak
         return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
 
-    def _find_engines(self, tree: dict[str, Any], npus: int) -> list[Values]:
+    def _find_engines(self, tree: dict[str, Any], npus: int) -> list[_Values]:
         """Return the keys of the engines that fit on so many devices, the fastest first."""
         request = self._request
         experts = int(request.block.get("num_experts") or 0)
         # a training layout that keeps the rules on any number of devices: only the engine's phases matter here
-        fixed: Values = {
+        fixed: _Values = {
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.pipeline_model_parallel_size": 1,
             "rl_config.max_packing_token_size": request.max_len,
         }
-        ranked: list[tuple[float, Values]] = []
+        ranked: list[tuple[float, _Values]] = []
         for tensor in _powers(min(16, npus, self._device.devices_per_node)):
             if npus % tensor:
                 continue
             replicas = npus // tensor
             for sharing in _powers(replicas) if experts else (1,):
-                values: Values = {
+                values: _Values = {
                     "generate_config.infer_tensor_parallel_size": tensor,
                     "generate_config.max_num_seqs": min(256, max(1, math.ceil(request.prompts * request.samples / replicas))),
                     **({"generate_config.infer_expert_parallel_size": sharing} if experts else {}),
@@ -241,7 +241,7 @@ class _Search:
                         break  # with less of the device it would only be slower
         return [values for _, values in sorted(ranked, key=lambda one: one[0])]
 
-    def _find_training(self, tree: dict[str, Any], npus: int, engine: Values) -> list[Values]:
+    def _find_training(self, tree: dict[str, Any], npus: int, engine: _Values) -> list[_Values]:
         """Return the keys of the fastest training layouts that fit, the fastest first, one for each split of the model.
 
         Args:
@@ -249,7 +249,7 @@ class _Search:
             npus: devices that train.
             engine: keys of any engine that fits; its memory is free while the model trains.
         """
-        ranked: list[tuple[int, float, Values]] = []
+        ranked: list[tuple[int, float, _Values]] = []
         for values in _list_training_layouts(self._request, npus, self._device):
             plans = self._plan(tree, values | engine)
             if plans is None:
@@ -260,13 +260,13 @@ class _Search:
                 ranked.append((VERDICTS.index(memory.verdict), seconds, values))
             elif self.nearest is None or memory.fullest.peak.total < self.nearest.fullest.peak.total:
                 self.nearest = memory
-        fastest: dict[tuple[object, ...], Values] = {}
+        fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda one: one[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
         return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
 
-    def _combine(self, tree: dict[str, Any], train: Values, serve: Values, trainers: int | None) -> FitResult | None:
-        """Return both with the largest fraction of memory for the engine with which they fit, else with which they are tight."""
+    def _combine(self, tree: dict[str, Any], train: _Values, serve: _Values, trainers: int | None) -> FitResult | None:
+        """Return both with the largest fraction of memory for the engine with which they fit, else are tight."""
         best: FitResult | None = None
         for fraction in _FRACTIONS:
             if fraction > float(str(serve[_FRACTION])):
@@ -281,7 +281,7 @@ class _Search:
             best = best or result
         return best
 
-    def _plan(self, tree: dict[str, Any], values: Values) -> tuple[MemoryPlan, TimePlan] | None:
+    def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
         """Plan a layout; None where the values break a rule."""
         nodes = self._request.num_nodes
         try:
@@ -301,7 +301,7 @@ def _powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
 
 
-def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> Iterator[Values]:
+def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> Iterator[_Values]:
     layers, experts = int(request.block["num_layers"]), int(request.block.get("num_experts") or 0)
     node = min(device.devices_per_node, 16)
     for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
@@ -311,7 +311,7 @@ def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> It
         for ep in _powers(min(experts, stage)) if experts else (1,):
             if experts % ep or stage % ep:
                 continue
-            values: Values = {
+            values: _Values = {
                 "actor_config.tensor_model_parallel_size": tp,
                 "actor_config.pipeline_model_parallel_size": pp,
                 "actor_config.context_parallel_size": cp,
@@ -329,12 +329,12 @@ def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> It
             yield from _vary_memory(values, layers, pp, request.max_len)
 
 
-def _vary_memory(base: Values, layers: int, pp: int, max_len: int) -> Iterator[Values]:
+def _vary_memory(base: _Values, layers: int, pp: int, max_len: int) -> Iterator[_Values]:
     """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off."""
     chunks: list[int | None] = [None]
     if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
         chunks.append(layers // pp // 2)
-    full: Values = {
+    full: _Values = {
         "actor_config.recompute_granularity": "full",
         "actor_config.recompute_method": "uniform",
         "actor_config.recompute_num_layers": 1,

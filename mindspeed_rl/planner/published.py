@@ -28,7 +28,7 @@ PROMPT, MAX_PROMPT = 150.0, 500.0
 
 
 @dataclass(frozen=True)
-class Figure:
+class _Figure:
     """One published run.
 
     Attributes:
@@ -59,14 +59,14 @@ def _lengths(limit: int, prompt: int) -> dict[str, object]:
     }
 
 
-_CANN = {"rl_config.actor_resource.num_npus": 256, "generate_config.max_num_seqs": 64, "generate_config.enforce_eager": False}
-_QWEN_235B = {
+_CANN: dict[str, object] = {"rl_config.actor_resource.num_npus": 256, "generate_config.max_num_seqs": 64, "generate_config.enforce_eager": False}
+_QWEN_235B: dict[str, object] = {
     "generate_config.enforce_eager": False,
     "megatron_training.global_batch_size": 512,
     "rl_config.mini_batch_size": 512,
     "rl_config.n_samples_per_prompt": 16,
 }
-_R1 = {
+_R1: dict[str, object] = {
     "rl_config.actor_resource.num_npus": 384,
     "megatron_training.global_batch_size": 384,
     "rl_config.mini_batch_size": 384,
@@ -77,18 +77,18 @@ _R1 = {
 
 #: the sources are in docs/planner.md. The cann recipes publish no maximum response: about one and a half mean ones are assumed,
 #: and captured graphs in the engine; random weights seldom end a response, so that the mean is the limit
-FIGURES: tuple[Figure, ...] = (
-    Figure("GRPO Qwen2.5-7B, A3, 2k", "A3", "grpo_qwen25_7b_A3", per_card=220),
-    Figure("GRPO Qwen2.5-32B, A3, 2k", "A3", "grpo_qwen25_32b_A3", per_card=220),
-    Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, devices_per_card=1),
-    Figure("GRPO Qwen3-8B, A3, 8k", "A3", "grpo_qwen3_8b_A3", per_card=252),
-    Figure("GRPO DeepSeek-R1, A3, 384 devices, 2k", "A3", "grpo_deepseek_r1_671b_A3", _R1, per_card=210),
-    Figure("DAPO Qwen3-30B-A3B, A3, 2k", "A3", "dapo_qwen3_30b_a3b_A3", per_card=44, counts_maximum=False),
-    Figure("DAPO Qwen3-32B, A3, 2k", "A3", "dapo_qwen3_32b_A3", per_card=140, counts_maximum=False),
-    Figure("DAPO Qwen2.5-32B, A3, 30k", "A3", "dapo_qwen25_32b_A3_32k", per_card=108, counts_maximum=False),
-    Figure("DAPO Qwen2.5-32B, A2, 20k", "A2", "dapo_qwen25_32b_A2_20k", per_card=35, devices_per_card=1, counts_maximum=False),
-    Figure("PPO Qwen2.5-32B, A3, 2k", "A3", "ppo_qwen25_32b_A3", per_card=74),
-    Figure(
+FIGURES: tuple[_Figure, ...] = (
+    _Figure("GRPO Qwen2.5-7B, A3, 2k", "A3", "grpo_qwen25_7b_A3", per_card=220),
+    _Figure("GRPO Qwen2.5-32B, A3, 2k", "A3", "grpo_qwen25_32b_A3", per_card=220),
+    _Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, devices_per_card=1),
+    _Figure("GRPO Qwen3-8B, A3, 8k", "A3", "grpo_qwen3_8b_A3", per_card=252),
+    _Figure("GRPO DeepSeek-R1, A3, 384 devices, 2k", "A3", "grpo_deepseek_r1_671b_A3", _R1, per_card=210),
+    _Figure("DAPO Qwen3-30B-A3B, A3, 2k", "A3", "dapo_qwen3_30b_a3b_A3", per_card=44, counts_maximum=False),
+    _Figure("DAPO Qwen3-32B, A3, 2k", "A3", "dapo_qwen3_32b_A3", per_card=140, counts_maximum=False),
+    _Figure("DAPO Qwen2.5-32B, A3, 30k", "A3", "dapo_qwen25_32b_A3_32k", per_card=108, counts_maximum=False),
+    _Figure("DAPO Qwen2.5-32B, A2, 20k", "A2", "dapo_qwen25_32b_A2_20k", per_card=35, devices_per_card=1, counts_maximum=False),
+    _Figure("PPO Qwen2.5-32B, A3, 2k", "A3", "ppo_qwen25_32b_A3", per_card=74),
+    _Figure(
         "DeepSeek-R1, 128 A3 cards",
         "A3",
         "grpo_deepseek_r1_671b_A3",
@@ -96,7 +96,7 @@ FIGURES: tuple[Figure, ...] = (
         seconds={"rollout": 495.4, "reference_model": 116.7, "update": 495.1},
         mean_response=2553,
     ),
-    Figure(
+    _Figure(
         "DeepSeek-R1, 128 A3 cards, optimised",
         "A3",
         "grpo_deepseek_r1_671b_A3",
@@ -104,7 +104,7 @@ FIGURES: tuple[Figure, ...] = (
         seconds={"rollout": 318.3, "reference_model": 104.7, "update": 328.8},
         mean_response=3040,
     ),
-    Figure(
+    _Figure(
         "Qwen3-235B, 64 A3 cards",
         "A3",
         "grpo_qwen3_235b_a22b_A2",
@@ -180,7 +180,7 @@ def fit_efficiency(indexes: Sequence[int]) -> Efficiency:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class _LeftOut:
     """A figure and its prediction by the fit to all others.
 
     Attributes:
@@ -192,16 +192,16 @@ class LeftOut:
     predicted: dict[str, float]
 
 
-def leave_one_out() -> Iterator[LeftOut]:
+def leave_one_out() -> Iterator[_LeftOut]:
     """Yield each figure with the prediction by the fit to all others."""
     for index, figure in enumerate(FIGURES):
         plan = predict_figure(index, fit_efficiency([other for other in range(len(FIGURES)) if other != index]))
         seconds = find_published(index, plan)
         predicted = {name: plan.total if name == "all" else plan.phases[name] for name in seconds}
-        yield LeftOut(figure.name, seconds, predicted)
+        yield _LeftOut(figure.name, seconds, predicted)
 
 
-def compute_spread(figures: Sequence[LeftOut]) -> float:
+def compute_spread(figures: Sequence[_LeftOut]) -> float:
     """Return the factor that bounds the error of two thirds of the predictions, by phase."""
     errors = sorted(abs(math.log(one.predicted[name] / seconds)) for one in figures for name, seconds in one.published.items())
     return math.exp(errors[math.ceil(len(errors) * 2 / 3) - 1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
-from mindspeed_rl.config.keys.megatron import split_shares
+from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.data.tokenizer import load_tokenizer
@@ -67,7 +67,7 @@ def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDa
     actor = run.config.actor_config
     tools = read_tool_schemas(run.rl, tokenizer)
     full = _open_run_prompts(run, "data_path", tokenizer, tools)
-    train, validation, _ = split_shares(actor.split)
+    train, validation, _ = read_split(actor.split)
     prompts = full if train == 1 else full.part(0, train)
     if actor.eval_data_path:
         return prompts, _open_run_prompts(run, "eval_data_path", tokenizer, tools)
@@ -127,7 +127,7 @@ def count_prompts(run: Run) -> int:
     if not Path(folder).expanduser().is_dir():  # a plan does not wait for a hub
         raise ValueError(f"actor_config.tokenizer_name_or_path: {folder} is no folder on this machine.")
     tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
-    train, _, _ = split_shares(actor.split)
+    train, _, _ = read_split(actor.split)
     return len(_open_run_prompts(run, "data_path", tokenizer).part(0, train))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from mindspeed_rl.algorithms.kl import build_kl_controller
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.keys.megatron import evaluates
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import resolve_admission
@@ -42,7 +41,7 @@ class Schedule:
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
-        self.evaluates_first = evaluates(self._actor)
+        self.evaluates_first = self._actor.has_held_out_data
         self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mindspeed_rl.config.loader import load_run_config
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 
 if TYPE_CHECKING:
     from rl_world import World
@@ -32,7 +32,7 @@ SMALLER["gspo_token"] = SMALLER["gspo"]
 
 def run_files() -> list[str]:
     """The tiny run files with rollouts."""
-    names = sorted(path.stem for path in project_configs().glob("*_tiny_cpu.yaml"))
+    names = sorted(path.stem for path in find_project_configs().glob("*_tiny_cpu.yaml"))
     return [name.removesuffix("_tiny_cpu") for name in names if not load_run_config(name).is_supervised]
 
 

@@ -15,7 +15,7 @@ import pytest
 from shared_forks import shared
 
 from mindspeed_rl.config.loader import load_run_config
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.runtime.fork_server import RL, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ QUICKSTART_ENDS, STAGES_END, AGENT_ENDS = 'echo "== 4/5', "for stage in", 'echo 
 
 def run_files() -> list[str]:
     """Names of the run files whose platform is the CPU; the others need devices that this machine does not have."""
-    names = sorted(path.stem for path in project_configs().glob("*.yaml"))
+    names = sorted(path.stem for path in find_project_configs().glob("*.yaml"))
     return [name for name in names if load_run_config(name).platform == "cpu"]
 
 
@@ -64,7 +64,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_tiny_run_file_is_for_the_cpu() -> None:
-    assert run_files() == sorted(path.stem for path in project_configs().glob("*_tiny*_cpu.yaml"))
+    assert run_files() == sorted(path.stem for path in find_project_configs().glob("*_tiny*_cpu.yaml"))
 
 
 @pytest.mark.slow

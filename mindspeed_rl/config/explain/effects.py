@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.keys import ROLE_GROUPS, find_ignored
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
-from mindspeed_rl.config.keys.megatron import MegatronConfig, evaluates
+from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.objective import named_estimator
@@ -57,7 +57,7 @@ def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     for path in cfg.ignored:
         no_rollout = cfg.is_supervised and path.startswith(("rl_config.", "generate_config."))
         reasons[path] = f"stage {cfg.stage} has no rollout" if no_rollout else find_ignored(path).reason[0]
-    return reasons | {name: note for name, note in cfg.earlier.items() if not note.startswith("read as ")}
+    return reasons | {name: note for name, note in cfg.deprecated.items() if not note.startswith("read as ")}
 
 
 def _find_reason(cfg: RunConfig, path: str, group: object, name: str, key: Key) -> str:
@@ -113,7 +113,7 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
         (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus decides"),
         (name == "async_save" and role.save is None, "save is not set"),
         (
-            name in ("eval_interval", "eval_num_prompts") and not evaluates(role),
+            name in ("eval_interval", "eval_num_prompts") and not role.has_held_out_data,
             "eval_data_path is not set, and split holds nothing back",
         ),
         (
@@ -171,7 +171,7 @@ def _find_rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
         (
-            name == "eval_greedy" and not evaluates(cfg.actor_config),
+            name == "eval_greedy" and not cfg.actor_config.has_held_out_data,
             "eval_data_path is not set, and split holds nothing back",
         ),
         (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, no_kl),

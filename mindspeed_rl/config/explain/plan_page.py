@@ -67,7 +67,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
         "samples": _describe_samples(cfg),
         "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
-        "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
+        "earlier_names": {name: note for name, note in cfg.deprecated.items() if note.startswith("read as ")},
         "warnings": find_warnings(cfg),
         "changed_keys": find_changed_keys(cfg),
         "keys_without_effect": find_keys_without_effect(cfg),

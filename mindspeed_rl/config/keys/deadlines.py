@@ -12,10 +12,10 @@ from mindspeed_rl.config.keys.schema import Range, key
 if TYPE_CHECKING:
     from mindspeed_rl.config.run import RunConfig
 
-#: a deadline that the run file leaves open is at least this many times the longest that its wait has taken so far
-GROWTH = 5.0
+#: a deadline that the run file does not set is at least this many times the longest wait so far
+_GROWTH = 5.0
 
-#: seconds that a wait may take where neither run file nor measurement says more
+#: seconds that a wait may take where neither run file nor measurement gives more
 DEFAULTS: Mapping[str, float] = {
     "placement": 120.0,
     "start": 1800.0,
@@ -82,7 +82,7 @@ class FaultTolerance:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The longest waits of a run.
+    """Maximum waits of a run.
 
     Attributes:
         seconds: by the names of `DEFAULTS`.
@@ -94,24 +94,24 @@ class Deadlines:
 
     @property
     def rows_s(self) -> float:
-        """Longest wait for rows of the data plane that are not there yet."""
+        """Maximum wait for rows of the data plane that are not ready."""
         return self.seconds["rows"]
 
-    def limit(self, name: str, longest_s: float = 0.0) -> float:
-        """Seconds that this wait may take now.
+    def limit(self, name: str, max_s: float = 0.0) -> float:
+        """Return the seconds that this wait may take now.
 
         Args:
-            longest_s: what it has taken at most so far.
+            max_s: the longest time that it has taken so far.
         """
-        return self.seconds[name] if name in self.fixed else max(self.seconds[name], GROWTH * longest_s)
+        return self.seconds[name] if name in self.fixed else max(self.seconds[name], _GROWTH * max_s)
 
 
 def resolve_deadlines(cfg: RunConfig) -> Deadlines:
-    """What the run file says, over the defaults and over the two older keys that say the same."""
+    """Return the deadlines of the run file, over the defaults and over the two older keys with the same meaning."""
     rl, generate = cfg.rl_config, cfg.generate_config
     keys = DeadlineKeys() if rl is None else rl.deadlines
-    written = {item.name: value for item in fields(keys) if (value := getattr(keys, item.name)) is not None}
+    set_s = {item.name: value for item in fields(keys) if (value := getattr(keys, item.name)) is not None}
     older = {} if rl is None else {"rows": rl.wait_timeout_s}
     if generate is not None:
         older["server"] = generate.vllm_server_timeout
-    return Deadlines({**DEFAULTS, **older, **written}, frozenset(older) | frozenset(written))
+    return Deadlines({**DEFAULTS, **older, **set_s}, frozenset(older) | frozenset(set_s))

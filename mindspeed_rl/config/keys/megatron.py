@@ -16,7 +16,7 @@ SUPERVISED_STAGES: tuple[SupervisedStage, ...] = get_args(SupervisedStage)
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
-#: what selective recomputation can compute again
+#: modules that selective recomputation supports
 RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _SUPERVISED = " ".join(SUPERVISED_STAGES)
 _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
@@ -319,8 +319,16 @@ class MegatronConfig(ModelKeys, DataKeys, ParallelKeys, OptimizerKeys, Checkpoin
 
     def __post_init__(self) -> None:
         """Write both layer lists as text, as upstream does."""
-        self.num_layer_list = joined(self.num_layer_list)
-        self.noop_layers = joined(self.noop_layers)
+        self.num_layer_list = join_layers(self.num_layer_list)
+        self.noop_layers = join_layers(self.noop_layers)
+
+    @property
+    def has_held_out_data(self) -> bool:
+        """True where there is an evaluation dataset, or a part that `split` holds back."""
+        try:
+            return self.eval_data_path is not None or read_split(self.split)[1] > 0
+        except ValueError:
+            return False  # a rule reports the violation
 
     def without_model_keys(self) -> MegatronConfig:
         """Return the role without its shape, which config.json then gives; for weights of another model."""
@@ -342,33 +350,25 @@ class MegatronConfig(ModelKeys, DataKeys, ParallelKeys, OptimizerKeys, Checkpoin
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
 
-def split_shares(split: str | None) -> tuple[float, float, float]:
-    """Return the shares of training, validation and test that `split` gives, of one in all; everything trains when unset.
+def read_split(split: str | None) -> tuple[float, float, float]:
+    """Return the fractions of training, validation and test in `split`, which sum to one; everything trains when unset.
 
     Raises:
-        ValueError: the shares are not up to three numbers that are not negative.
+        ValueError: `split` has more than three numbers, or a negative one.
     """
     try:
-        shares = [float(share) for share in (split or "1").split(",")]
+        fractions = [float(item) for item in (split or "1").split(",")]
     except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
-        raise ValueError(f"split: {split!r} must give shares of training, validation and test data, such as 95,5,0.")
-    # Megatron fills up and normalizes the shares likewise
-    first, second, third = (share / sum(shares) for share in (*shares, 0.0, 0.0)[:3])
+        fractions = []
+    if not 1 <= len(fractions) <= 3 or min(fractions) < 0 or sum(fractions) <= 0:
+        raise ValueError(f"split: {split!r} must have fractions of training, validation and test data, such as 95,5,0.")
+    # Megatron pads and normalizes them likewise
+    first, second, third = (item / sum(fractions) for item in (*fractions, 0.0, 0.0)[:3])
     return first, second, third
 
 
-def evaluates(role: MegatronConfig) -> bool:
-    """Return whether there is something to evaluate on: a dataset for it, or what `split` holds back."""
-    try:
-        return role.eval_data_path is not None or split_shares(role.split)[1] > 0
-    except ValueError:
-        return False  # a rule of its own says what is wrong with it
-
-
 def is_weight(item: str | float) -> bool:
-    """Return whether this is a number of a data_path that alternates weights and prefixes."""
+    """Return True for a weight of a data_path that alternates weights and prefixes."""
     try:
         float(item)  # as text too, as in Megatron's own --data-path
     except ValueError:
@@ -376,7 +376,7 @@ def is_weight(item: str | float) -> bool:
     return True
 
 
-def joined(layers: str | int | list[int] | None) -> str | None:
+def join_layers(layers: str | int | list[int] | None) -> str | None:
     """Return a layer list as comma-separated text."""
     if layers is None or isinstance(layers, str):
         return layers

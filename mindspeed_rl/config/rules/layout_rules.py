@@ -23,7 +23,7 @@ def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _key(cfg: RunConfig, group: str, name: str) -> str:
-    """Return where a key of a role is written: its own group, or the shared one."""
+    """Return the dotted name under which a key of a role is set: in its group, or in the shared one."""
     return f"{group if name in cfg.set_keys.get(group, ()) else 'megatron_training'}.{name}"
 
 
@@ -120,8 +120,8 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
 
 
 def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violation]:
-    """Modules that this network does not have, or not as one that can be computed again."""
-    if role.recompute_granularity != "selective" or role.num_layers is None:  # without the latter the checkpoint says it
+    """Check that the model has the modules of recompute_modules, in a form that can be recomputed."""
+    if role.recompute_granularity != "selective" or role.num_layers is None:  # without the latter config.json has it
         return
     modules = role.recompute_modules or []
     has = {
@@ -143,7 +143,7 @@ def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Vi
             )
 
 
-def layer_numbers(layers: str | int | list[int] | None) -> list[int] | None:
+def _parse_layers(layers: str | int | list[int] | None) -> list[int] | None:
     """Return the numbers of a comma-separated list, or None when the text is not such a list."""
     text = join_layers(layers)
     try:
@@ -156,14 +156,14 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
     pp, layers, chunk = role.pipeline_model_parallel_size, role.num_layers, role.num_layers_per_virtual_pipeline_stage
     pp_key, list_key = _key(cfg, group, "pipeline_model_parallel_size"), _key(cfg, group, "num_layer_list")
     for name in ("num_layer_list", "noop_layers"):
-        if layer_numbers(getattr(role, name)) is None:
+        if _parse_layers(getattr(role, name)) is None:
             key = _key(cfg, group, name)
             yield Violation(
                 f"{group}.{name}",
                 {key: getattr(role, name)},
                 f"{key} ({getattr(role, name)}) must be whole numbers with commas",
             )
-    per_stage, noop = layer_numbers(role.num_layer_list), layer_numbers(role.noop_layers)
+    per_stage, noop = _parse_layers(role.num_layer_list), _parse_layers(role.noop_layers)
     if noop and layers is not None and not all(0 <= layer < layers for layer in noop):
         key = _key(cfg, group, "noop_layers")
         yield Violation(
@@ -171,7 +171,7 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
             {key: role.noop_layers, "num_layers": layers},
             f"{key} ({role.noop_layers}) must lie in 0..{layers - 1}",
         )
-    # it takes the place of the even split, whose rules follow
+    # the list replaces the even split, whose rules follow
     if per_stage:
         if len(per_stage) != pp:
             yield Violation(
@@ -210,15 +210,14 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
         rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {layers // pp} layers of a pipeline stage"
         # not all layers of a stage: one chunk is no interleaving
         options = [value for value in range(1, layers // pp) if layers // pp % value == 0] if pp > 1 else []
-        nearest = min(options, key=lambda value: abs(value - chunk), default=None)
-        yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: nearest},))
+        suggested = min(options, key=lambda value: abs(value - chunk), default=None)
+        yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: suggested},))
 
 
 def _needed_length(cfg: RunConfig) -> int:
-    """Tokens that the run file itself asks of the engine."""
+    """Return the tokens of a sequence that the run file requires of the engine."""
     assert cfg.rl_config is not None and cfg.generate_config is not None
-    longest = cfg.rl_config.max_prompt_length + cfg.response_limit
-    return max(longest, cfg.actor_config.seq_length or 0)
+    return max(cfg.rl_config.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
 
 
 def _rollout(cfg: RunConfig) -> Iterator[Violation]:
@@ -248,31 +247,31 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     for obstacle in engine_obstacles(
         shape, EngineRequest(tp, generate.max_model_len, tp_key, length_key, origin), cfg.platform
     ):
-        mends: tuple[dict[str, int], ...] = ()
+        suggestions: tuple[dict[str, int], ...] = ()
         if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
-            mends = ({length_key: shape.max_length},)
-        yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, mends)
+            suggestions = ({length_key: shape.max_length},)
+        yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, suggestions)
     world = cfg.placement.dedicated.get("rollout") or cfg.placement.world_size
     if generate.enable_expert_parallel:
         yield from _rollout_experts(cfg, generate, world)
 
 
 def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None) -> Iterator[Violation]:
-    """Rules of an engine whose experts are spread over its replicas."""
+    """Check an engine whose experts are spread over its replicas."""
     key, tp_key = "generate_config.infer_expert_parallel_size", "generate_config.infer_tensor_parallel_size"
     ep, tp = generate.infer_expert_parallel_size, generate.infer_tensor_parallel_size
     if ep < 1 or (world is not None and world % (ep * tp)):
         options = [value for value in range(1, (world or tp) // tp + 1) if world is None or world % (value * tp) == 0]
-        nearest = min(options, key=lambda value: abs(value - ep), default=1)
+        suggested = min(options, key=lambda value: abs(value - ep), default=1)
         rule = "must be at least 1" if world is None else f"must divide the {world} devices"
-        yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: nearest},))
+        yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: suggested},))
         return
-    actor, facts = cfg.actor_config, cfg.model_metadata
+    actor, metadata = cfg.actor_config, cfg.model_metadata
     experts, source = actor.num_experts, "num_experts"
     if actor.num_layers is None:  # the shape is that of config.json
-        if facts is None:
+        if metadata is None:
             return
-        experts, source = facts.shape.num_experts, f"the experts of {facts.folder}"
+        experts, source = metadata.shape.num_experts, f"the experts of {metadata.folder}"
     if experts is None:
         switch = "generate_config.enable_expert_parallel"
         yield Violation(
@@ -288,11 +287,11 @@ def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None
             for value in range(1, experts // tp + 1)
             if experts % (value * tp) == 0 and (world is None or world % (value * tp) == 0)
         ]
-        nearest = min(options, key=lambda value: abs(value - ep), default=None)
+        suggested = min(options, key=lambda value: abs(value - ep), default=None)
         yield Violation(
             "rollout.whole_experts",
             {"num_experts": experts, key: ep, tp_key: tp},
             f"{source} ({experts}) must be divisible by {key} x {tp_key} ({ep} x {tp}): each of the {ep * tp} devices that "
             "share a layer's experts holds as many whole ones",
-            () if nearest is None else ({key: nearest},),
+            () if suggested is None else ({key: suggested},),
         )

@@ -1,4 +1,4 @@
-"""Rules between keys of a run file that concern roles, lengths, number formats and the rollout."""
+"""Rules between keys of a run file about roles, lengths, number formats and the rollout."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate, seq = cfg.rl_config, cfg.generate_config, cfg.actor_config.seq_length
     if rl is None or generate is None or cfg.is_supervised:
         return
-    longest, response = generate.max_model_len, cfg.response_limit
-    if seq is not None and longest < seq:
+    max_len, response = generate.max_model_len, cfg.response_limit
+    if seq is not None and max_len < seq:
         yield violate(
             "seq_length_fits_engine",
-            {"generate_config.max_model_len": longest, "megatron_training.seq_length": seq},
-            f"generate_config.max_model_len ({longest}) must be at least megatron_training.seq_length ({seq})",
+            {"generate_config.max_model_len": max_len, "megatron_training.seq_length": seq},
+            f"generate_config.max_model_len ({max_len}) must be at least megatron_training.seq_length ({seq})",
             {"generate_config.max_model_len": max(seq, rl.max_prompt_length + response)},
-            {"megatron_training.seq_length": longest},
+            {"megatron_training.seq_length": max_len},
         )
-    if rl.max_prompt_length > longest:
+    if rl.max_prompt_length > max_len:
         yield violate(
             "prompts_fit_engine",
-            {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": longest},
-            f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({longest}): "
+            {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": max_len},
+            f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({max_len}): "
             "a longer prompt leaves no room for a response",
             # long enough for seq_length too, or the rule above would break next
             {"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)},
             # proposed only where it leaves room for a prompt
-            *([{"rl_config.max_prompt_length": longest - response}] if longest > response else []),
+            *([{"rl_config.max_prompt_length": max_len - response}] if max_len > response else []),
         )
 
 
@@ -113,7 +113,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "devices",
                 {"rl_config.reference_resource": None},
             )
-        # what the file says counts: cfg.ref_config is the actor's where there is no such group
+        # only keys of the file count: cfg.ref_config is the actor's where there is no such group
         if "ref_config" in cfg.set_keys:
             yield violate(
                 "integrated_reference",
@@ -181,17 +181,19 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-def _apart(cfg: RunConfig) -> Iterator[Violation]:
-    """Roles with devices of their own."""
+def _dedicated_devices(cfg: RunConfig) -> Iterator[Violation]:
+    """Check roles with dedicated devices."""
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised:
         return
     for name in ("rollout", "reference", "critic", "reward"):
-        own = getattr(rl, f"{name}_resource")
-        if own is not None and own.num_npus is not None and own.num_npus < 1:
+        resource = getattr(rl, f"{name}_resource")
+        if resource is not None and resource.num_npus is not None and resource.num_npus < 1:
             key = f"rl_config.{name}_resource.num_npus"
-            yield violate("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
-    # rules also run beside numbers that are out of bounds, so no divisor may be below 1
+            yield violate(
+                "apart_positive", {key: resource.num_npus}, f"{key} ({resource.num_npus}) must be at least 1", {key: 1}
+            )
+    # rules also run for numbers that are out of range, so no divisor may be below 1
     devices, tensor = cfg.placement.dedicated.get("rollout"), generate.infer_tensor_parallel_size
     if devices is not None and tensor >= 1 and devices % tensor:
         keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
@@ -225,7 +227,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _servers(cfg: RunConfig) -> Iterator[Violation]:
-    """Servers that were started by hand."""
+    """Check standalone servers, which were started by hand."""
     generate = cfg.generate_config
     assert generate is not None
     hosts, ports = generate.vllm_server_host, generate.vllm_server_port
@@ -257,7 +259,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised:
         return
-    # upstream's rule: a response that goes on in a later rollout leaves its place
+    # upstream's rule: a response that continues in a later rollout loses its position
     if rl.partial_rollout_max_split > 1 and rl.guarantee_order:
         yield violate(
             "partial_rollout_order",
@@ -281,7 +283,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
-    """Rules of the modes in which responses are generated while others train."""
+    """Check the modes in which responses are generated while others train."""
     rl, actor = cfg.rl_config, cfg.actor_config
     assert rl is not None
     mode = rl.trainer_mode
@@ -322,7 +324,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         )
     if mode != "async":
         return
-    # what trains next, and the whole versions beyond it
+    # the batch that trains next, and the full versions beyond it
     ahead = int(rl.max_off_policy_threshold) + 1
     if rl.num_warmup_batches > ahead:
         yield violate(
@@ -376,7 +378,7 @@ def _dumps(cfg: RunConfig) -> Iterator[Violation]:
     for first, last in (("step_start", "step_end"), ("token_range_start", "token_range_end")):
         if getattr(dumps, first) > getattr(dumps, last):
             keys = {f"msprobe_config.{name}": getattr(dumps, name) for name in (first, last)}
-            message = f"msprobe_config.{first} ({getattr(dumps, first)}) is behind {last} ({getattr(dumps, last)})"
+            message = f"msprobe_config.{first} ({getattr(dumps, first)}) is after {last} ({getattr(dumps, last)})"
             yield violate("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
     if not dumps.actor_infer_dump or cfg.is_supervised:
         return
@@ -431,12 +433,12 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     actor, generate = cfg.actor_config, cfg.generate_config
     if generate is None or cfg.is_supervised or generate.lora_push == "merged":
         return
-    asked = {"generate_config.lora_push": "adapter"}
+    requested = {"generate_config.lora_push": "adapter"}
     merged = {"generate_config.lora_push": "merged"}
     if not actor.lora_target_modules:
         yield violate(
             "lora_push_needs_lora",
-            asked | {"actor_config.lora_target_modules": None},
+            requested | {"actor_config.lora_target_modules": None},
             "generate_config.lora_push: adapter needs adapters; set lora_target_modules or leave it out",
             merged,
         )
@@ -449,7 +451,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     for reason, holds in reasons.items():
         if holds:
             yield violate(
-                "lora_push_adapter", asked, f"generate_config.lora_push: adapter cannot be used here: {reason}", merged
+                "lora_push_adapter", requested, f"generate_config.lora_push: adapter cannot be used here: {reason}", merged
             )
 
 
@@ -513,8 +515,8 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
         yield violate("data_path", {"megatron_training.data_path": path}, text)
 
 
-def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
-    """Every role that trains has checkpoints of its own; two in one folder would overwrite each other."""
+def _checkpoint_folders(cfg: RunConfig) -> Iterator[Violation]:
+    """Check that roles that train save into different folders: two in one would overwrite each other."""
     actor, critic = cfg.actor_config, cfg.critic_config
     if critic is None or cfg.objective is None or not cfg.objective.has_critic:
         return
@@ -526,11 +528,11 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
         f"{group if 'save' in cfg.set_keys.get(group, ()) else 'megatron_training'}.save": role.save
         for group, role in (("actor_config", actor), ("critic_config", critic))
     }
-    said = " and ".join(f"{key} ({value})" for key, value in keys.items())
+    names = " and ".join(f"{key} ({value})" for key, value in keys.items())
     yield violate(
         "own_folders",
         keys,
-        f"{said} would write the checkpoints of actor and critic into one folder; give each its own",
+        f"{names} would write the checkpoints of actor and critic into one folder; give each its own",
         {"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},
     )
 
@@ -543,8 +545,8 @@ RUN_RULES = (
     _lengths,
     _packing,
     _roles,
-    _own_folders,
-    _apart,
+    _checkpoint_folders,
+    _dedicated_devices,
     _rollout_modes,
     turn_rules,
     replay_rules,

@@ -15,7 +15,7 @@ import yaml
 
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.config.keys import collect_keys
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 
 #: dotted names of the keys that are numbers within a range
 RANGED = [path for path, key in collect_keys().items() if key.range is not None]
@@ -88,7 +88,7 @@ def value(chance: random.Random) -> object:
 def changed_tree(chance: random.Random) -> dict:
     """A shipped run file with one to four keys or groups changed, removed or added."""
     name = chance.choice(["grpo_tiny_cpu", "sft_tiny_cpu"])
-    tree = yaml.safe_load((project_configs() / f"{name}.yaml").read_text())
+    tree = yaml.safe_load((find_project_configs() / f"{name}.yaml").read_text())
     groups = [group for group in tree if isinstance(tree[group], dict)]
     for _ in range(chance.randint(1, 4)):
         group, what = chance.choice(groups), chance.random()
@@ -120,7 +120,7 @@ def test_run_files_with_changed_values(seed: int, tmp_path: Path, monkeypatch: p
 
 def test_run_files_with_changed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
-    whole = (project_configs() / "grpo_tiny_cpu.yaml").read_bytes()
+    whole = (find_project_configs() / "grpo_tiny_cpu.yaml").read_bytes()
     for number in range(150):
         content = bytearray(whole)
         for _ in range(chance.randint(1, 6)):

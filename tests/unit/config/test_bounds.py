@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import ConfigError, load_run_config
 from mindspeed_rl.config.keys import collect_keys, find_range
-from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.config.run_files import find_project_configs
 
 #: numbers inside text or lists with rules of their own, which name each part: weights next to prefixes, layers of stages
 OTHER_RULES = {f"megatron_training.{name}" for name in ("data_path", "num_layer_list", "noop_layers")}
@@ -113,4 +113,4 @@ def test_a_file_that_is_no_run_file_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["x" * 5000, "a\x00b", "", ".", "..", "\udcff"])
 def test_names_that_no_file_can_have(name: str) -> None:
     with pytest.raises(ConfigError):
-        load_run_config(name, project_configs())
+        load_run_config(name, find_project_configs())

@@ -61,7 +61,7 @@ def test_an_expert_lies_on_one_device(tmp_path: Path) -> None:
     [
         ((1, 4, 2), "is for 2 layers with experts, and this model has 1"),
         ((0, 0, 1), "is for 2 layers with experts, and this model has 0"),
-        ((2, 4, 4), "shares layer 0 out to 2 devices, and the engine's experts lie over 4"),
+        ((2, 4, 4), "spreads layer 0 over 2 devices, and the engine's experts are on 4"),
         ((2, 8, 2), "does not place each of the 8 experts of layer 0"),
         ((2, 2, 2), "does not place each of the 2 experts of layer 0"),
     ],

@@ -9,9 +9,9 @@ import yaml
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.run_files import apply_values, project_configs
+from mindspeed_rl.config.run_files import apply_values, find_project_configs
 
-CONFIGS = project_configs()
+CONFIGS = find_project_configs()
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 BLOCKS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 

@@ -55,7 +55,7 @@ def test_names_of_earlier_releases_mean_the_present_keys() -> None:
     masks = load("names_of_2_2_moe")
     assert (masks.ignored["megatron_training.attention_mask_type"], masks.actor_config.npu_deterministic) == ("causal", False)
     assert "npu_deterministic" in masks.set_keys["megatron_training"]
-    assert masks.earlier["megatron_training.use_deter_comp"] == "read as npu_deterministic, its name since MindSpeed-RL 2.3"
+    assert masks.deprecated["megatron_training.use_deter_comp"] == "read as npu_deterministic, its name since MindSpeed-RL 2.3"
 
 
 def test_a_key_that_was_dropped_is_said_to_do_nothing() -> None:
