@@ -1,4 +1,4 @@
-"""What is optimized: every choice that makes up the loss, resolved once from catalogue and run file."""
+"""The objective: every choice that makes up the loss, resolved once from catalogue and run file."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Objective:
     Numbers have the names of their keys in rl_config.
 
     Attributes:
-        loss_type, adv_estimator, kl_penalty, rollout_importance_sampling_mode: names of the records beside them.
+        loss_type, adv_estimator, kl_penalty, rollout_importance_sampling_mode: names of the records below.
         loss, advantage, kl, correction: their records; correction is None without one.
         level: what the ratio new / old is computed over.
         clip_ratio_low, clip_ratio_high: the ratio is clipped to 1 - low .. 1 + high, where the loss clips at all.
-        max_response_length: the most tokens a response may have; None where the run file does not say.
+        max_response_length: maximum tokens of a response; None where the run file does not set it.
         group_size: responses of a prompt.
         kl_coef: coefficient of the KL the run starts with; for an adaptive one, `dataclasses.replace` gives that of a step.
         kl_place: where the KL to the reference goes; None with a coefficient of 0, or where the stage has no KL.
@@ -90,7 +90,7 @@ class Objective:
 
     @property
     def normalizer(self) -> Normalizer:
-        """What the summed loss is divided by."""
+        """Divisor of the summed loss."""
         return self.loss.normalizer
 
     @property
@@ -105,12 +105,12 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts need together: words of `catalogue.records.NEEDS`."""
+        """Needs of all parts together: items of `catalogue.records.NEEDS`."""
         parts = (self.loss, self.advantage, self.kl, self.correction)
         needs = {need for part in parts if part is not None for need in part.needs}
         if self.kl_place is not None:
             needs.add("reference")
-        # the KL of a reward is that of the policy that drew the response, before any update
+        # the KL of a reward is that of the policy that sampled the response, before any update
         if self.kl_place == "reward":
             needs.add("old_log_probs")
         if self.masks_by_entropy:
@@ -129,7 +129,7 @@ class Objective:
 
     @property
     def has_critic(self) -> bool:
-        """True when a critic learns beside the actor."""
+        """True when a critic is trained with the actor."""
         return "values" in self.needs
 
     @property
@@ -154,9 +154,9 @@ class Objective:
     def numbers(self) -> dict[str, Any]:
         """Return all settings as plain values, the records left out: what a formula is filled with."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        own = {name: value for name, value in values.items() if not isinstance(value, Algorithm)}
+        settings = {name: value for name, value in values.items() if not isinstance(value, Algorithm)}
         derived = {"lower": 1 - self.clip_ratio_low, "upper": 1 + self.clip_ratio_high, "others": self.group_size - 1}
-        return own | derived
+        return settings | derived
 
 
 _FAMILIES: tuple[tuple[dict[str, Any], type[Algorithm]], ...] = (
@@ -167,34 +167,34 @@ _FAMILIES: tuple[tuple[dict[str, Any], type[Algorithm]], ...] = (
 )
 
 
-def plugin_folders(rl: RLConfig) -> tuple[str, ...]:
-    """Return where modules of plug-ins are looked for besides sys.path: the working directory and that of each plug-in file."""
+def _list_plugin_folders(rl: RLConfig) -> tuple[str, ...]:
+    """Return the folders of plug-in modules in addition to sys.path: the working directory and those of plug-in files."""
     files = (Path(path).expanduser().resolve() for path in rl.external_plugins)
-    # a console script has its own folder on sys.path, not the working directory
+    # a console script has its folder on sys.path, not the working directory
     return tuple(dict.fromkeys((str(Path.cwd()), *(str(file.parent) for file in files))))
 
 
 def named_estimator(rl: RLConfig) -> AdvantageEstimator:
-    """Return the record that adv_estimator names, before another key may put a different one in its place."""
-    return find(ADVANTAGES, AdvantageEstimator, rl.adv_estimator, plugin_folders(rl))
+    """Return the record that adv_estimator names, before another key may replace it."""
+    return find(ADVANTAGES, AdvantageEstimator, rl.adv_estimator, _list_plugin_folders(rl))
 
 
 def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
-    """Return a sentence for each algorithm that the run file names and that is not there, or cannot say its formula."""
-    folders = plugin_folders(rl)
-    sentences, found = [], {}
+    """Return a sentence for each algorithm of the run file that does not exist, or whose formula cannot be filled in."""
+    folders = _list_plugin_folders(rl)
+    sentences, records = [], {}
     for table, kind in _FAMILIES:
         name = getattr(rl, kind.key)
         if name is None or name in table:
             continue
         try:
-            found[kind] = find(table, kind, name, folders)
+            records[kind] = find(table, kind, name, folders)
         except ValueError as error:
             sentences.append(str(error))
-    # formulas are filled with the numbers of an objective, for which every name has to be found
-    if not sentences and found:
+    # formulas are filled with the numbers of an objective, which needs every record
+    if not sentences and records:
         numbers = build_objective(rl, stage).numbers()
-        for kind, record in found.items():
+        for kind, record in records.items():
             where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
             named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
             # a broken bound is reported by its key in rl_config, so there has to be one
@@ -216,15 +216,15 @@ def build_objective(
 
     Args:
         stage: a key of `catalogue.STAGES`.
-        max_response_length: the most tokens the rollout may sample for a response.
-        group_size: responses of a prompt where another place than n_samples_per_prompt says it.
+        max_response_length: maximum tokens that the rollout may sample for a response.
+        group_size: responses of a prompt; default n_samples_per_prompt.
 
     Raises:
         ValueError: a stage without a reinforcement learning objective, an unknown algorithm or an unusable plug-in.
     """
     if stage not in STAGES:
         raise ValueError(f"stage {stage} has no reinforcement learning objective; {', '.join(STAGES)} have one")
-    rule, folders = STAGES[stage], plugin_folders(rl)
+    rule, folders = STAGES[stage], _list_plugin_folders(rl)
     loss_type = rl.loss_type
     if loss_type is None:
         # in a stage without a second loss token_level_loss does nothing
@@ -232,12 +232,12 @@ def build_objective(
     loss = find(POLICY_LOSSES, PolicyLoss, loss_type, folders)
     adv_estimator, advantage = rl.adv_estimator, named_estimator(rl)
     if advantage.instead is not None and getattr(rl, advantage.instead[0]) == advantage.instead[1]:
-        # ms-swift says GDPO by scale_rewards
+        # ms-swift selects GDPO by scale_rewards
         adv_estimator = advantage.instead[2]
         advantage = ADVANTAGES[adv_estimator]
     mode = rl.rollout_importance_sampling_mode
     low, high = (rl.clip_ratio_low, rl.clip_ratio_high) if rl.clip_higher_enable else (rl.clip_ratio, rl.clip_ratio)
-    place: Literal["loss", "reward"] | None = "reward" if rl.use_kl_in_reward else "loss" if rule.kl_in_loss else None
+    kl_place: Literal["loss", "reward"] | None = "reward" if rl.use_kl_in_reward else "loss" if rule.kl_in_loss else None
     return Objective(
         loss_type=loss_type,
         loss=loss,
@@ -265,8 +265,8 @@ def build_objective(
         kl_penalty=rl.kl_penalty,
         kl=find(KL_ESTIMATORS, KlEstimator, rl.kl_penalty, folders),
         kl_coef=rl.init_kl_coef,
-        # with a coefficient of 0 nothing is tied, and no reference model is built
-        kl_place=place if rl.init_kl_coef else None,
+        # with a coefficient of 0 no reference model is built
+        kl_place=kl_place if rl.init_kl_coef else None,
         kl_clamp=rl.kl_clamp,
         use_bias_correction_kl=rl.use_bias_correction_kl,
         kl_ctrl_type=rl.kl_ctrl_type,
@@ -311,7 +311,7 @@ def formula(cfg: RunConfig) -> str:
 
 
 def _text(record: Algorithm, numbers: dict[str, Any]) -> str:
-    """The record's formula, or what stands for it."""
+    """Return the record's formula, or its target where it has none."""
     text = record.format_formula(numbers)
     return f"{record.target} (brings no formula)" if text is None else text
 
@@ -337,8 +337,8 @@ def _masks(rl: RLConfig, objective: Objective) -> list[str]:
             f"{objective.off_policy_sequence_mask_delta:g} are left out"
         )
     if objective.masks_by_entropy:
-        share = f"{objective.top_entropy_quantile:.0%}"
-        lines.append(f"mask        only the {share} of tokens with the highest entropy enter the policy term")
+        fraction = f"{objective.top_entropy_quantile:.0%}"
+        lines.append(f"mask        only the {fraction} of tokens with the highest entropy enter the policy term")
     if objective.overlong_filter:
         lines.append("mask        truncated responses are left out")
     if rl.filter_groups_enable:

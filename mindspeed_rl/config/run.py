@@ -1,4 +1,4 @@
-"""A whole run file as one object."""
+"""A run file as one object, and the records that follow from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rl.config.objective import Objective, build_objective
 from mindspeed_rl.config.placement import Placement, place
 from mindspeed_rl.config.sizes import Sizes, read_sizes
 
-#: what `platform` of a run file may say: auto, or a device kind that `mindspeed_rl.platform` knows
+#: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
 PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
@@ -30,17 +30,17 @@ class Derivation:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """Everything a run file says, typed and merged.
+    """All values of a run file, typed and merged; not changed once `placement`, `sizes` or `objective` was read.
 
     Attributes:
-        megatron_training: what all roles share, with the model block it names.
-        actor_config: shared keys, model block and the role's own keys merged; so are the other roles.
+        megatron_training: keys that all roles share, with the model block it names.
+        actor_config: shared keys, model block and the role's keys merged; so are the other roles.
         ref_config: the actor's merged keys when the run file has no such group.
         reward_config, critic_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
-        spelled: the values, as the run file has them, of keys that another key may also say, by dotted name.
-        model_metadata: what the model's own files say; None where they are not on this machine.
-        earlier: a sentence for each key that is written by a name of an earlier release, by that dotted name.
+        aliased: the values, as the run file has them, of keys that have an alias, by dotted name.
+        model_metadata: shape from the model's files; None where they are not on this machine.
+        deprecated: a sentence for each key that is written by a deprecated name, by that dotted name.
         derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
         ignored: the values of keys that are accepted without effect, by dotted name.
         set_keys: the keys that the run file or an override set, by group (model blocks not included).
@@ -63,8 +63,8 @@ class RunConfig:
     model_metadata: ModelMetadata | None = None
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
-    spelled: dict[str, Any] = field(default_factory=dict)
-    earlier: dict[str, str] = field(default_factory=dict)
+    aliased: dict[str, Any] = field(default_factory=dict)
+    deprecated: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, object] = field(default_factory=dict)
 
     @property

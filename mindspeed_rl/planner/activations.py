@@ -20,7 +20,7 @@ MEAN_EXPERT_IMBALANCE = 1.2
 
 
 @dataclass(frozen=True)
-class LayerBytes:
+class _LayerBytes:
     """Bytes of a layer.
 
     Attributes:
@@ -32,7 +32,7 @@ class LayerBytes:
     input: float
 
 
-def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, has_experts: bool) -> LayerBytes:
+def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, has_experts: bool) -> _LayerBytes:
     """Compute the bytes of a layer for this many tokens of a replica."""
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     tokens /= config.context_parallel_size
@@ -64,7 +64,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     saved = 2 * hidden + attention + statistics + mlp
     if "core_attn" in recomputed:
         saved -= heads * width / tp  # its output
-    return LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize)
+    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize)
 
 
 def compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, micro_batches: int, stage: int) -> float:

@@ -19,7 +19,7 @@ _MAX_SHOWN = 5
 _MAX_ROUNDS = 6
 
 #: new values of keys by dotted name, and their cost in words
-Candidate = tuple[dict[str, object], str]
+_Candidate = tuple[dict[str, object], str]
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def _apply(tree: Mapping[str, Any], values: dict[str, object], costs: str, devic
         return None
 
 
-def _list_candidates(cfg: RunConfig) -> Iterator[Candidate]:
+def _list_candidates(cfg: RunConfig) -> Iterator[_Candidate]:
     yield from _candidates_without_cost(cfg)
     yield from _candidates_for_time(cfg)
     yield from _candidates_of_layout(cfg)
     yield from _candidates_of_dedicated_roles(cfg)
 
 
-def _candidates_without_cost(cfg: RunConfig) -> Iterator[Candidate]:
+def _candidates_without_cost(cfg: RunConfig) -> Iterator[_Candidate]:
     actor, rl, generate = cfg.actor_config, cfg.rl_config, cfg.generate_config
     if not actor.use_distributed_optimizer:
         yield {"actor_config.use_distributed_optimizer": True}, "nothing"
@@ -149,7 +149,7 @@ def _recompute_all(group: str, config: MegatronConfig) -> dict[str, object]:
     return {f"{group}.{name}": value for name, value in (keys | extra).items()}
 
 
-def _candidates_for_time(cfg: RunConfig) -> Iterator[Candidate]:
+def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
     actor, rl, generate = cfg.actor_config, cfg.rl_config, cfg.generate_config
     if generate is not None and not cfg.is_supervised:
         names = ("offload_train_optimizer", "offload_train_grad", "offload_train_param")
@@ -174,7 +174,7 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[Candidate]:
         yield {"actor_config.swap_optimizer": True}, "the optimizer's state comes from host memory in every step"
 
 
-def _candidates_of_layout(cfg: RunConfig) -> Iterator[Candidate]:
+def _candidates_of_layout(cfg: RunConfig) -> Iterator[_Candidate]:
     actor, generate = cfg.actor_config, cfg.generate_config
     if generate is not None and not cfg.is_supervised:
         size = generate.infer_tensor_parallel_size
@@ -198,7 +198,7 @@ def _candidates_of_layout(cfg: RunConfig) -> Iterator[Candidate]:
             yield values, costs
 
 
-def _candidates_of_dedicated_roles(cfg: RunConfig) -> Iterator[Candidate]:
+def _candidates_of_dedicated_roles(cfg: RunConfig) -> Iterator[_Candidate]:
     """Yield changes of the keys of models on dedicated devices, for which the actor's keys do nothing."""
     for role in ("critic", "ref", "reward"):
         group, config = f"{role}_config", getattr(cfg, f"{role}_config")

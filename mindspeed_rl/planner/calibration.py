@@ -22,7 +22,7 @@ from mindspeed_rl.planner.seconds import plan_time
 
 
 @dataclass(frozen=True)
-class Measured:
+class _Measured:
     """The measurements of a run folder.
 
     Attributes:
@@ -35,7 +35,7 @@ class Measured:
     cfg: RunConfig
 
 
-def read_measured(folder: str | Path) -> Measured:
+def read_measured(folder: str | Path) -> _Measured:
     """Read the measurements of a run folder.
 
     Raises:
@@ -53,7 +53,7 @@ def read_measured(folder: str | Path) -> Measured:
     values = report.get("config", {})
     written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
     cfg = build_run_config(build_run_tree(values, written), config_name=str(report.get("title", "run")))
-    return Measured(path, medians, cfg)
+    return _Measured(path, medians, cfg)
 
 
 def compute_later_medians(history: History) -> dict[str, float]:
@@ -81,7 +81,7 @@ def build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> dic
     return tree
 
 
-def compute_factors(measured: Measured, device: Device) -> dict[str, float]:
+def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
     """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
     # the folder does not record the number of machines, on which no second depends
     plan = plan_time(measured.cfg, device, samples=measure_samples(measured.cfg, measured.medians))

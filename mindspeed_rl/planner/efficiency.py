@@ -49,7 +49,7 @@ NPU = Efficiency(
     spread=2.2,
 )
 #: for one worker on one core, by three small runs of docs/planner.md; `--calibrate` corrects it for another machine
-CPU = Efficiency(
+_CPU = Efficiency(
     train=0.6,
     prefill=0.4,
     bandwidth=0.5,
@@ -61,4 +61,4 @@ CPU = Efficiency(
     host=0.5,
     spread=2.0,
 )
-EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": CPU}
+EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": _CPU}

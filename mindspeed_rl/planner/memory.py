@@ -17,7 +17,7 @@ from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
 
-MIB = 1 << 20
+_MIB = 1 << 20
 
 #: modelled bytes may be off by this fraction either way; the others are counted
 MODEL_ERROR = 0.25
@@ -296,7 +296,7 @@ def _bucket_bytes(run: RunShape) -> int:
     """Return the bytes of a bucket to send and one to receive, none larger than a rank's weights."""
     assert run.generate is not None
     weights = max(run.actor.weights(elements) for elements in run.actor.elements)
-    return 2 * min(run.generate.update_weights_bucket_mb * MIB, weights)
+    return 2 * min(run.generate.update_weights_bucket_mb * _MIB, weights)
 
 
 # ---------------------------------------------------------------------- communicators and ranks
@@ -333,7 +333,7 @@ def _communicator_bytes(run: RunShape) -> int:
     elif run.generate is not None and placement.engines is not None:
         groups |= {"rollout tp": placement.engines.tensor, "rollout ep": placement.engines.expert_ranks}
     size, sizes = hccl_buffer_mib(run.cfg), parse_group_buffers(config.hccl_group_buffer)
-    return sum(HCCL_BUFFERS * sizes.get(name, size) * MIB for name, ranks in groups.items() if ranks > 1)
+    return sum(HCCL_BUFFERS * sizes.get(name, size) * _MIB for name, ranks in groups.items() if ranks > 1)
 
 
 def _format_ranks(run: RunShape, stage: int, stages: int) -> str:

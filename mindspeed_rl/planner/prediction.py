@@ -19,11 +19,11 @@ from mindspeed_rl.planner.seconds import TimePlan, plan_time
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
 _MAX_SETTINGS = 3
 
-Row = dict[str, str | float | None]
+_Row = dict[str, str | float | None]
 
 
 @dataclass(frozen=True)
-class Range:
+class _Range:
     """A predicted value and the bounds between which the measured one is expected; equal where it is counted."""
 
     predicted: float
@@ -49,9 +49,9 @@ class Prediction:
     num_nodes: int
     device: str = ""
     summary: str = ""
-    seconds: dict[str, Range] = field(default_factory=dict)
-    gib: dict[str, dict[str, Range]] = field(default_factory=dict)
-    totals: dict[str, Range] = field(default_factory=dict)
+    seconds: dict[str, _Range] = field(default_factory=dict)
+    gib: dict[str, dict[str, _Range]] = field(default_factory=dict)
+    totals: dict[str, _Range] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     missing: str = ""
 
@@ -124,7 +124,7 @@ def predict(run: Run) -> Prediction:
         seconds=_ranges_of_seconds(time),
         gib={
             phase.name: {
-                owner: Range(count / GIB, count * (1 - error) / GIB, count * (1 + error) / GIB)
+                owner: _Range(count / GIB, count * (1 - error) / GIB, count * (1 + error) / GIB)
                 for owner, count in phase.owners.items()
                 for error in [0.0 if owner in EXACT else MODEL_ERROR]
             }
@@ -143,20 +143,20 @@ def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
     )
 
 
-def _ranges_of_seconds(time: TimePlan) -> dict[str, Range]:
-    return {name: Range(seconds, *time.bounds(seconds)) for name, seconds in time.phases.items()}
+def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
+    return {name: _Range(seconds, *time.bounds(seconds)) for name, seconds in time.phases.items()}
 
 
-def _predict_total(phase: Phase, *, counts_all: bool) -> Range:
+def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:
     """Return the bytes that a run measures: torch counts its own allocations alone, and the CPU counts the process."""
     owners = {name: count for name, count in phase.owners.items() if counts_all or name not in FIXED}
     measured = Phase(phase.name, owners)
-    return Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
+    return _Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
 
 
 def _row(
-    unit: str, name: str, predicted: float, expected: Range, measured: float | None, *, with_lengths: float | None = None
-) -> Row:
+    unit: str, name: str, predicted: float, expected: _Range, measured: float | None, *, with_lengths: float | None = None
+) -> _Row:
     return {
         "unit": unit,
         "name": name,

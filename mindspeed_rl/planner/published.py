@@ -2,7 +2,7 @@
 
 `python benchmarks/planner.py --of published` prints the table of docs/planner.md: the error of each figure against the fit to
 all others (leave one out). Assumed alike where a source does not publish it: responses of half the limit in the mean, and
-prompts of PROMPT tokens. Throughput counts tokens as MindSpeed-RL does: the maximum response and prompt for GRPO and PPO, mean
+prompts of 150 tokens. Throughput counts tokens as MindSpeed-RL does: the maximum response and prompt for GRPO and PPO, mean
 ones for DAPO.
 """
 
@@ -24,7 +24,7 @@ from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 #: mean and maximum tokens of a prompt of a mathematical data set
-PROMPT, MAX_PROMPT = 150.0, 500.0
+_PROMPT, _MAX_PROMPT = 150.0, 500.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,11 @@ def _lengths(limit: int, prompt: int) -> dict[str, object]:
     }
 
 
-_CANN: dict[str, object] = {"rl_config.actor_resource.num_npus": 256, "generate_config.max_num_seqs": 64, "generate_config.enforce_eager": False}
+_CANN: dict[str, object] = {
+    "rl_config.actor_resource.num_npus": 256,
+    "generate_config.max_num_seqs": 64,
+    "generate_config.enforce_eager": False,
+}
 _QWEN_235B: dict[str, object] = {
     "generate_config.enforce_eager": False,
     "megatron_training.global_batch_size": 512,
@@ -126,7 +130,7 @@ def _read_figure(index: int) -> tuple[RunConfig, RunShape]:
 def predict_figure(index: int, efficiency: Efficiency) -> TimePlan:
     """Predict a published run with an efficiency."""
     cfg, shape = _read_figure(index)
-    means = SampleMeans(FIGURES[index].mean_response, PROMPT)
+    means = SampleMeans(FIGURES[index].mean_response, _PROMPT)
     return plan_time(cfg, shape.device, samples=means, efficiency=efficiency, shape=shape)
 
 
@@ -136,10 +140,10 @@ def find_published(index: int, plan: TimePlan) -> dict[str, float]:
     if figure.per_card is None:
         return figure.seconds
     cfg, shape = _read_figure(index)
-    tokens = plan.lengths.mean + PROMPT
+    tokens = plan.lengths.mean + _PROMPT
     if figure.counts_maximum:
         assert cfg.generate_config is not None
-        tokens = cfg.generate_config.sampling_config.max_tokens + MAX_PROMPT
+        tokens = cfg.generate_config.sampling_config.max_tokens + _MAX_PROMPT
     return {"all": tokens * shape.sizes.rollout_samples / (plan.devices / figure.devices_per_card) / figure.per_card}
 
 

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from mindspeed_rl.config.run import RunConfig
 
 #: default mean lengths: of the limit of responses, of that of prompts
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25
+_MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
 #: standard deviation of the logarithm of lengths
 SIGMA = 0.8
 _NORMAL = NormalDist()
@@ -136,12 +136,12 @@ def assume_samples(cfg: RunConfig, known: SampleMeans) -> Samples:
     rl = cfg.rl_config
     assert rl is not None
     notes, limit = [], max_response_len(cfg)
-    mean = MEAN_RESPONSE * limit if known.response is None else known.response
+    mean = _MEAN_RESPONSE * limit if known.response is None else known.response
     if not 0 < mean <= limit:
         raise ValueError(f"--mean-response: {mean:g} must be above 0 and at most the longest response, {limit:g}.")
     if known.response is None:
         notes.append(f"responses of {mean:.0f} tokens in the mean, half of the limit; --mean-response sets it")
-    prompt = max(1.0, MEAN_PROMPT * rl.max_prompt_length) if known.prompt is None else known.prompt
+    prompt = max(1.0, _MEAN_PROMPT * rl.max_prompt_length) if known.prompt is None else known.prompt
     if not prompt > 0:
         raise ValueError(f"--mean-prompt: {prompt:g} must be above 0.")
     if known.prompt is None:

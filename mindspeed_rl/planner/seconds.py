@@ -255,7 +255,7 @@ class _Passes:
         gradients = 0.0
         if model.dp > 1:
             gathers = model.config.use_distributed_optimizer
-            # an all-reduce moves its bytes twice: it is a reduce-scatter and a gather, which the distributed optimizer separates
+            # an all-reduce moves its bytes twice: as a reduce-scatter and a gather, which the distributed optimizer separates
             moved = max(model.gradients(one) + (model.weights(one) if gathers else 0) for one in model.elements)
             gradients = (1 if gathers else 2) * moved / self._bytes_per_second(model.devices)
         parts = {"gradients": count * gradients}

@@ -20,7 +20,7 @@ from mindspeed_rl.planner.shapes import count_stage_elements
 
 _MIB = float(1 << 20)
 #: a rank's counts as `CostLedger.record` returns them
-Record = Mapping[str, Any]
+_Record = Mapping[str, Any]
 _COLUMNS = ("kernels", "waits", "copies", "collective_mib", "peak_mib")
 _MAX_OPERATORS = 12
 
@@ -103,7 +103,7 @@ def _count_kernels(model_config: ModelConfig, has_experts: bool) -> tuple[int, i
     return norms + products + others + (7 if has_experts else 3), norms + 2 * products + others + (10 if has_experts else 5)
 
 
-def group_by_phase(record: Record) -> dict[str, dict[str, float]]:
+def group_by_phase(record: _Record) -> dict[str, dict[str, float]]:
     """Sum the counts of each phase; an outer phase includes the phases inside it."""
     phases: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -132,7 +132,7 @@ def group_by_phase(record: Record) -> dict[str, dict[str, float]]:
 
 
 def encode_costs(
-    ours: Record, plain: Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]
+    ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all counts, and the sums of the phases, of both trainers."""
     trainers = {"ours": ours} if plain is None else {"ours": ours, "plain": plain}
@@ -144,7 +144,7 @@ def encode_costs(
     }
 
 
-def format_costs(ours: Record, plain: Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]) -> str:
+def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]) -> str:
     """Return the tables of `mindspeed-rl npu-cost`."""
     lines = [f"{name}: {value}" for name, value in settings.items()]
     mine, theirs = group_by_phase(ours), {} if plain is None else group_by_phase(plain)

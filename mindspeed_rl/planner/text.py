@@ -12,7 +12,7 @@ from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, DeviceGroup, MemoryPlan
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
 
-JsonObject = dict[str, object]
+_JsonObject = dict[str, object]
 
 _MEANING = {
     "tight": "It fits as it is computed, and not if all modelled bytes are at the upper end of their range.",
@@ -74,7 +74,7 @@ def _gib(count: float) -> str:
     return f"{count / GIB:.2f}" if 0 < count < GIB else f"{count / GIB:.1f}"
 
 
-def encode_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> JsonObject:
+def encode_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> _JsonObject:
     """Return the plan as a JSON object, with numbers of bytes."""
     peak = plan.fullest.peak
     return {
@@ -142,7 +142,7 @@ def format_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence
     return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in (*plan.notes, *assumed))])
 
 
-def encode_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> JsonObject:
+def encode_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> _JsonObject:
     """Return the plan as a JSON object."""
     return {
         "chip": plan.device,
@@ -201,7 +201,7 @@ def format_fit(request: FitRequest, device: Device, results: Sequence[FitResult]
     return "\n".join([*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)])
 
 
-def encode_fit(results: Sequence[FitResult]) -> JsonObject:
+def encode_fit(results: Sequence[FitResult]) -> _JsonObject:
     """Return the layouts as a JSON object."""
     return {
         "layouts": [

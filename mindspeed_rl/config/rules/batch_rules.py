@@ -1,4 +1,4 @@
-"""All rules between the numbers of a batch plan, as one generator over `Sizes`, and the nearest values that satisfy them."""
+"""All rules between the numbers of a batch plan, as one generator over `Sizes`, and suggestions that satisfy them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from mindspeed_rl.config.placement import Layout, Number
 from mindspeed_rl.config.sizes import DISPATCH_KEYS, Sizes, round_number
 
-#: the search for the nearest values tries this many neighbours, then multiples of the plan's own units
+#: the search for suggestions tries this many neighbours, then multiples of the plan's units
 _SCAN = 512
 
 
 @dataclass(frozen=True)
-class SizeViolation:
+class _SizeViolation:
     """A broken rule of sizes; `names` are the keys, as `Sizes.with_value` takes them, that may satisfy it."""
 
     rule: str
@@ -22,7 +22,7 @@ class SizeViolation:
     text: Callable[[dict[str, str]], str]
 
 
-def find_size_violations(sizes: Sizes) -> Iterator[SizeViolation]:
+def find_size_violations(sizes: Sizes) -> Iterator[_SizeViolation]:
     """Yield every broken rule, the most basic first.
 
     The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
@@ -32,7 +32,7 @@ def find_size_violations(sizes: Sizes) -> Iterator[SizeViolation]:
     if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
-        yield SizeViolation(
+        yield _SizeViolation(
             "devices_per_node",
             ("num_npus",),
             lambda k: f"{k['num_npus']} ({sizes.actor.num_npus}) must be divisible by the number of nodes ({sizes.num_nodes})",
@@ -46,7 +46,7 @@ def find_size_violations(sizes: Sizes) -> Iterator[SizeViolation]:
             yield _uneven(role, layout)
     if sizes.rollout.num_npus % sizes.rollout.replica_size:
         uneven = True
-        yield SizeViolation(
+        yield _SizeViolation(
             "rollout_replicas",
             ("num_npus",),
             lambda k: (
@@ -65,7 +65,7 @@ def find_size_violations(sizes: Sizes) -> Iterator[SizeViolation]:
         yield from _dispatch(sizes)
 
 
-def _positive(sizes: Sizes) -> Iterator[SizeViolation]:
+def _positive(sizes: Sizes) -> Iterator[_SizeViolation]:
     names = ["global_batch_size", "micro_batch_size"]
     if sizes.counting != "samples":
         names += [
@@ -79,15 +79,15 @@ def _positive(sizes: Sizes) -> Iterator[SizeViolation]:
     for name in (*names, "num_npus"):
         value = sizes.value(name)
         if value is not None and value < 1:
-            # bound here: the sentence is made, if at all, when the loop has gone on
-            yield SizeViolation(
+            # bound here: the sentence is made, if at all, after the loop
+            yield _SizeViolation(
                 "positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1"
             )
 
 
-def _uneven(role: str, layout: Layout) -> SizeViolation:
+def _uneven(role: str, layout: Layout) -> _SizeViolation:
     group = f"{role}_config"
-    return SizeViolation(
+    return _SizeViolation(
         f"{role}_replicas",
         ("num_npus",),
         lambda k: (
@@ -98,10 +98,10 @@ def _uneven(role: str, layout: Layout) -> SizeViolation:
     )
 
 
-def _supervised(sizes: Sizes) -> Iterator[SizeViolation]:
+def _supervised(sizes: Sizes) -> Iterator[_SizeViolation]:
     unit = sizes.micro_batch_size * sizes.actor.dp_size
     if sizes.global_batch_size % unit:
-        yield SizeViolation(
+        yield _SizeViolation(
             "step_micro_batches",
             ("global_batch_size", "micro_batch_size"),
             lambda k: (
@@ -111,28 +111,28 @@ def _supervised(sizes: Sizes) -> Iterator[SizeViolation]:
         )
 
 
-def _completions(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
-    """Rules of the GSPO guide; every unit is a completion unless the name says prompts."""
+def _completions(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
+    """Check the rules of the GSPO guide; every unit is a completion unless the name has prompts."""
     n, m, total, step = sizes.group_size, sizes.micro_batch_size, sizes.rollout_samples, sizes.step_samples
     total_name = "generation_batch_size" if sizes.generation_batch_size is not None else "steps_per_generation"
     rollout_names = ("global_batch_size", total_name, "group_size")
     if sizes.generation_batch_size is not None and sizes.steps_per_generation is not None:
-        yield SizeViolation(
+        yield _SizeViolation(
             "one_rollout_size",
             (),
             lambda k: (
                 f"{k['generation_batch_size']} ({sizes.generation_batch_size}) and {k['steps_per_generation']} "
-                f"({sizes.steps_per_generation}) say the same thing; set only one of them"
+                f"({sizes.steps_per_generation}) both set the size of a rollout; set only one of them"
             ),
         )
     if n < 2:
-        yield SizeViolation(
+        yield _SizeViolation(
             "group_of_two",
             ("group_size",),
             lambda k: f"{k['group_size']} ({n}) must be at least 2: advantages compare the completions of one prompt",
         )
     if total % sizes.global_batch_size:
-        yield SizeViolation(
+        yield _SizeViolation(
             "whole_steps",
             ("global_batch_size", "generation_batch_size"),
             lambda k: (
@@ -140,9 +140,9 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
                 f"a rollout is a whole number of optimizer steps"
             ),
         )
-    # Megatron-SWIFT's own rule counts devices, not replicas
+    # Megatron-SWIFT's rule counts devices, not replicas
     if total < sizes.actor.num_npus:
-        yield SizeViolation(
+        yield _SizeViolation(
             "completion_per_device",
             rollout_names,
             lambda k: (
@@ -158,19 +158,19 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     each = f"{prompts} / dp_size ({dp})"
     per_dp = round_number(sizes.rollout_prompts / dp)
     if total % (n * dp):
-        yield SizeViolation(
+        yield _SizeViolation(
             "rollout_prompts_per_dp",
             rollout_names,
             lambda k: f"{rollout} must be divisible by dp_size ({dp})",
         )
     if total < n * dp:
-        yield SizeViolation(
+        yield _SizeViolation(
             "rollout_prompt_each",
             rollout_names,
             lambda k: f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be at least 1",
         )
     elif total % (n * dp * m):
-        yield SizeViolation(
+        yield _SizeViolation(
             "rollout_micro_batches",
             (*rollout_names, "micro_batch_size"),
             lambda k: (
@@ -180,34 +180,34 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     train_per_dp = round_number(sizes.step_prompts / dp)
     train = f"num_prompts_per_dp_group = global_batch_size ({step}) / num_generations ({n}) / dp_size ({dp}) = {train_per_dp}"
     if step < n * dp:
-        yield SizeViolation(
+        yield _SizeViolation(
             "train_prompt_each",
             ("global_batch_size", "group_size"),
             lambda k: f"{train} must be at least 1",
         )
     elif step % (n * dp * m):
-        yield SizeViolation(
+        yield _SizeViolation(
             "train_micro_batches",
             ("global_batch_size", "group_size", "micro_batch_size"),
             lambda k: f"{train} must be divisible by {k['micro_batch_size']} ({m})",
         )
     replicas = sizes.rollout.dp_size
     if total % replicas:
-        yield SizeViolation(
+        yield _SizeViolation(
             "rollout_rows_per_replica",
             rollout_names,
             lambda k: f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas",
         )
 
 
-def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
-    """Rules of MindSpeed-RL, and those it leaves out."""
+def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
+    """Check the rules of MindSpeed-RL, and those it leaves out."""
     n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
-    kept = sizes.train_prompts
-    trained = prompts if kept is None else kept
-    trained_name = "global_batch_size" if kept is None else "train_prompts"
+    filtered = sizes.train_prompts
+    trained = prompts if filtered is None else filtered
+    trained_name = "global_batch_size" if filtered is None else "train_prompts"
     if prompts * n % m:
-        yield SizeViolation(
+        yield _SizeViolation(
             "samples_in_micro_batches",
             ("global_batch_size", "group_size", "micro_batch_size"),
             lambda k: (
@@ -216,7 +216,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
             ),
         )
     if trained % mini:
-        yield SizeViolation(
+        yield _SizeViolation(
             "whole_mini_batches",
             ("mini_batch_size", trained_name),
             lambda k: f"{k[trained_name]} ({trained}) must be divisible by {k['mini_batch_size']} ({mini}): both count prompts",
@@ -224,15 +224,15 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     if uneven:
         return
     dp = sizes.actor.dp_size
-    for name, count in (("global_batch_size", prompts), *((("train_prompts", kept),) if kept is not None else ())):
+    for name, count in (("global_batch_size", prompts), *((("train_prompts", filtered),) if filtered is not None else ())):
         if count % dp:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "prompts_per_dp",
                 (name,),
                 lambda k, name=name, count=count: f"{k[name]} ({count}) must be divisible by dp_size ({dp})",
             )
         elif count // dp * n % m:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "samples_per_dp_in_micro_batches",
                 (name, "group_size", "micro_batch_size"),
                 lambda k, name=name, count=count: (
@@ -241,7 +241,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
                 ),
             )
     if mini * n % (dp * m):
-        yield SizeViolation(
+        yield _SizeViolation(
             "mini_batch_in_micro_batches",
             ("mini_batch_size", "group_size", "micro_batch_size"),
             lambda k: (
@@ -251,7 +251,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
         )
     replicas = sizes.rollout.dp_size
     if prompts % replicas:
-        yield SizeViolation(
+        yield _SizeViolation(
             "prompts_per_replica",
             ("global_batch_size",),
             lambda k: (
@@ -262,7 +262,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
     for role in ("ref", "reward", "critic"):
         layout = getattr(sizes, role)
         if layout is not None and prompts % layout.dp_size:
-            yield SizeViolation(
+            yield _SizeViolation(
                 f"prompts_per_{role}_replica",
                 ("global_batch_size",),
                 lambda k, role=role, size=layout.dp_size: (
@@ -270,7 +270,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
                 ),
             )
     if sizes.rule_reward and prompts % sizes.num_nodes:
-        yield SizeViolation(
+        yield _SizeViolation(
             "prompts_per_node",
             ("global_batch_size",),
             lambda k: (
@@ -281,17 +281,17 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[SizeViolation]:
         )
 
 
-def _dispatch(sizes: Sizes) -> Iterator[SizeViolation]:
-    """Rules of the sizes in which rows leave the data plane."""
-    # a rollout of no whole number of prompts is named by the rules above
+def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Check the sizes in which rows leave the data plane."""
+    # a rollout with a fraction of a prompt is named by the rules above
     if any(rows.__class__ is not int for rows in (sizes.rollout_prompts, sizes.train_samples)):
         return
-    for name, (rows, limit) in dispatch_bounds(sizes).items():
+    for name, (rows, limit) in _compute_dispatch_bounds(sizes).items():
         size = sizes.dispatch.get(name)
         if size is None:
             continue
         if size > limit:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "dispatch_limit",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
@@ -299,13 +299,13 @@ def _dispatch(sizes: Sizes) -> Iterator[SizeViolation]:
                 ),
             )
         elif rows % size:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "dispatch_divides",
                 (name,),
                 lambda k, name=name, size=size, rows=rows: f"{k[name]} ({size}) must divide the {rows} rows of an iteration",
             )
         elif name == "actor_rollout_dispatch_size" and limit % size:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "dispatch_divides",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
@@ -313,7 +313,7 @@ def _dispatch(sizes: Sizes) -> Iterator[SizeViolation]:
                 ),
             )
         if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:
-            yield SizeViolation(
+            yield _SizeViolation(
                 "dispatch_whole_groups",
                 (name,),
                 lambda k, name=name, size=size: (
@@ -322,15 +322,15 @@ def _dispatch(sizes: Sizes) -> Iterator[SizeViolation]:
             )
 
 
-def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
-    """Return for each dispatch key the rows of an iteration it must divide and the most it may be."""
+def _compute_dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
+    """Return for each dispatch key the rows of an iteration, which it must divide, and its maximum."""
     rows, trained = sizes.rollout_samples, sizes.train_samples
     bounds: dict[str, tuple[int, Number | float]] = {
         "actor_rollout_dispatch_size": (rows, rows / sizes.rollout.dp_size),
         "actor_logprob_dispatch_size": (trained, trained / sizes.actor.dp_size),
-        # without a layout of its own the reference has the actor's
+        # a reference without keys has the actor's layout
         "ref_dispatch_size": (rows, rows / (sizes.ref or sizes.actor).dp_size),
-        # functions score on every node what comes; only a model has replicas that share the rows
+        # functions score on every node; only a model has replicas that split the rows
         "reward_dispatch_size": (rows, rows if sizes.rule_reward or sizes.reward is None else rows / sizes.reward.dp_size),
         "adv_dispatch_size": (trained, trained),
         "actor_update_dispatch_size": (trained, trained / sizes.actor.dp_size),

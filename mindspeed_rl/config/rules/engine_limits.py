@@ -1,4 +1,4 @@
-"""What the rollout engine cannot do, in one table: run files and commands are held against it before anything starts."""
+"""Limits of the rollout engine, in one table: run files and commands are checked against it before anything starts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mindspeed_rl.config.run import RunConfig
 
 
 @dataclass(frozen=True)
-class EngineLimits:
-    """What the engine has on a kind of device.
+class _EngineLimits:
+    """Limits of the engine on a kind of device.
 
     Attributes:
-        head_sizes: widths of an attention head that there are kernels for; empty where every width goes.
+        head_sizes: supported widths of an attention head; empty where every width is.
         latent_sizes: the same of a latent head, kv_lora_rank + qk_rope_head_dim.
-        sequences: answers that it generates at once where nobody says a number.
+        sequences: default number of responses that are generated at once.
     """
 
     head_sizes: tuple[int, ...] = ()
@@ -26,26 +26,26 @@ class EngineLimits:
 
 #: by name of the platform; a test compares them with the engine that is installed
 _LIMITS = {
-    "cpu": EngineLimits(
+    "cpu": _EngineLimits(
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # vLLM 0.32, CPUAttentionBackend
         latent_sizes=(576,),  # CPUMLABackend
         sequences=32,
     )
 }
-_OTHERS = EngineLimits()
+_OTHERS = _EngineLimits()
 
 
-def engine_limits(platform: str) -> EngineLimits:
-    """Return what the engine has on this platform; no limits of attention where it is none of ours or not chosen yet."""
+def engine_limits(platform: str) -> _EngineLimits:
+    """Return the limits on this platform; none of attention where it is unknown or not chosen yet."""
     return _LIMITS.get(platform, _OTHERS)
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What is asked of the engine, and the words in which the user asked.
+    """A model's use of the engine, and the keys or flags that request it.
 
     Attributes:
-        tensor, length: devices of a replica; longest prompt and answer, in tokens.
+        tensor, length: devices of a replica; maximum tokens of prompt and response.
         tensor_key, length_key: the key or flag of each.
         length_origin: what a length follows from that the user did not write; empty otherwise.
     """
@@ -58,32 +58,32 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
-class Obstacle:
-    """Why the engine will not run.
+class _Obstacle:
+    """A reason why the engine cannot run a model.
 
     Attributes:
         rule: name of the row of the table.
-        message: key or flag, value and what would be right.
+        message: key or flag, its value and the allowed values.
     """
 
     rule: str
     message: str
 
 
-def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) -> Iterator[Obstacle]:
-    """Yield what stands against running a model of this shape as it is asked for; nothing about what is not known of it."""
+def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) -> Iterator[_Obstacle]:
+    """Yield the obstacles to running a model of this shape as requested; unknown values of the shape are no obstacle."""
     limits = engine_limits(platform)
-    for rule, says in _ROWS.items():
-        if message := says(shape, request, limits):
-            yield Obstacle(rule, message)
+    for rule, check in _CHECKS.items():
+        if message := check(shape, request, limits):
+            yield _Obstacle(rule, message)
 
 
 def read_engine_shape(cfg: RunConfig) -> EngineShape:
-    """Return what is known of the model that a run generates with: the run file's own keys first, then config.json."""
-    actor, facts = cfg.actor_config, cfg.model_metadata
-    found = EngineShape(source="the run file") if facts is None else facts.shape
+    """Return the shape of the model that a run generates with: from the run file's keys, else from config.json."""
+    actor, metadata = cfg.actor_config, cfg.model_metadata
+    stored = EngineShape(source="the run file") if metadata is None else metadata.shape
     if actor.num_attention_heads is None:
-        return found
+        return stored
     latent = None
     if actor.multi_latent_attention and actor.kv_lora_rank and actor.qk_pos_emb_head_dim:
         latent = actor.kv_lora_rank + actor.qk_pos_emb_head_dim
@@ -91,14 +91,14 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
     if width is None and actor.hidden_size is not None:
         width = actor.hidden_size // actor.num_attention_heads
     return EngineShape(
-        source=found.source,
+        source=stored.source,
         num_heads=actor.num_attention_heads,
         num_kv_heads=actor.num_query_groups if actor.group_query_attention else actor.num_attention_heads,
-        head_size=width if width is not None else found.head_size,
+        head_size=width if width is not None else stored.head_size,
         is_latent=actor.multi_latent_attention,
         latent_size=latent,
-        ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else found.ffn_hidden_size,
-        max_length=found.max_length,
+        ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else stored.ffn_hidden_size,
+        max_length=stored.max_length,
     )
 
 
@@ -108,7 +108,7 @@ def can_split(shape: EngineShape, tensor: int) -> bool:
     return not any(row(shape, request, _OTHERS) for row in (_heads, _kv_heads, _ffn))
 
 
-def _heads(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.num_heads is None or shape.num_heads % request.tensor == 0:
         return None
     return (
@@ -117,7 +117,7 @@ def _heads(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> 
     )
 
 
-def _kv_heads(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _kv_heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     groups = shape.num_kv_heads
     if groups is None or shape.is_latent or groups % request.tensor == 0 or request.tensor % groups == 0:
         return None
@@ -127,7 +127,7 @@ def _kv_heads(shape: EngineShape, request: EngineRequest, limits: EngineLimits) 
     )
 
 
-def _ffn(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _ffn(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.ffn_hidden_size is None or shape.ffn_hidden_size % request.tensor == 0:
         return None
     return (
@@ -136,7 +136,7 @@ def _ffn(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> st
     )
 
 
-def _head_size(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _head_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.is_latent or shape.head_size is None or not limits.head_sizes or shape.head_size in limits.head_sizes:
         return None
     return (
@@ -145,7 +145,7 @@ def _head_size(shape: EngineShape, request: EngineRequest, limits: EngineLimits)
     )
 
 
-def _latent_size(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _latent_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if not shape.is_latent or shape.latent_size is None or not limits.latent_sizes or shape.latent_size in limits.latent_sizes:
         return None
     return (
@@ -154,7 +154,7 @@ def _latent_size(shape: EngineShape, request: EngineRequest, limits: EngineLimit
     )
 
 
-def _length(shape: EngineShape, request: EngineRequest, limits: EngineLimits) -> str | None:
+def _length(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.max_length is None or request.length <= shape.max_length:
         return None
     origin = f", from {request.length_origin}" if request.length_origin else ""
@@ -168,9 +168,9 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
 
 
-_Row = Callable[[EngineShape, EngineRequest, EngineLimits], str | None]
+_Check = Callable[[EngineShape, EngineRequest, _EngineLimits], str | None]
 
-_ROWS: dict[str, _Row] = {
+_CHECKS: dict[str, _Check] = {
     "heads": _heads,
     "kv_heads": _kv_heads,
     "ffn": _ffn,

@@ -1,4 +1,4 @@
-"""Rules between keys of a run file that concern rewards, losses and keys that say the same thing."""
+"""Rules between keys of a run file about rewards, losses and keys with the same meaning."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
         return
     yield from algorithm_violations(rl, objective)
     n, least = rl.n_samples_per_prompt, objective.min_group_size
-    # with num_generations the batch rules say it, below 1 the bounds
+    # with num_generations the batch rules report it, below 1 the range of the key
     if rl.num_generations is None and 0 < n < least:
         yield violate(
             "group_of_two",
@@ -147,7 +147,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
             f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
             "which is not set",
         )
-    # for losses that read both: of one that takes clip_ratio_high as a cap the order says nothing
+    # for losses that read both: for one that takes clip_ratio_high as a cap the order means nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
         yield violate(
             "clip_order",
@@ -199,38 +199,38 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
 
 
 def _same_but_for_level(loss: PolicyLoss, other: PolicyLoss) -> bool:
-    """True for the loss that takes any level and is otherwise the same."""
+    """Return True for the loss that takes any level and is otherwise the same."""
     return loss.levels != other.levels and replace(loss, level=other.level, levels=other.levels) == other
 
 
 def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds) -> Violation:
-    """The violation of a bound that one loss sets; clip_ratio_high says what it means only with clip_higher_enable."""
+    """Return the violation of a bound that one loss sets; clip_ratio_high is read only with clip_higher_enable."""
     value = getattr(rl, name)
     keys = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}
-    mended: dict[str, Any] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
+    suggested: dict[str, Any] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
     condition = ""
     if name in ("clip_ratio_low", "clip_ratio_high"):
         keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
-        mended["rl_config.clip_higher_enable"] = True
+        suggested["rl_config.clip_higher_enable"] = True
         condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
     return violate(
         bounds.rule,
         keys,
         f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
         # bounds without a default propose none
-        *([] if None in mended.values() else [mended]),
+        *([] if None in suggested.values() else [suggested]),
         *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
     )
 
 
 def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
-    """Two keys that say the same thing must say the same value."""
+    """Check that two keys with the same meaning have the same value."""
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
         return
     set_rl = cfg.set_keys.get("rl_config", frozenset())
     # the values as written: second spellings have overwritten the first by now
-    original = cfg.spelled
+    original = cfg.aliased
 
     def differ(first: str, second: str, a: Any, b: Any) -> Violation:
         return violate(

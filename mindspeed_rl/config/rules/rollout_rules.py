@@ -19,19 +19,19 @@ _SWITCHES = {
 
 
 def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
-    """Rules of `rl_config.router_replay`."""
+    """Check `rl_config.router_replay`."""
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
         return
     mode = rl.router_replay.mode
     for name, modes in _SWITCHES.items():
-        said = getattr(rl, name)
-        if said is not None and said != (mode in modes):
+        configured = getattr(rl, name)
+        if configured is not None and configured != (mode in modes):
             key = f"rl_config.{name}"
             yield violate(
                 "replay_spelling",
-                {key: said, _MODE: mode},
-                f"{key} ({str(said).lower()}) says the same as {_MODE} ({mode}), and the two differ",
+                {key: configured, _MODE: mode},
+                f"{key} ({str(configured).lower()}) says the same as {_MODE} ({mode}), and the two differ",
                 {key: None},
             )
     if mode == "disabled":
@@ -42,7 +42,7 @@ def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
-    """Rules of `generate_config.eplb_token_collects`."""
+    """Check `generate_config.eplb_token_collects`."""
     if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
         return
     for reason in _reasons(cfg, _obstacles_of_engine):
@@ -58,10 +58,10 @@ def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) ->
 
 def _is_dense(cfg: RunConfig) -> bool:
     """True once it is known that the actor has no experts."""
-    actor, facts = cfg.actor_config, cfg.model_metadata
-    if actor.num_layers is not None:  # the run file says the shape
+    actor, metadata = cfg.actor_config, cfg.model_metadata
+    if actor.num_layers is not None:  # the run file has the shape
         return not actor.num_experts
-    return facts is not None and not facts.shape.num_experts
+    return metadata is not None and not metadata.shape.num_experts
 
 
 def _obstacles(cfg: RunConfig) -> Iterator[str]:

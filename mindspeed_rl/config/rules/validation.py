@@ -167,12 +167,10 @@ def unavailable(cfg: RunConfig) -> list[str]:
         differs = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
         checks.append((differs, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
         for role in ("ref", "critic", "reward"):
-            own = getattr(cfg, f"{role}_config")
-            if own is None or cfg.placement.dedicated.get(role):
+            config = getattr(cfg, f"{role}_config")
+            if config is None or cfg.placement.dedicated.get(role):
                 continue
             for key in _SHARED_LAYOUT:
-                theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)
-                checks.append(
-                    (theirs != actors, f"{role}_config.{key}", f"is {theirs}; roles share the actor's layout, {actors}")
-                )
+                size, actors = getattr(config, key), getattr(cfg.actor_config, key)
+                checks.append((size != actors, f"{role}_config.{key}", f"is {size}; roles share the actor's layout, {actors}"))
     return [f"{key}: {reason}" for is_on, key, reason in checks if is_on]

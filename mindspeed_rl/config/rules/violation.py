@@ -17,8 +17,8 @@ class Violation:
         rule: short stable name of the rule.
         keys: the keys involved, by dotted name, with their values.
         message: one sentence that names keys, values and the rule.
-        suggestions: alternatives; each is a set of new values that, applied together, satisfies this rule and breaks no other one
-            of batch sizes and layouts.
+        suggestions: alternatives; each is a set of new values that together satisfy this rule and break no other one of
+            batch sizes and layouts.
     """
 
     rule: str
