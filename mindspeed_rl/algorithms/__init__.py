@@ -1,4 +1,4 @@
 """Advantages, losses and masks as pure functions over response-aligned [B, R] tensors.
 
-Which of them a run takes, with which numbers, stands in its `config.Objective`; their names stand in `catalogue`.
+The `config.Objective` of a run selects them and has their numbers; their names are in `catalogue`.
 """

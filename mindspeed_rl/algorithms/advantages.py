@@ -1,6 +1,6 @@
-"""Advantage estimators over the whole global batch.
+"""Advantage estimators over the full global batch.
 
-Each takes `AdvantageInputs` and the objective, whose numbers it reads, and returns (advantages, returns), both [B, R], in the
+Each takes `AdvantageInputs` and the objective, and returns (advantages, returns), both [B, R], in the
 dtype of the rewards, without gradient and 0 where response_mask is False. They compute in float64: a group's std is a
 difference of near-equal numbers. Rows that have no score take part in no mean and no std.
 """

@@ -21,7 +21,7 @@ _SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """P pairs, whose log-probs are sums over the tokens of the answer; those of the policy carry the gradient.
+    """P pairs, whose log-probs are sums over the tokens of the response; those of the policy carry the gradient.
 
     Attributes:
         chosen_log_probs, rejected_log_probs: [P].
@@ -39,7 +39,7 @@ class PreferenceBatch:
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """Settings of DPO: beta > 0; label_smoothing in [0, 0.5), for sigmoid; pref_ftx weighs an SFT loss on the chosen answer."""
+    """Settings of DPO: beta > 0; label_smoothing in [0, 0.5), for sigmoid; pref_ftx weighs SFT on the chosen response."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     beta: float = 0.1
@@ -88,7 +88,7 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
     z = (log pi_c - log pi_r) - (ref_c - ref_r), with label smoothing e:
         sigmoid: -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z)
         hinge:   max(0, 1 - beta z)                          SLiC, arXiv:2305.10425
-        ipo:     (z - 1 / (2 beta))^2 with log-probs averaged over the answer's tokens, arXiv:2310.12036
+        ipo:     (z - 1 / (2 beta))^2 with log-probs averaged over the response's tokens, arXiv:2310.12036
     plus pref_ftx * (-log pi_c / |c|).
     """
     if batch.ref_chosen_log_probs is None or batch.ref_rejected_log_probs is None:
@@ -124,7 +124,7 @@ def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Loss
     """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
 
     Args:
-        chosen_scores, rejected_scores: [P], the value head on the last token of each answer; with gradient.
+        chosen_scores, rejected_scores: [P], the value head on the last token of each response; with gradient.
     """
     return _build_pair_output(-functional.logsigmoid(chosen_scores - rejected_scores), chosen_scores, rejected_scores)
 
@@ -168,7 +168,7 @@ def _compute_sft_term(batch: PreferenceBatch, pref_ftx: float) -> Tensor | float
 
 def _check_lengths(lengths: Tensor) -> Tensor:
     if (lengths < 1).any():
-        raise ValueError(f"pairs {(lengths < 1).nonzero().flatten().tolist()[:8]} have an answer without tokens")
+        raise ValueError(f"pairs {(lengths < 1).nonzero().flatten().tolist()[:8]} have a response without tokens")
     return lengths
 
 

@@ -51,7 +51,7 @@ def karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: bool
 
 
 def balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Give each rank equally many sequences with close sums: longest first, to the lightest rank that has room.
+    """Give each rank equally many sequences with close sums: in falling order of length, to the lightest rank with room.
 
     Returns:
         `num_ranks` lists of indices in rising order, all of the same size.
@@ -171,7 +171,7 @@ def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | No
 
     Args:
         lengths: tokens of each sequence.
-        budget: maximum tokens of a batch in which every sequence is padded to the longest.
+        budget: maximum tokens of a batch in which every sequence is padded to the maximum length.
         max_rows: maximum sequences in a batch.
 
     Raises:

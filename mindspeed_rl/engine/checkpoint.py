@@ -200,19 +200,16 @@ class CheckpointSaver:
             return request
         return request._replace(async_fn=functools.partial(_write_with_sums, request.async_fn, partial, rank))
 
-    def poll(self) -> None:
-        """Complete a background save that has finished writing; call it once an iteration."""
-        self._finalize(blocking=False)
+    def finish(self, *, wait: bool = True) -> None:
+        """Complete a background save.
 
-    def finish(self) -> None:
-        """Complete a background save, waiting for it where it is still writing."""
-        self._finalize(blocking=True)
-
-    def _finalize(self, *, blocking: bool) -> None:
+        Args:
+            wait: for a save that is still writing; False leaves it, for a call in each iteration.
+        """
         if self._partial is None:
             return
         with _removing_failed(self._partial, self.disks):
-            if self._queue.maybe_finalize_async_calls(blocking=blocking):
+            if self._queue.maybe_finalize_async_calls(blocking=wait):
                 self._partial = None
 
 

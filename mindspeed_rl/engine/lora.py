@@ -76,18 +76,18 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
     Raises:
         ValueError: a target is built from a class that has no adapted form.
     """
-    specs.substitute_layers(spec, partial(_adapt, settings=settings, gated=gated))
 
+    def adapt(name: str, part: specs.Part) -> specs.Part:
+        module = specs.get_class(part)
+        if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
+            return specs.add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
+        if name not in settings.targets or not isinstance(part, type):
+            return part
+        if part not in _ADAPTED:
+            raise ValueError(f"lora_target_modules: {name} is a {part.__name__} here, which has no adapted form.")
+        return specs.add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
 
-def _adapt(name: str, part: specs.Part, *, settings: LoraSettings, gated: bool) -> specs.Part:
-    module = specs.get_class(part)
-    if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
-        return specs.add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
-    if name not in settings.targets or not isinstance(part, type):
-        return part
-    if part not in _ADAPTED:
-        raise ValueError(f"lora_target_modules: {name} is a {part.__name__} here, which has no adapted form.")
-    return specs.add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
+    specs.substitute_layers(spec, adapt)
 
 
 def init_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:

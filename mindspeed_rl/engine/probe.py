@@ -91,7 +91,9 @@ class ModelProbe:
         """Return the function with its loss inputs recorded."""
 
         def record(inputs: LossInputs) -> _Result:
-            micro = self._next_loss()
+            # the key -1 counts losses, because hooks may be off
+            micro = self._started[-1]
+            self._started[-1] += 1
             for index, output in enumerate(inputs.outputs):
                 self._add(micro, _HEAD + 1 + index, f"loss_inputs.outputs.{index}", output)
             self._add(micro, _INPUTS, "loss_inputs.mask", inputs.mask)
@@ -154,11 +156,6 @@ class ModelProbe:
                 self._add(self._started[chunk] - 1, position, name, tensor, self._cut)
 
         return record
-
-    def _next_loss(self) -> int:
-        """Return the index of the micro-batch of the next loss; the key -1 counts them, because hooks may be off."""
-        self._started[-1] += 1
-        return self._started[-1] - 1
 
     def _add(self, micro: int, position: int, name: str, tensor: Tensor, cut: Cut | None = None) -> None:
         prefix = f"update_{self._update}.micro_{micro}" if self._trains else f"micro_{micro}"

@@ -34,6 +34,8 @@ class _Router(RouterReplay):
     forward.
 
     Attributes:
+        armed: experts of the tokens in the next pass, [tokens, k], -1 where the router chooses; None without a replay.
+        recorded: list that gets the chosen experts, [tokens, k], of every pass, if any.
         agreed, compared: replayed experts that the router would have chosen too, and all of them; on the device.
     """
 
@@ -41,25 +43,13 @@ class _Router(RouterReplay):
         # not Megatron's, which adds each to a list that outlives the model
         self.agreed: Tensor | None = None
         self.compared: Tensor | None = None
-        self._armed: Tensor | None = None
-        self._recorded: list[Tensor] | None = None
+        self.armed: Tensor | None = None
+        self.recorded: list[Tensor] | None = None
         self._again: deque[Tensor] = deque()
-
-    def arm(self, experts: Tensor) -> None:
-        """Send the tokens of the next pass to these experts.
-
-        Args:
-            experts: [tokens, k]; -1 for tokens for which the router chooses.
-        """
-        self._armed = experts
-
-    def record(self, into: list[Tensor] | None) -> None:
-        """Append the chosen experts, [tokens, k], of every pass to a list; None stops it."""
-        self._recorded = into
 
     def reset(self) -> None:
         """Stop the replay and forget passes."""
-        self._armed = None
+        self.armed = None
         self._again.clear()
 
     def get_replay_topk(
@@ -73,9 +63,9 @@ class _Router(RouterReplay):
         """Return scores and indices of the experts of each token, [tokens, k] each; `scores` is [tokens, experts]."""
         assert default_compute_topk is not None
         values, default = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self._recorded is not None:
-            self._recorded.append(default.detach())
-        experts, self._armed = self._armed, None
+        if self.recorded is not None:
+            self.recorded.append(default.detach())
+        experts, self.armed = self.armed, None
         if experts is not None:
             self._again.append(experts)
             self._compare(default, experts)
@@ -125,7 +115,8 @@ class RoutedLayers:
                 router = decoder.layers[slots.index(layer)].mlp.router
                 router.router_replay = _Router()
                 self._chunks[-1].append(router.router_replay)
-        self.num_layers = sum(map(len, self._chunks))
+        self._routers = [router for chunk in self._chunks for router in chunk]
+        self.num_layers = len(self._routers)
         self._topk = plan.model_config.moe_router_topk
         self._recording: _Recording | None = None
 
@@ -138,17 +129,17 @@ class RoutedLayers:
         first = sum(map(len, self._chunks[:chunk]))
         layers = self._local_positions(micro_batch.routing).unbind(1)[first : first + len(self._chunks[chunk])]
         for router, experts in zip(self._chunks[chunk], layers):
-            router.arm(experts)
+            router.armed = experts
 
     def reset(self) -> None:
         """Clear the routers after a pass over all micro-batches, completed or failed."""
-        for router in self._routers():
+        for router in self._routers:
             router.reset()
 
     def take_agreement(self) -> tuple[int, int]:
         """Return (replayed experts that the routers would have chosen too, all of them) since the last call, on this rank."""
         agreed = compared = 0
-        for router in self._routers():
+        for router in self._routers:
             if router.compared is not None and router.agreed is not None:
                 agreed, compared = agreed + int(router.agreed), compared + int(router.compared)
             router.agreed = router.compared = None
@@ -157,15 +148,15 @@ class RoutedLayers:
     @contextlib.contextmanager
     def recording(self) -> Iterator[_Recording]:
         """Record the experts that forward passes in the block choose."""
-        self._recording = _Recording([[] for _ in self._routers()])
-        for router, into in zip(self._routers(), self._recording.chosen):
-            router.record(into)
+        self._recording = _Recording([[] for _ in self._routers])
+        for router, into in zip(self._routers, self._recording.chosen):
+            router.recorded = into
         try:
             yield self._recording
         finally:
             self._recording = None
-            for router in self._routers():
-                router.record(None)
+            for router in self._routers:
+                router.recorded = None
 
     def gather_recording(self, recording: _Recording, rows: Rows) -> list[Tensor]:
         """Return the recorded routing of rows, in the form of `Rows.routing`; collective over the pipeline stage."""
@@ -205,9 +196,6 @@ class RoutedLayers:
         return list(routing.to(torch.int16).cpu().split(rows.lengths))
 
     # ------------------------------------------------------------------ shared
-
-    def _routers(self) -> list[_Router]:
-        return [router for chunk in self._chunks for router in chunk]
 
     def _local_positions(self, values: Tensor) -> Tensor:
         """Return the positions that routers see: this tensor rank's slice under sequence parallelism, else all."""

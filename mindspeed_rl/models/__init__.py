@@ -29,7 +29,7 @@ def find_architecture(name: str) -> Architecture:
     """Return the Architecture registered under a name, or one of your own given as ``module:attribute``.
 
     Raises:
-        ValueError: no such name; the message lists the known ones and the nearest.
+        ValueError: no such name; the message lists the known ones and a suggestion.
     """
     if name not in ARCHITECTURES and ":" not in name:
         hint = registry.did_you_mean(name, ARCHITECTURES)

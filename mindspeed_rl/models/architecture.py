@@ -24,7 +24,7 @@ class ExpertPacking:
     """Storage of the experts of a rank: one module each ("local") or stacked for grouped GEMM ("grouped").
 
     ``num_groups`` is the number of expert ranks (EP, or EP x TP with moe_tp_extend_ep); it matters for "grouped" only,
-    where one parameter holds all the experts of a rank.
+    where one parameter has all the experts of a rank.
     """
 
     kind: Literal["local", "grouped"] = "local"

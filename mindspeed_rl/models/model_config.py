@@ -236,7 +236,7 @@ def _read_rope_scaling(scaling: HfConfig, max_positions: int) -> RopeScaling | N
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"config.json asks for rope type {kind!r}; supported are default, linear, llama3 and yarn")
+        raise ValueError(f"config.json has rope type {kind!r}; supported are default, linear, llama3 and yarn")
     for key in ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",):
         if scaling.get(key) is None:
             raise ValueError(f"config.json has no {key!r} among the settings of its rope type")

@@ -1,10 +1,10 @@
 """One invertible table row per Megatron parameter: the HF tensors it is made of, and how it is split over ranks.
 
-Everything follows from two facts a row states: how the HF tensors are *packed* into the Megatron tensor, and along which
+A row has two properties, from which the rest follows: how the HF tensors are *packed* into the Megatron tensor, and along which
 dimension each HF tensor is *split* over ranks. Packing commutes with splitting, so a rank's shard is the packing of
 slices, and those slices can be read from disk without reading the rest.
 
-Names, shapes and cuts need no torch: `mindspeed-rl plan` counts bytes from them before any library is loaded.
+Names, shapes and splits need no torch: `mindspeed-rl plan` counts bytes from them before any library is loaded.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Split:
             return concatenate([source.read(name, self.dim, start, start + size) for start in starts], self.dim)
         # `check` has compared the padded rows, not those that are stored
         if rows != self.size:
-            raise ValueError(f"{name} has {rows} rows; config.json says vocab_size {self.size}")
+            raise ValueError(f"{name} has {rows} rows; config.json has vocab_size {self.size}")
         size = self.padded // num_shards
         start, stop = index * size, (index + 1) * size
         if stop <= rows:

@@ -1,4 +1,4 @@
-"""The models of a run on this rank: what each is built from, where its weights are, what it saves."""
+"""The models of a run on this rank: how each is built, loaded and saved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
 
     Args:
         rl: the group of the run file.
-        use: what the limits are for.
+        use: the passes that are limited.
         size: rows of a micro-batch where there is no token budget.
     """
     if not rl.use_dynamic_bsz:
@@ -87,7 +87,7 @@ class Role:
     """Actor, reference, critic or reward model. Methods are collective over the training world.
 
     Attributes:
-        resumed: what `load_checkpoint` returned when training state was restored, else None.
+        resumed: the result of `load_checkpoint` when training state was restored, else None.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Role:
                 self.resumed = loaded
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
-        """Load weights from a source that has nothing but weights.
+        """Load weights from a source without training state.
 
         Args:
             source: of kind "hf" or "megatron".
@@ -196,7 +196,7 @@ class Role:
             raise ValueError(f"save: {folder} could not be written: {error}") from error
 
     def _hf_changes(self) -> dict[str, object]:
-        """Return what the exported config.json has instead of the source's."""
+        """Return the entries of the exported config.json that differ from the source's."""
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
         changes = {**without_quantization(config), **dtype_keys(config, dtype)}
@@ -264,7 +264,7 @@ def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
         tokenizer: of the actor.
     """
     shared = build_pass_settings(run, tokenizer)
-    # the run's models begin with the actor, whose checkpoint decides where the others resume
+    # the actor is the first of the run's models
     roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
     built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
     if "reward" in run.models and "reward" not in run.placement.dedicated:

@@ -31,7 +31,7 @@ def save_then_train(setting: Setting, folder: str, before: int = 2, after: int =
         saver = CheckpointSaver(engine, folder)
         saver.save(before, {"consumed": 8 * before})
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(after)]
-        saver.poll()
+        saver.finish(wait=False)
         saver.finish()
         return summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
 

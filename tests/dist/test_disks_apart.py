@@ -121,7 +121,7 @@ def test_a_lost_part_is_named_with_the_machine_that_wrote_it(
 def test_disks_that_are_slow_to_show_a_file_are_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 1 did not see rank 0's mark in time, but rank 0 sees its."""
     answers = iter([["tag", "tag"], [None, None], [True, False], [None, None], [True, True]])
-    monkeypatch.setattr(disks_module, "gathered", lambda value: next(answers))
+    monkeypatch.setattr(disks_module, "gather_objects", lambda value: next(answers))
     monkeypatch.setattr(disks_module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(disks_module.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(disks_module, "_PATIENCE_S", 0.0)

@@ -149,7 +149,7 @@ def test_reinforce_plus_plus_whitens_over_tokens_not_over_sequences():
     np.testing.assert_allclose(got, [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]], rtol=1e-6)
 
 
-def test_gdpo_gives_each_reward_function_the_same_say():
+def test_gdpo_gives_each_reward_function_the_same_weight():
     components = torch.tensor([[1.0, 1000.0], [0.0, 0.0]])
     got, _, _ = compute_advantages("gdpo", simple([1001.0, 0.0], 2, reward_components=components))
     halves = math.sqrt(0.5)
@@ -232,7 +232,7 @@ def test_whitening_a_single_token_is_refused():
 
 
 @pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo"])
-def test_a_response_without_a_score_is_as_if_it_had_not_been_drawn(name):
+def test_a_response_without_a_score_is_as_if_it_had_not_been_sampled(name):
     arrays = random_inputs(kl_coef=0.0 if name == "gdpo" else 0.3)
     keep = np.arange(ROWS) % SIZE != 1  # one of each group of three failed
     fewer = {key: value[keep] for key, value in arrays.items() if isinstance(value, np.ndarray)} | {"size": SIZE - 1}
@@ -251,7 +251,7 @@ def test_the_only_score_of_a_group_gets_advantage_zero():
         assert got[:2].abs().max() == 0.0 and got[2, 0] > 0.0
 
 
-def test_values_behind_the_mask_are_never_read():
+def test_values_outside_the_mask_are_never_read():
     arrays = random_inputs()
     clean = as_inputs(arrays)
     poisoned = {name: np.where(arrays["mask"], arrays[name], np.nan) for name in ("kl", "values")}

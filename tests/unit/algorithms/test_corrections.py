@@ -69,7 +69,8 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
 
 def test_weights_carry_no_gradient():
     old = torch.zeros(1, 2, requires_grad=True)
-    assert not compute_rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), correction("token_mask", 2.0)).requires_grad
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert not compute_rollout_weights(old, old, mask, correction("token_mask", 2.0)).requires_grad
 
 
 def test_mismatch_by_hand():
@@ -94,7 +95,7 @@ def test_two_equal_policies_have_no_kl_and_a_full_effective_sample_size():
     assert metrics["rollout/ess"].result() == 1.0
 
 
-def test_the_effective_sample_size_of_parts_merges_to_that_of_the_whole():
+def test_the_effective_sample_size_of_parts_merges_to_that_of_all():
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.7

@@ -103,7 +103,7 @@ def test_as_a_loss_k2_follows_the_gradient_of_the_true_kl_and_k3_that_of_its_rev
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros_like(forward), atol=1e-12, rtol=0)
 
 
-def test_an_unknown_estimator_names_the_nearest():
+def test_an_unknown_estimator_gets_a_suggestion():
     with pytest.raises(ValueError, match="kl_penalty: unknown value 'low_var'; did you mean 'low_var_kl'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "low_var")
 

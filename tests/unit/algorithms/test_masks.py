@@ -28,12 +28,12 @@ def test_the_threshold_is_the_quantile_over_all_shards_and_ignores_masked_tokens
     assert entropy_threshold(shards, share) == pytest.approx(np.quantile(entropy[mask], 1.0 - share))
 
 
-def test_a_share_of_one_switches_the_entropy_mask_off():
+def test_a_fraction_of_one_switches_the_entropy_mask_off():
     assert entropy_threshold([], 1.0) is None
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
-def test_a_share_outside_zero_to_one_is_refused(share):
+def test_a_fraction_outside_zero_to_one_is_refused(share):
     with pytest.raises(ValueError, match="top_entropy_quantile"):
         entropy_threshold([(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))], share)
 
@@ -43,7 +43,7 @@ def test_a_quantile_of_no_tokens_is_refused():
         entropy_threshold([(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.bool))], 0.5)
 
 
-def test_groups_are_kept_when_some_but_not_all_are_right():
+def test_groups_have_a_signal_when_some_but_not_all_are_right():
     right = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     kept = find_groups_with_signal(right, 2)
     assert kept.tolist() == [False, True, False]
@@ -56,10 +56,11 @@ def test_equal_scores_that_do_not_add_exactly_are_still_no_signal():
 
 def test_a_failed_score_is_no_difference():
     nan = float("nan")
-    assert find_groups_with_signal(torch.tensor([1.0, nan, 1.0, nan, 0.0, 1.0, nan, nan, nan]), 3).tolist() == [False, True, False]
+    metric = torch.tensor([1.0, nan, 1.0, nan, 0.0, 1.0, nan, nan, nan])
+    assert find_groups_with_signal(metric, 3).tolist() == [False, True, False]
 
 
-def test_groups_of_one_are_kept():
+def test_groups_of_one_have_a_signal():
     assert find_groups_with_signal(torch.tensor([1.0, 0.0]), 1).tolist() == [True, True]
 
 

@@ -107,7 +107,7 @@ def test_a_saved_batch_is_loaded_as_it_was(saved):
         (["rollout_importance_sampling_mode=token_mask"], "rollout_log_probs"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_status_two(saved, capsys, arguments, message):
+def test_an_error_is_one_sentence_and_exit_status_two(saved, capsys, arguments, message):
     assert main([str(saved), *arguments]) == 2
     assert message in capsys.readouterr().err
 

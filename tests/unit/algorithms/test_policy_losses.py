@@ -336,7 +336,7 @@ def test_the_distance_to_the_rollout_engine_is_logged_unless_switched_off():
         assert ("rollout/ess" in output.metrics) is wanted
 
 
-def test_the_old_entropy_decides_which_tokens_are_kept():
+def test_the_old_entropy_decides_which_tokens_train():
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = PolicyBatch(torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]), mask, entropy_threshold=0.5)
     batch.entropy, batch.old_entropy = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])

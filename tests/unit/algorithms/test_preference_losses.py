@@ -156,11 +156,11 @@ def test_a_preference_setting_that_cannot_be_meant_is_refused(settings, options,
         settings(**options)
 
 
-def test_dpo_without_a_reference_and_an_empty_answer_are_errors():
+def test_dpo_without_a_reference_and_an_empty_response_are_errors():
     batch = replace(pairs(), ref_chosen_log_probs=None)
     with pytest.raises(ValueError, match="reference"):
         dpo_loss(batch, DPOSettings())
-    with pytest.raises(ValueError, match=r"pairs \[0\] have an answer without tokens"):
+    with pytest.raises(ValueError, match=r"pairs \[0\] have a response without tokens"):
         simpo_loss(one_pair(-1.0, -1.0, lengths=(0, 1)), SimPOSettings())
 
 

@@ -1,4 +1,4 @@
-"""What samples show of an update: the ratio that the loss takes, and the tokens whose gradient it cuts."""
+"""Samples of an update: the ratio that the loss takes, and the tokens whose gradient it clips."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def test_largest_differencing_gives_the_known_sums() -> None:
     assert sums(equal) == [26, 26] and [len(part) for part in equal] == [4, 4]
 
 
-def test_rank_balance_gives_the_known_shares() -> None:
+def test_rank_balance_gives_the_expected_subsets() -> None:
     assert sums(balance_ranks(LENGTHS, 2)) == [26, 26]
     assert sums(balance_ranks(LENGTHS, 4)) == [13, 13, 13, 13]
     assert balance_ranks([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_part_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> None:
+def test_every_subset_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> None:
     lengths = random_lengths(seed)
     for parts in range(1, min(len(lengths), 6) + 1):
         assert_partition(karmarkar_karp(lengths, parts), len(lengths))
@@ -52,14 +52,14 @@ def test_every_part_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_spread_of_sums_is_at_most_the_longest_sequence(seed: int) -> None:
+def test_the_spread_of_sums_is_at_most_the_maximum_length(seed: int) -> None:
     lengths = random_lengths(seed)
     for parts in range(1, min(len(lengths), 6) + 1):
         totals = sums(karmarkar_karp(lengths, parts), lengths)
         assert max(totals) - min(totals) <= max(lengths)
 
 
-def test_two_parts_of_few_sequences_are_close_to_the_best_there_is() -> None:
+def test_two_subsets_of_few_sequences_are_close_to_the_optimum() -> None:
     for seed in range(20):
         lengths = random_lengths(seed)[:9] + [7, 11]
         half = sum(lengths) / 2
@@ -129,7 +129,7 @@ def test_families_follow_each_other_and_a_prompt_counts_once_a_bin() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_bins_of_families_hold_the_budget_and_are_as_few_as_cuts_of_the_order_allow(seed: int) -> None:
+def test_bins_of_families_stay_within_the_budget_and_are_as_few_as_cuts_of_the_order_allow(seed: int) -> None:
     source = random.Random(seed)
     prompts = [source.randint(1, 9) for _ in range(4)]
     families = [source.randrange(4) for _ in range(source.randint(1, 9))]

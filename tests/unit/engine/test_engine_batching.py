@@ -103,7 +103,7 @@ def rows_of_sequences(seed: int) -> Rows:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_each_sequence_of_a_row_lies_on_its_own_and_predicts_into_the_rows_columns(packed: bool, seed: int) -> None:
+def test_each_sequence_of_a_row_is_separate_and_predicts_into_the_rows_columns(packed: bool, seed: int) -> None:
     rows = rows_of_sequences(seed)
     indexes = [4, 0, 5, 2]
     assert rows.sequences is not None
@@ -156,7 +156,7 @@ def test_every_size_is_the_multiple_that_the_layout_needs() -> None:
                     assert sum(micro_batch.packed.lengths) == held * shape.cp_size
 
 
-def test_the_tail_that_fills_a_packed_micro_batch_is_a_sequence_of_its_own() -> None:
+def test_the_tail_that_fills_a_packed_micro_batch_is_a_separate_sequence() -> None:
     rows = Rows([torch.tensor([5, 6, 8])], [1])
     micro_batch = build_micro_batch(rows, [0], BatchShape(True, total_multiple=4, pad_id=7), CPU)
     assert micro_batch.input_ids.tolist() == [[5, 6, 8, 7]]
@@ -184,7 +184,7 @@ def test_the_budget_counts_the_padding_of_context_parallelism() -> None:
 
 
 @pytest.mark.parametrize("total_multiple", [1, 2, 4])
-def test_a_built_micro_batch_holds_the_budget_with_all_its_padding(total_multiple: int) -> None:
+def test_a_built_micro_batch_stays_within_the_budget_with_all_its_padding(total_multiple: int) -> None:
     for seed in range(10):
         rows = random_rows(seed)
         for cp_size in (1, 2):
@@ -195,7 +195,7 @@ def test_a_built_micro_batch_holds_the_budget_with_all_its_padding(total_multipl
 
 
 @pytest.mark.parametrize("total_multiple", [1, 2, 4])
-def test_a_padded_micro_batch_holds_the_budget_too(total_multiple: int) -> None:
+def test_a_padded_micro_batch_stays_within_the_budget_too(total_multiple: int) -> None:
     for seed in range(10):
         rows = random_rows(seed)
         shape = BatchShape(False, total_multiple=total_multiple)
@@ -236,7 +236,7 @@ def test_a_prompt_in_common_is_computed_once_but_for_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_micro_batch_of_shared_prompts_predicts_what_one_of_whole_rows_does(seed: int) -> None:
+def test_a_micro_batch_with_prefix_sharing_predicts_the_same_as_one_of_full_rows(seed: int) -> None:
     rows = rows_of_prompts(seed)
     for total_multiple in (1, 2, 4):
         plain = build_micro_batch(rows, range(9), BatchShape(True, total_multiple=total_multiple, pad_id=7), CPU)
@@ -248,7 +248,7 @@ def test_a_micro_batch_of_shared_prompts_predicts_what_one_of_whole_rows_does(se
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_of_one_prompt_meet_in_a_micro_batch_and_hold_the_budget(seed: int) -> None:
+def test_rows_of_one_prompt_are_in_one_micro_batch_within_the_budget(seed: int) -> None:
     rows, shape = rows_of_prompts(seed), BatchShape(True, total_multiple=2, shares_prefixes=True)
     parts = split_rows(rows, shape, MicroBatching(1, 31))
     assert sorted(sum(parts, [])) == list(range(9))
@@ -256,7 +256,7 @@ def test_rows_of_one_prompt_meet_in_a_micro_batch_and_hold_the_budget(seed: int)
     assert sum(len({row % 3 for row in part}) for part in parts) <= 3 + len(parts) - 1  # a cut splits one prompt's rows at most
 
 
-def test_sequences_of_one_row_share_too() -> None:
+def test_sequences_of_one_row_share_prefixes_too() -> None:
     rows = rows_of_sequences(3)
     shape = BatchShape(True, shares_prefixes=True)
     plain, shared = (build_micro_batch(rows, range(6), one, CPU) for one in (BatchShape(True), shape))

@@ -64,7 +64,7 @@ def test_a_swapped_optimizer_takes_the_same_steps_and_stays_off_the_device(
     assert state_bytes(swapped) == 0
 
 
-def test_a_swapped_optimizer_is_saved_and_loaded_whole(make_engine: Callable[..., TrainEngine], tmp_path: Path) -> None:
+def test_a_swapped_optimizer_is_saved_and_loaded_in_full(make_engine: Callable[..., TrainEngine], tmp_path: Path) -> None:
     keys = {"swap_optimizer": True, "bf16": True}
     engine = make_engine(**keys)
     steps(engine, 1)
@@ -76,7 +76,7 @@ def test_a_swapped_optimizer_is_saved_and_loaded_whole(make_engine: Callable[...
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(resumed), weights(engine)))
 
 
-def test_fp32_reuse_without_the_npu_says_that_it_keeps_both(
+def test_fp32_reuse_without_the_npu_warns_that_both_stay(
     make_engine: Callable[..., TrainEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -151,7 +151,7 @@ def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tp_pp_dp", [False, True])
-def test_ranks_are_ordered_as_the_run_file_and_the_plan_say(tp_pp_dp: bool) -> None:
+def test_ranks_are_ordered_as_in_the_run_file_and_the_plan(tp_pp_dp: bool) -> None:
     order = parallel.get_rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
     ours = list_parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
     ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order)

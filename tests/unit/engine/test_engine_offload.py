@@ -1,4 +1,4 @@
-"""What is offloaded leaves the device, and comes back bit for bit."""
+"""Offloaded state leaves the device, and comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_training_goes_on_as_if_nothing_had_been_offloaded(make_engine: Callable
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(rested), weights(busy)))
 
 
-def test_parts_can_leave_alone(make_engine: Callable[..., TrainEngine]) -> None:
+def test_states_are_offloaded_separately(make_engine: Callable[..., TrainEngine]) -> None:
     engine = stepped(make_engine, {})
     offloader = Offloader(engine)
     offloader.offload(grads=True)
@@ -121,7 +121,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return found
 
 
-def test_copies_run_beside_what_computes_and_are_waited_for_where_they_are_needed(
+def test_copies_run_in_the_background_and_are_waited_for_where_they_are_needed(
     make_engine: Callable[..., TrainEngine], stream: Recorded
 ) -> None:
     engine = stepped(make_engine, {"bf16": True})

@@ -36,7 +36,7 @@ def test_all_generators_continue_where_they_were_saved(training_world: None, tmp
     assert [draws(), draws()] == [first, second]
 
 
-def test_capturing_draws_nothing(training_world: None) -> None:
+def test_capturing_samples_nothing(training_world: None) -> None:
     parallel.seed_all(5)
     expected = draws()
     parallel.seed_all(5)

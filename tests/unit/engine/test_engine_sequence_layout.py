@@ -86,7 +86,7 @@ def test_the_ranks_slices_are_a_partition_with_equal_attention_work() -> None:
     assert len(set(keys_seen)) == 1
 
 
-def test_a_sequence_that_cannot_be_cut_is_an_error_that_says_its_length() -> None:
+def test_a_sequence_that_cannot_be_split_is_an_error_with_its_length() -> None:
     with pytest.raises(ValueError, match="a sequence of 10 tokens cannot be cut in 4 equal chunks"):
         zigzag_positions([8, 10], 2, 0)
 

@@ -286,7 +286,7 @@ def test_grouped_experts_train_as_experts_one_by_one(moe: Path) -> None:
         torch.testing.assert_close(finals[1][name], tensor, atol=1e-5, rtol=1e-5)
 
 
-def test_a_value_head_trains_beside_the_adapters(dense: Path) -> None:
+def test_a_value_head_trains_with_the_adapters(dense: Path) -> None:
     config = MegatronConfig(
         bf16=False, lr=1e-2, train_iters=3, lr_decay_style="constant", lora_target_modules=["linear_fc2"], lora_r=2
     )
@@ -405,7 +405,7 @@ def test_a_target_that_cannot_be_adapted_is_named(dense: Path) -> None:
         make_engine(dense, lora_target_modules=["q_proj"])
 
 
-def test_a_layer_that_the_network_lacks_is_named(dense: Path) -> None:
+def test_a_layer_that_the_model_lacks_is_named(dense: Path) -> None:
     model_config = copy.copy(plan_model(MegatronConfig(), dense).model_config)
     object.__setattr__(model_config, "multi_latent_attention", True)
     with pytest.raises(ValueError, match="linear_qkv does not exist with multi_latent_attention"):

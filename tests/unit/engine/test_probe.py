@@ -1,4 +1,4 @@
-"""What a probe of the training engine records, against what the model computes without one."""
+"""Records of a probe of the training engine against results of the model without one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def num_hooks(engine: TrainEngine) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for model in engine.model.models for m in model.modules())
 
 
-def test_an_update_is_recorded_whole_and_computes_what_it_computes_without_a_probe(
+def test_an_update_is_recorded_in_full_and_computes_the_same_as_without_a_probe(
     make_engine: Callable[..., TrainEngine],
 ) -> None:
     engine, kept = make_engine(clip_grad=0.0), Kept()

@@ -37,7 +37,7 @@ def test_importing_the_registry_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+def test_an_unknown_name_lists_the_known_ones_and_a_suggestion() -> None:
     with pytest.raises(ValueError, match="unknown architecture 'qwen33'; known are llama, .* did you mean 'qwen3'"):
         find_architecture("qwen33")
 
@@ -47,7 +47,7 @@ def test_an_unsupported_config_is_refused_with_the_supported_classes() -> None:
         architecture_for({"architectures": ["BloomForCausalLM"], "model_type": "bloom"})
 
 
-def test_rope_settings_are_read_in_both_spellings() -> None:
+def test_rope_settings_are_read_in_both_forms() -> None:
     common = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     common |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 131072}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -1,4 +1,4 @@
-"""Whatever stands in config.json: a network, or one sentence that names the key; never another error, never slowly."""
+"""Any config.json gives a model config, or one sentence that names the key; never another error, never slowly."""
 
 from __future__ import annotations
 

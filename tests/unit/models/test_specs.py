@@ -19,7 +19,7 @@ from mindspeed_rl.models import specs
 
 
 class Part:
-    """What a spec builds."""
+    """Class that a spec builds."""
 
     def __init__(self, size: int, **arguments: Any) -> None:
         self.built_with = {"size": size, **arguments}

@@ -131,7 +131,7 @@ def test_shard_shape_is_the_shape_of_the_shard() -> None:
         assert op.shard_shape(count) == tuple(op.read_shard(source, count, 0).shape)
 
 
-def test_the_pieces_of_hf_tensors_are_their_bytes_and_mostly_views() -> None:
+def test_the_chunks_of_hf_tensors_are_their_bytes_and_mostly_views() -> None:
     op = qkv_op(heads=8, groups=4, head_dim=2, hidden=6)
     tensors = {"q": torch.randn(16, 6), "k": torch.randn(8, 6), "v": torch.randn(8, 6)}
     shards = [op.read_shard(MemorySource(tensors), 2, rank) for rank in range(2)]
@@ -141,7 +141,7 @@ def test_the_pieces_of_hf_tensors_are_their_bytes_and_mostly_views() -> None:
         assert all(any(piece.data_ptr() in place for place in places) and piece.is_contiguous() for piece in pieces)
 
 
-def test_padding_that_spans_several_shards_is_cut_off_their_pieces() -> None:
+def test_padding_that_spans_several_shards_is_removed_from_their_chunks() -> None:
     embedding = torch.arange(5.0)[:, None]
     op = WeightOp("embedding", ("embed",), ((5, 1),), splits=(Split(0, size=5, padded=8),), section="pre")
     shards = [op.read_shard(MemorySource({"embed": embedding}), 4, rank) for rank in range(4)]

@@ -127,5 +127,5 @@ def save_hf_model(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = t
 
 
 def hf_config_of(model: nn.Module) -> dict[str, Any]:
-    """What config.json would hold."""
+    """Return the content of config.json."""
     return {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
