@@ -9,22 +9,22 @@ from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.keys.schema import Range, key
 
-RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
-SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
-RL_STAGES: tuple[RLStage, ...] = get_args(RLStage)
-SUPERVISED_STAGES: tuple[SupervisedStage, ...] = get_args(SupervisedStage)
+_RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
+_SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
+RL_STAGES: tuple[_RLStage, ...] = get_args(_RLStage)
+SUPERVISED_STAGES: tuple[_SupervisedStage, ...] = get_args(_SupervisedStage)
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 #: modules that selective recomputation supports
-RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+_RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _SUPERVISED = " ".join(SUPERVISED_STAGES)
 _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
 # fmt: off
 
 
 @dataclass(kw_only=True)
-class PromptColumns:
+class _PromptColumns:
     """Columns of raw prompts; without a name the handler's column is read, an empty name switches the column off."""
 
     prompt: str | None = key(None, "column of the question, or of the chat messages", "问题或对话消息所在的列",
@@ -36,7 +36,7 @@ class PromptColumns:
 
 
 @dataclass(kw_only=True)
-class DataKeys:
+class _DataKeys:
     """Data, tokenizer and sample layout."""
 
     data_path: str | list[str | float] | None = key(None,
@@ -64,7 +64,7 @@ class DataKeys:
     prompt_type: str | None = key(None, "chat template of the prompts", "prompt 用的对话模板",
         elsewhere="chat_template template")
     prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates", "放有其他对话模板的文件")
-    map_keys: PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}",
+    map_keys: _PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}",
         "原始 prompt：按预处理的名字给出列名，{prompt: question, query: ''}")
     handler_name: str | None = key(None, "raw prompts: the handler that reads them; found by their columns when unset",
         "原始 prompt：读取它的 handler；不设时按列名判断")
@@ -91,7 +91,7 @@ class DataKeys:
 
 
 @dataclass(kw_only=True)
-class ParallelKeys:
+class _ParallelKeys:
     """Parallelism: the split of a model over devices."""
 
     num_npus: int | None = key(None, "devices of a run without rl_config; tensor x pipeline x context parallel size when unset",
@@ -126,7 +126,7 @@ class ParallelKeys:
 
 
 @dataclass(kw_only=True)
-class OptimizerKeys:
+class _OptimizerKeys:
     """Optimizer, schedule and the communication around it."""
 
     # the defaults of this group are Megatron-LM's, on which upstream's run files rely
@@ -162,7 +162,7 @@ class OptimizerKeys:
 
 
 @dataclass(kw_only=True)
-class CheckpointKeys:
+class _CheckpointKeys:
     """Loading, saving, resuming."""
 
     load: str | None = key(None, "folder with Megatron checkpoints or a Hugging Face model",
@@ -202,7 +202,7 @@ class CheckpointKeys:
 
 
 @dataclass(kw_only=True)
-class MemoryKeys:
+class _MemoryKeys:
     """Recomputation, swapping, low-rank adapters."""
 
     recompute_granularity: Literal["full", "selective"] | None = key(None, "recompute whole layers or only attention",
@@ -211,7 +211,7 @@ class MemoryKeys:
         "full：等大的块，或只有开头若干层", needs=("recompute_granularity", ("full",)))
     recompute_num_layers: int | None = key(None, "full: layers of a chunk or of the block", "full：一块的层数，或开头的层数",
         range=Range.LAYERS, needs=("recompute_granularity", ("full",)))
-    recompute_modules: list[RecomputedModule] | None = key(None, "selective: modules that are recomputed",
+    recompute_modules: list[_RecomputedModule] | None = key(None, "selective: modules that are recomputed",
         "selective：要重计算的模块", needs=("recompute_granularity", ("selective",)))
     recompute_activation_function: bool = key(False, "recompute the activation function of the MLP", "重计算 MLP 的激活函数")
     swap_attention: bool = key(False, "move attention activations to host memory", "把注意力的激活移到主机内存", only_on="npu")
@@ -233,7 +233,7 @@ class MemoryKeys:
 
 
 @dataclass(kw_only=True)
-class KernelKeys:
+class _KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
     use_ascend_coc: bool = key(False, "overlap tensor parallel communication with computation", "张量并行的通信与计算重叠",
@@ -250,7 +250,7 @@ class KernelKeys:
 
 
 @dataclass(kw_only=True)
-class PreferenceKeys:
+class _PreferenceKeys:
     """Stages dpo and simpo."""
 
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "dpo: form of the loss", "dpo：损失的形式", stages="dpo")
@@ -275,11 +275,13 @@ class PreferenceKeys:
 
 
 @dataclass(kw_only=True)
-class MegatronConfig(ModelKeys, DataKeys, ParallelKeys, OptimizerKeys, CheckpointKeys, MemoryKeys, KernelKeys, PreferenceKeys):
+class MegatronConfig(
+    ModelKeys, _DataKeys, _ParallelKeys, _OptimizerKeys, _CheckpointKeys, _MemoryKeys, _KernelKeys, _PreferenceKeys
+):
     """One role's training engine. `megatron_training` holds what all roles share."""
 
     # one Literal, so that the suggestion for a wrong stage comes from all of them
-    stage: Literal[RLStage, SupervisedStage] | None = key(None, "stage of training, which selects model and loss",
+    stage: Literal[_RLStage, _SupervisedStage] | None = key(None, "stage of training, which selects model and loss",
         "训练什么、用哪种损失")
     model: str | None = key(None, "name of the model block whose keys are applied first", "模型块的名字，其键最先生效")
     global_batch_size: int | None = key(None,

@@ -64,7 +64,7 @@ class RouterReplay:
 
 
 @dataclass(kw_only=True)
-class BatchKeys:
+class _BatchKeys:
     """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
 
     n_samples_per_prompt: int = key(1, "responses sampled for each prompt (the group)", "每个 prompt 采样的回答数（一组）",
@@ -152,7 +152,7 @@ class BatchKeys:
 
 
 @dataclass(kw_only=True)
-class ModeKeys:
+class _ModeKeys:
     """Overlap of generation with training, and the age that responses may have."""
 
     trainer_mode: Literal["sync", "one_step_off", "async"] = key("sync",
@@ -186,7 +186,7 @@ class ModeKeys:
 
 
 @dataclass(kw_only=True)
-class AdvantageKeys:
+class _AdvantageKeys:
     """From rewards to advantages."""
 
     # text, not a Literal, like every name of an algorithm: a plug-in is module:NAME
@@ -208,7 +208,7 @@ class AdvantageKeys:
 
 
 @dataclass(kw_only=True)
-class LossKeys:
+class _LossKeys:
     """From advantages to the policy loss."""
 
     loss_type: str | None = key(None,
@@ -275,7 +275,7 @@ class LossKeys:
 
 
 @dataclass(kw_only=True)
-class KlKeys:
+class _KlKeys:
     """KL divergence to the reference model."""
 
     kl_penalty: str = key("low_var_kl", "estimator of the KL divergence", "KL 散度的估计器", names=tuple(KL_ESTIMATORS),
@@ -306,7 +306,7 @@ class KlKeys:
 
 
 @dataclass(kw_only=True)
-class RewardKeys:
+class _RewardKeys:
     """Reward functions and models, failed scores, filters of groups."""
 
     rule_reward: bool = key(True, "score by functions; false: only by a reward model", "用函数打分；false：只用奖励模型")
@@ -414,7 +414,7 @@ class RewardKeys:
 
 
 @dataclass(kw_only=True)
-class ToolKeys:
+class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
 
     multi_turn_enable: bool = key(False, "samples of several turns, by an agent loop", "由智能体循环生成多轮样本",
@@ -457,7 +457,7 @@ class ToolKeys:
 
 
 @dataclass(kw_only=True)
-class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys):
+class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _RewardKeys, _ToolKeys):
     """Reinforcement learning: everything that is neither model, engine nor sampling."""
 
     actor_resource: Resource = key(Resource, "devices of the actor, and of all roles that share them",

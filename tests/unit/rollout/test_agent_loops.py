@@ -13,7 +13,7 @@ from test_in_process import Stepped
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.config.keys.rl import ToolKeys
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -278,7 +278,7 @@ def test_an_environment_begins_answers_and_rewards() -> None:
 
 
 def test_loops_have_names_or_are_the_users_own() -> None:
-    assert set(list_keys(ToolKeys)["agent_loop"].names) == set(AGENT_LOOPS)
+    assert set(list_keys(RLConfig)["agent_loop"].names) == set(AGENT_LOOPS)
     assert load_agent_loop(f"{__name__}:Echo") is Echo
     with pytest.raises(ValueError, match="did you mean tool_agent"):
         load_agent_loop("tool_agents")
