@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase; a name is empty where the phase has no part in what the name belongs to.
+    """One phase; a name is empty where the phase does not need it.
 
     Attributes:
         name: method of the workers that run it; messages and heartbeats show it.
@@ -23,7 +23,7 @@ class Phase:
         profiler_stage: its name in `profiler_config.integrated.stage`.
         consumer: its name at the data plane.
         columns: columns that it puts into the data plane.
-        dispatch_key: key of `rl_config` that says how many rows a replica takes at once.
+        dispatch_key: key of `rl_config` with the rows that a replica takes at once.
     """
 
     name: str
@@ -153,8 +153,8 @@ FINISH = Phase("finish", deadline="save")
 
 # ---------------------------------------------------------------------- engines that generate for a user
 
-ADD_REQUESTS = Phase("begin", deadline="generate")
-TAKE_TOKENS = Phase("take", deadline="generate")
+ADD_REQUESTS = Phase("add_requests", deadline="generate")
+TAKE_TOKENS = Phase("take_tokens", deadline="generate")
 CANCEL = Phase("cancel", deadline="generate")
 NEXT_TOKENS = Phase("next_tokens", deadline="generate")
 
@@ -169,7 +169,7 @@ _ALL = (
 )
 #: name of a phase -> key of `rl_config.deadlines`; phases of other workers have that of an update
 PHASE_DEADLINES: Mapping[str, str] = {phase.name: phase.deadline for phase in _ALL}
-#: what `profiler_config.integrated.stage` may name, besides "all"
+#: values of `profiler_config.integrated.stage` except "all"
 PROFILED_STAGES = tuple(dict.fromkeys(phase.profiler_stage for phase in _ALL if phase.profiler_stage))
 
 #: mode of router replay -> phase that puts the experts of tokens
@@ -184,7 +184,7 @@ def name_routed_column(stage: int) -> str:
 
 
 def list_worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
-    """Return the columns that workers put into the data plane, by its consumers: what only reads puts none.
+    """Return the columns that workers put into the data plane, by phase as a consumer; phases that only read put none.
 
     Args:
         cfg: adds the columns of its router replay; None for the columns of every run.

@@ -48,7 +48,7 @@ class ActorWorker(ActorPhases):
     # ------------------------------------------------------------------ weights
 
     def push_weights(self, version: int) -> WorkerReport:
-        """Give the rollout engine the actor's weights, with proof; training state is offloaded where the run file says so."""
+        """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it."""
         metrics = Metrics()
         with self.phase(PUSH_WEIGHTS, metrics):
             num_proven = self._load_engine(version)
@@ -67,7 +67,7 @@ class ActorWorker(ActorPhases):
         self.actor.offloader.onload(params=True)
         num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
         self.offload_all()
-        # only now: the actor's weights were in the place of the cache
+        # only now: the actor's weights were in the memory of the cache
         self.rollout.engine.restore_cache()
         return num_proven
 
@@ -108,11 +108,11 @@ class ActorWorker(ActorPhases):
     # ------------------------------------------------------------------ checkpoints
 
     def _save_roles(self, iteration: int, run_state: dict[str, Any], *, release: bool = False) -> None:
-        # Background saves still read what would be offloaded.
+        # background saves still read the state that would be offloaded
         if not self.rollout.swaps_memory or any(role.config.async_save for role in self._saved_roles()):
             super()._save_roles(iteration, run_state)
             return
-        # The models need the engine's memory, which has the weights again at the end.
+        # the models need the engine's memory; the engine is loaded again at the end
         self.rollout.engine.release_memory()
         super()._save_roles(iteration, run_state, release=True)
         self._load_engine(self.rollout.engine.weight_version)

@@ -62,7 +62,7 @@ def build_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: Chat
     Args:
         rl: the group of the run file.
         tokenizer: counts the tokens of responses.
-        turns: of the chat template, whose format of calls is read where no parser is named; None where nothing is read.
+        turns: of the chat template, whose format of calls is read where no parser is named; None where no call is read.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
@@ -93,7 +93,7 @@ def choose_parser(rl: RLConfig, turns: ChatTurns | None) -> str:
 
 
 def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
-    """Check before the first rollout what it needs: loop, plug-ins, chat template, the end of prompts.
+    """Check what the first rollout needs: loop, plug-ins, chat template, the end of prompts.
 
     Args:
         run: the resolved run.
@@ -101,7 +101,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
         prompt_ids: of a prompt of the data set.
 
     Raises:
-        ValueError: names what is wrong.
+        ValueError: one of them is wrong; it is named.
     """
     agents = build_agents(run, tokenizer)
     loop = run.rl.agent_loop_name

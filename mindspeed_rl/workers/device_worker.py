@@ -1,4 +1,4 @@
-"""What the workers of all kinds share: the context of a phase with its timer, memory ledger and observers, and reports."""
+"""The base of all device workers: the context of a phase with its timer, memory ledger and hooks, and reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossObserver(Protocol):
 
 
 class _NoObserver(LossObserver):
-    """Sees nothing."""
+    """Observer of a run without dumps."""
 
 
 class PhaseHook(Protocol):
@@ -65,7 +65,7 @@ class DeviceWorker:
     Attributes:
         timers: name the rank in the intervals of a report.
         memory: ledger of the device's memory.
-        hooks: what surrounds every phase.
+        hooks: surround every phase.
     """
 
     def __init__(self, run: Run, rank: int, name: str = "rank") -> None:
@@ -79,7 +79,7 @@ class DeviceWorker:
         return {}
 
     def add_hooks(self, first_iteration: int) -> None:
-        """Make the hooks that the run file asks for; a run that asks for none imports none.
+        """Make the hooks that the run file enables; a run without hooks imports none.
 
         Args:
             first_iteration: index of the first iteration of this process.

@@ -64,7 +64,7 @@ KINDS = {
 
 
 class _ColocatedRollout:
-    """The rollout engines in the actor's workers; see `ServerRollout` for the other place of a rollout."""
+    """The rollout engines in the actor's workers; see `ServerRollout` for a rollout on other devices."""
 
     def __init__(self, actor: RemoteGroup) -> None:
         self._actor = actor
@@ -98,7 +98,7 @@ class Fleet:
         Args:
             run: the resolved run.
             plane: the data plane of the run.
-            actor_kind: workers of the actor, in place of those that the run file asks for.
+            actor_kind: workers of the actor, instead of those that the run file sets.
         """
         self._run, self._plane = run, plane
         placement = run.placement
@@ -123,7 +123,7 @@ class Fleet:
         run, plane = self._run, self._plane
         if "reward" in self.dedicated:
             self.dedicated["reward"].start_workers(run, plane, steps=steps)
-        # only engines in the workers share a name on each machine
+        # a name for the engines in the workers, which meet on each machine
         run_id = [uuid.uuid4().hex[:12]] if self.servers is None else []
         self.actor.start_workers(run, plane, *run_id, steps=steps)
         resumed = self.actor.call(RESUMED_STATE)[0]
@@ -145,7 +145,7 @@ class Fleet:
     # ------------------------------------------------------------------ the rollout
 
     def push_weights(self, version: int) -> list[WorkerReport]:
-        """Give the rollout engines the actor's weights, with proof; training state is offloaded where the run file says so."""
+        """Give the rollout engines the actor's weights, with proof; training state is offloaded as the run file sets it."""
         return self.rollout.push_weights(version)
 
     def generate(self, rollout_index: int) -> Pending:

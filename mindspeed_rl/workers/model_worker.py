@@ -76,7 +76,7 @@ class _ModelWorker(DeviceWorker):
         for step in steps:
             lengths = None
             if rl.use_dp_batch_balance and self.replica.count > 1:
-                # lengths of the whole step: all replicas divide the same rows in the same way
+                # lengths of all rows of the step: every replica divides the same rows in the same way
                 batch = self.replica.fetch(UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
             # adjacent rows that one replica computes faster
@@ -85,7 +85,7 @@ class _ModelWorker(DeviceWorker):
             yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
 
     def _prepare_step(self, role: Role) -> None:
-        """Load what a step needs onto the device, or start to, while the first micro-batches are computed."""
+        """Load the state of a step onto the device, or start to, while the first micro-batches are computed."""
         role.offloader.onload(params=True, grads=True)
         # a swapped optimizer is loaded when activations no longer take its room
         role.offloader.start_onload(optimizer=not role.config.swap_optimizer)

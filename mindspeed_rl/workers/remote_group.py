@@ -67,7 +67,7 @@ class RemoteGroup:
             num_cpus: Ray CPUs for each device; where devices are CPUs themselves, 1.
             plane: see the class.
             monitor: see the class; the default deadlines without one.
-            check_files: (names, function from paths to what each process finds there) -> warnings; None without a check.
+            check_files: (names, function from paths to the files of each process) -> warnings; None without a check.
             built: step of the start that is complete when the workers are built, for the console.
 
         Raises:
@@ -148,7 +148,7 @@ class RemoteGroup:
         return Pending(futures, self.names, phase.name, self.plane, self.monitor)
 
     def call(self, phase: Phase, *arguments: object) -> list[Any]:
-        """Run a phase on every worker; return what the method returned on each.
+        """Run a phase on every worker; return the results of the method, by rank.
 
         Raises:
             WorkerError: naming the worker, the phase and the cause.
@@ -234,7 +234,7 @@ def start_group(
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),
-        # on the driver's own machine alone there is nothing to compare
+        # on the driver's machine alone there are no other files to compare
         check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,
     )

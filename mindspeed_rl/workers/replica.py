@@ -13,7 +13,7 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
 
-#: what a row's tokens are read from: the tokens of its sequences, and p1, r1, p2, r2 ... of prompts and responses
+#: columns with a row's tokens: those of its sequences, and the lengths p1, r1, p2, r2 ... of prompts and responses
 _ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
@@ -72,7 +72,7 @@ class Replica:
         batch: Batch = {}
         group = self._stage if by_stage else self._control
         assert group is not None
-        # one rank asks: rows leave the data plane once a replica, not once a rank
+        # one rank requests them: rows leave the data plane once a replica, not once a rank
         if parallel.is_stage_source() if by_stage else parallel.is_data_source():
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
         return group.broadcast(batch)

@@ -190,7 +190,7 @@ class RewardGroup:
         return self._call_all(RULE_REWARDS, call)
 
     def _call_all(self, phase: Phase, call: Callable[[int, bool], ObjectRef[Any]]) -> Pending:
-        """Run a phase on all workers, and again on one that is replaced: nothing is lost with a worker."""
+        """Run a phase on all workers, and again on one that is replaced: no score is lost with a worker."""
 
         def replace_worker(name: str) -> ObjectRef[Any] | None:
             index = self._names.index(name) if name in self._names else None

@@ -55,7 +55,7 @@ class RolloutReplica:
     """One rank's share of a rollout replica.
 
     Methods are collective over the ranks of the replica, and of all replicas that share experts with it; building and `load`
-    over the whole world.
+    over the world.
 
     Attributes:
         rank: of this process among all.
@@ -275,7 +275,7 @@ class RolloutReplica:
 
         async def generate_all() -> list[Trajectory]:
             trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
-            # nothing trains on these, and routing would be most of the transfer
+            # no update reads these, and routing would be most of the transfer
             return [trajectory.drop_routing() for trajectory in trajectories]
 
         return self.host.run(generate_all)
@@ -286,7 +286,7 @@ class RolloutReplica:
 
 
 def _make_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Return the one of the groups that this rank is in; collective over the world."""
+    """Return the group of this rank; collective over the world."""
     # gloo on every platform: its messages are commands, which are in host memory
     made = [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
     (own,) = [group for ranks, group in zip(groups, made) if dist.get_rank() in ranks]

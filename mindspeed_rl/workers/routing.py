@@ -117,8 +117,8 @@ def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -
                     f"rl_config.router_replay: the rollout engine did not report the experts of sequence {index}."
                 )
         lengths.append(torch.tensor([0 if routing is None else len(routing) for routing in experts]))
-        nothing = np.zeros((0, model_config.num_layers, model_config.moe_router_topk))
-        row = np.concatenate([nothing, *(routing for routing in experts if routing is not None)])
+        empty = np.zeros((0, model_config.num_layers, model_config.moe_router_topk))
+        row = np.concatenate([empty, *(routing for routing in experts if routing is not None)])
         rows.append(torch.from_numpy(row.astype(np.int16)))
     columns = {ROUTED_LENGTHS: lengths}
     for stage in range(plan.layout.pp):

@@ -139,7 +139,7 @@ class ServerRollout:
         joined.wait()
 
     def _send(self, version: int) -> tuple[list[WorkerReport], Exception | None]:
-        """Return the reports and None, or nothing and the error that broke the group."""
+        """Return the reports and None, or no reports and the error that broke the group."""
         trainers, errors = self._trainers, []
         futures = [process.call.remote(SEND_WEIGHTS.name, version) for process in trainers.processes]
         for future, name in zip(futures, trainers.names):

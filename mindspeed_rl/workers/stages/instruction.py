@@ -30,17 +30,17 @@ def build_labelled_rows(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row
     """Return rows that predict the labelled tokens, without log-probs of the tokens before the first of them.
 
     Args:
-        samples: (input_ids, labels) of each row, unshifted, IGNORE_INDEX where nothing is learnt.
+        samples: (input_ids, labels) of each row, unshifted, IGNORE_INDEX on tokens that are not learnt.
     """
     input_ids, prompt_lengths, targets, masks = [], [], [], []
     for ids, labels in samples:
-        # nothing predicts the first token
+        # no token predicts the first one
         labelled = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
         first = int(labelled[0]) if len(labelled) else len(ids)
         mask = torch.from_numpy(labels[first:] != IGNORE_INDEX)
         input_ids.append(torch.from_numpy(ids))
         prompt_lengths.append(first)
-        # 0 where nothing is learnt: IGNORE_INDEX is no token of the vocabulary
+        # 0 on tokens that are not learnt: IGNORE_INDEX is no token of the vocabulary
         targets.append(torch.from_numpy(labels[first:]) * mask)
         masks.append(mask)
     return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -59,8 +59,7 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
 
     def _build(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[_Samples | None, ...]:
         data = PretrainData([str(path) for path in paths], self._seq_length, split, seed=self.config.seed)
-        # a Megatron dataset has items by index, although its base class has another name for the argument
-        return cast("tuple[_Samples | None, ...]", build_pretrain_datasets(data, self.tokenizer, counts))
+        return build_pretrain_datasets(data, self.tokenizer, counts)
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
         """Yield samples in the dataset's own order, which is shuffled already."""

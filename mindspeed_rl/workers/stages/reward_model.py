@@ -1,4 +1,4 @@
-"""Stages orm and prm: a score for a whole answer from pairs, a judgement of each step from placeholders."""
+"""Stages orm and prm: a score for an answer from pairs, a judgement of each step from placeholders."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class OutcomeReward(Pairs):
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
         ids = [torch.from_numpy(side) for item in items for side in (item["chosen_input_ids"], item["rejected_input_ids"])]
         # the last token's position "predicts" the score; no token is after it
-        nothing = [torch.zeros(1, dtype=torch.int64)] * len(ids)
-        return Rows(ids, [len(row) for row in ids], targets=nothing, group_sizes=[PAIR] * len(items))
+        unused = [torch.zeros(1, dtype=torch.int64)] * len(ids)
+        return Rows(ids, [len(row) for row in ids], targets=unused, group_sizes=[PAIR] * len(items))
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         scores = inputs.outputs[0][:, 0]
@@ -42,7 +42,7 @@ class OutcomeReward(Pairs):
 
 
 class ProcessReward(Stage[ProcessRewardSample]):
-    """The model's own judgement at each placeholder: among `reward_tokens`, or among the whole vocabulary without them."""
+    """The model's own judgement at each placeholder: among `reward_tokens`, or among the full vocabulary without them."""
 
     unit = "solutions"
 

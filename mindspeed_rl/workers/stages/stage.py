@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
+
+from torch.utils import data
 
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
@@ -28,22 +30,7 @@ class Dataset(Protocol[_Item_co]):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> _Item_co: ...
-
-
-class _Slice(Generic[_Item]):
-    """The items `indexes` of a dataset."""
-
-    def __init__(self, dataset: Dataset[_Item], indexes: range) -> None:
-        self._dataset, self._indexes = dataset, indexes
-
-    def __len__(self) -> int:
-        return len(self._indexes)
-
-    def __getitem__(self, index: int) -> _Item:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._dataset[self._indexes[index]]
+    def __getitem__(self, index: int, /) -> _Item_co: ...
 
 
 class Stage(ABC, Generic[_Item]):
@@ -54,7 +41,7 @@ class Stage(ABC, Generic[_Item]):
         unit: an item of the dataset, for messages.
         needs_reference: True when rows need the log-probs of a reference model.
         packed: True when samples must be in one micro-batch without padding.
-        choices: token ids the head's distribution is restricted to; None for the whole vocabulary.
+        choices: token ids the head's distribution is restricted to; None for the full vocabulary.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
     """
 
@@ -99,10 +86,12 @@ class Stage(ABC, Generic[_Item]):
         dataset, shares = self.open(config.data_path), read_split(config.split)
         # sums are rounded, not shares: no item is lost between two slices
         first, second = (round(len(dataset) * sum(shares[:count])) for count in (1, 2))
-        held_out: Dataset[_Item] = _Slice(dataset, range(first, second))
+        # a dataset by its methods, not by its class
+        items = cast("data.Dataset[_Item]", dataset)
+        held_out: Dataset[_Item] = data.Subset(items, range(first, second))
         if config.eval_data_path is not None:
             held_out = self.open(config.eval_data_path)
-        return _Slice(dataset, range(first)), held_out if len(held_out) else None
+        return data.Subset(items, range(first)), held_out if len(held_out) else None
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
         """Yield global batches of item indexes without end, after `start` consumed items."""
@@ -134,7 +123,7 @@ def split_batches(
         dataset: of the items.
         num_ranks: data-parallel ranks.
         rank: index of this one.
-        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read the whole batch for it.
+        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read all of the batch for it.
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:
