@@ -1,6 +1,6 @@
 """The data plane on the `transferqueue` package: one controller, storage units on every node, ZMQ between them and the clients.
 
-TransferQueue keeps the ready and consumed bits and the values; `RowRules`, a sampler that runs inside its controller,
+TransferQueue keeps the ready and consumed bits and the values; `_RowRules`, a sampler that runs inside its controller,
 selects the rows of a request by the rules of our TransferDock. Properties of version 0.1.11 that shape this file:
 
 - `init` waits forever when Ray has fewer logical CPUs than 1 + num_data_storage_units.
@@ -54,7 +54,7 @@ class _Partition(Protocol):
     production_status: torch.Tensor
 
 
-class RowRules(BaseSampler):
+class _RowRules(BaseSampler):
     """Serve rows, and refuse puts, by the rules of the TransferDock; runs in TransferQueue's controller.
 
     A partition's keys are its row indexes. Only the controller's request thread calls this, so nothing here needs a lock.
@@ -219,7 +219,7 @@ class TransferQueueClient:
         return self._call_rules(list(request.columns), request.consumer, "get", **plain)
 
     def _call_rules(self, fields: list[str], task: str, operation: str, **arguments: object) -> Any:
-        """Return the result of `RowRules` in the controller."""
+        """Return the result of `_RowRules` in the controller."""
         try:
             return _client().get_meta(
                 data_fields=fields,
@@ -300,7 +300,7 @@ def _start_engine(n_samples_per_prompt: int, num_storage_units: int, init_timeou
         )
     conf = OmegaConf.create(
         {
-            "controller": {"polling_mode": True, "sampler": RowRules(n_samples_per_prompt)},
+            "controller": {"polling_mode": True, "sampler": _RowRules(n_samples_per_prompt)},
             "backend": {"SimpleStorage": {"num_data_storage_units": num_storage_units}},
         },
         flags={"allow_objects": True},  # OmegaConf refuses the sampler otherwise

@@ -27,7 +27,7 @@ _CHECK_S = 0.5
 _RECORD_BYTES = 1024
 
 #: reads the record of the collectives; see `Platform.collective_record`
-Recorder = Callable[[], Mapping[str, object]]
+_Recorder = Callable[[], Mapping[str, object]]
 
 
 def heartbeat_file(folder: Path, name: str, kind: str) -> Path:
@@ -44,7 +44,7 @@ class Heartbeat:
         on_warning: called when there is one.
     """
 
-    def __init__(self, folder: Path, name: str, *, interval_s: float, recorder: Recorder | None = None) -> None:
+    def __init__(self, folder: Path, name: str, *, interval_s: float, recorder: _Recorder | None = None) -> None:
         """Write the first record and start the thread.
 
         Args:
@@ -128,7 +128,7 @@ class Heartbeat:
 _current: Heartbeat | None = None
 
 
-def start(folder: Path, name: str, *, interval_s: float = 5.0, recorder: Recorder | None = None) -> Heartbeat:
+def start(folder: Path, name: str, *, interval_s: float = 5.0, recorder: _Recorder | None = None) -> Heartbeat:
     """Start the heartbeat of this process; see `Heartbeat`."""
     global _current
     _current = Heartbeat(folder, name, interval_s=interval_s, recorder=recorder)

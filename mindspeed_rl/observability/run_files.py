@@ -1,8 +1,4 @@
-"""The files of a run folder: written line by line, cut back when a run repeats iterations, and read back.
-
-A checkpoint exists before the line of its iteration, which has results of work after the save: evaluations take minutes. A run
-that is killed in between resumes after an iteration without a line; so the line is in a pending file from the save on.
-"""
+"""The files of a run folder: written line by line, cut back when a run repeats iterations, and read back."""
 
 from __future__ import annotations
 
@@ -168,37 +164,6 @@ class LineWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def pending_file(path: Path) -> Path:
-    """Return the file with the pending line of the file `path`."""
-    return path.with_name(f"{path.stem}.held.json")
-
-
-def write_pending(path: Path, record: Mapping[str, object]) -> None:
-    """Write a record that is not yet a line of the file `path`, so that it outlives this process.
-
-    Raises:
-        OSError: the disk did not take it.
-    """
-    temporary = pending_file(path).with_suffix(".tmp")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    # in one step: a run that resumes would fail on half a record
-    os.replace(temporary, pending_file(path))
-
-
-def restore_pending(path: Path, iteration: int) -> None:
-    """Append the pending record where the file lacks this iteration, the last one before a run resumes; then remove it."""
-    pending = pending_file(path)
-    if not pending.is_file():
-        return
-    record = json.loads(pending.read_text(encoding="utf-8"))
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    if record["iteration"] == iteration and (not lines or json.loads(lines[-1])["iteration"] < iteration):
-        writer = LineWriter(path)
-        writer.write(record)
-        writer.close()
-    pending.unlink()
 
 
 def cut_back(path: Path, iteration: int) -> None:

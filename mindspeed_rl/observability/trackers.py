@@ -21,7 +21,7 @@ from typing import Protocol, cast, runtime_checkable
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.run_files import CONSUMED, LineWriter, cut_back, pending_file, restore_pending, write_pending
+from mindspeed_rl.observability.run_files import CONSUMED, LineWriter, cut_back
 
 #: name of a tracker -> its class, called with (rl_config, run_dir, config) and imported on use
 TRACKERS = {
@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
-class TableTracker(Tracker, Protocol):
+class _TableTracker(Tracker, Protocol):
     """A tracker that also shows completions; a tracker without this method gets none."""
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
@@ -91,7 +91,7 @@ class BackgroundTracker:
         rows = list(completions)
 
         def show(tracker: Tracker) -> None:
-            if isinstance(tracker, TableTracker):
+            if isinstance(tracker, _TableTracker):
                 tracker.completions(iteration, rows)
 
         self._put(iteration, show)
@@ -147,12 +147,26 @@ class BackgroundTracker:
 class JsonlTracker:
     """One JSON object a line, flushed at once: {"iteration": 3, "actor/pg_loss": 0.1, ...}; NaN and infinities are null.
 
-    Written by the run itself: report and page are made of this file.
+    Written by the run itself: report and page are made of this file. A checkpoint exists before the line of its iteration,
+    which has results of work after the save: evaluations take minutes. A run that is killed in between resumes after an
+    iteration without a line; so the line is in a pending file from the save on.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_iteration: int = 0) -> None:
+        """Open the file, and append the pending line of `last_iteration` where the file lacks it.
+
+        Args:
+            path: the file.
+            last_iteration: the last one before a run resumes.
+        """
         self._path, self._file = path, LineWriter(path)
+        self._pending = path.with_name(f"{path.stem}.held.json")
         self._has_failed = False
+        if self._pending.is_file():
+            record, lines = json.loads(self._pending.read_text(encoding="utf-8")), path.read_bytes().splitlines()
+            if record["iteration"] == last_iteration and (not lines or json.loads(lines[-1])["iteration"] < last_iteration):
+                self._file.write(record)
+            self._pending.unlink()
 
     def log(self, iteration: int, metrics: Mapping[str, float], *, is_pending: bool = False) -> None:
         """Append the line, or warn once that lines are missing.
@@ -160,16 +174,18 @@ class JsonlTracker:
         Args:
             iteration: from 1.
             metrics: its values.
-            is_pending: before the iteration's save; a run that resumes after it has the line also if the final one was not
-                reached.
+            is_pending: before the iteration's save: write the pending file alone.
         """
         record = {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
             if is_pending:
-                write_pending(self._path, record)
+                # in one step: a run that resumes would fail on half a record
+                temporary = self._pending.with_suffix(".tmp")
+                temporary.write_text(json.dumps(record), encoding="utf-8")
+                temporary.replace(self._pending)
             else:
                 self._file.write(record)
-                pending_file(self._path).unlink(missing_ok=True)
+                self._pending.unlink(missing_ok=True)
         except OSError as error:
             if not self._has_failed:
                 _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)
@@ -240,15 +256,14 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
         if name in _WHEELS and importlib.util.find_spec(name) is None:
             raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {_WHEELS[name]}.")
         classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
-    # before `restore_pending`, which reads the last line that stays
+    # before the tracker, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):
         cut_back(run_dir / name, last_iteration)
-    restore_pending(run_dir / "metrics.jsonl", last_iteration)
 
     def convert(value: object) -> object:
         return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
     plain = json.loads(json.dumps(config, default=convert))
-    lines = JsonlTracker(run_dir / "metrics.jsonl")
+    lines = JsonlTracker(run_dir / "metrics.jsonl", last_iteration)
     others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]
     return Trackers(lines, others)

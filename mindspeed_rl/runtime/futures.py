@@ -30,7 +30,7 @@ from mindspeed_rl.runtime.reports import WorkerReport
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 _LOG = logging.getLogger(__name__)
 #: one poll of running phases takes at most this long before deaths of other actors are checked again
@@ -240,13 +240,13 @@ class Pending:
 
 
 def wait_all(
-    futures: Sequence[ObjectRef[Result]],
+    futures: Sequence[ObjectRef[_Result]],
     names: Sequence[str],
     phase: str,
     plane: DataPlane | None,
     monitor: WaitMonitor | None = None,
-    replace_worker: Callable[[str], ObjectRef[Result] | None] = lambda name: None,
-) -> list[Result]:
+    replace_worker: Callable[[str], ObjectRef[_Result] | None] = lambda name: None,
+) -> list[_Result]:
     """Return the results of all futures; raise for the first that fails, and do not wait for those that hang because of it.
 
     Args:
@@ -297,7 +297,7 @@ def wait_all(
     return ray.get([future_by_name[name] for name in names])
 
 
-def read_error(future: ObjectRef[Result]) -> Exception | None:
+def read_error(future: ObjectRef[_Result]) -> Exception | None:
     """Return how an ended call failed; None for one that did not."""
     try:
         ray.get(future)
@@ -307,7 +307,7 @@ def read_error(future: ObjectRef[Result]) -> Exception | None:
 
 
 def _wait_for_cause(
-    failed: Sequence[tuple[str, Exception]], pending: list[ObjectRef[Result]], names: Mapping[ObjectRef[Result], str]
+    failed: Sequence[tuple[str, Exception]], pending: list[ObjectRef[_Result]], names: Mapping[ObjectRef[_Result], str]
 ) -> list[tuple[str, Exception]]:
     """Return failures that arrive while all known ones look like consequences of another one."""
     later: list[tuple[str, Exception]] = []

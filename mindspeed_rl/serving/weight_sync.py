@@ -24,7 +24,7 @@ from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, Serv
 _Result = TypeVar("_Result")
 _Sent = TypeVar("_Sent")
 #: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
-JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
+_JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
 #: of each server: the reports of its workers as JSON, or its failure
 _Results = Mapping[str, list[str] | Exception]
 
@@ -99,7 +99,7 @@ class WeightSync:
         self._joined: list[ServerClient] = []  # a replaced server has the name of the one before
 
     def run(
-        self, version: int, join: JoinGroup, send: Callable[[], tuple[_Sent, Exception | None]], leave: Callable[[], object]
+        self, version: int, join: _JoinGroup, send: Callable[[], tuple[_Sent, Exception | None]], leave: Callable[[], object]
     ) -> tuple[_Sent, int]:
         """Send the trainers' weights to all servers, with proof; remove a server that fails, and continue with the others.
 
@@ -154,7 +154,7 @@ class WeightSync:
             raise WorkerError(f"weight sync: it failed {failures + 1} times and no server can be blamed for it.{cause}")
         return failures + 1
 
-    def _build_group(self, names: Sequence[str], join: JoinGroup) -> bool:
+    def _build_group(self, names: Sequence[str], join: _JoinGroup) -> bool:
         """Return True when the trainers and all these servers are in a group."""
         joins: list[Future[list[BaseException | None]]] = []
 
