@@ -65,7 +65,7 @@ class Benchmark:
 
 
 WHOLE = {"": ""}
-RL_SIDES = {"ours": r"ActorWorker\.(generate|update_actor|push_weights) ", "TRL": "_inner_training_loop"}
+RL_SIDES = {"ours": r"(?:ActorWorker|ActorPhases)\.(generate|update_actor|push_weights) ", "TRL": "_inner_training_loop"}
 DPO_SIDES = {"ours": r"workers/supervised_worker\.py", "TRL": "_inner_training_loop"}
 STEP_SIDES = {"ours": r"engine_step\.<locals>\.step", "transformers": r"transformers_step\.<locals>\.step"}
 
