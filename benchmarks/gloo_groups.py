@@ -18,7 +18,7 @@ import torch.multiprocessing as multiprocessing
 from headline import Headline
 
 from mindspeed_rl.adaptors import gloo_devices
-from mindspeed_rl.runtime.process import free_port
+from mindspeed_rl.runtime.process import find_free_port
 
 
 def measure(rank: int, port: int, shared: bool, groups: int, seconds: float, shares: Any) -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     shares = multiprocessing.get_context("spawn").SimpleQueue()
     for shared in (False, True):
-        multiprocessing.spawn(measure, (free_port("127.0.0.1"), shared, options.groups, options.seconds, shares), nprocs=2)
+        multiprocessing.spawn(measure, (find_free_port("127.0.0.1"), shared, options.groups, options.seconds, shares), nprocs=2)
     each, one = shares.get(), shares.get()
     what = f"{options.groups} idle gloo groups with one transport, share of a core"
     Headline(what, f"{one:.1%}", "a transport each", f"{each:.1%}", each / one).say()

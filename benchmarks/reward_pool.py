@@ -301,7 +301,7 @@ def _noted_score_in_ray(path: str, call: Call) -> Any:
 def _outcome(result: Callable[[], Any]) -> Outcome:
     try:
         value = result()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (the outcome of a scorer may be any failure)
         return None, " ".join(f"{type(error).__name__}: {error}".split())
     return (float(value), "") if isinstance(value, (int, float)) else (None, f"not a number: {value!r}")
 

@@ -45,10 +45,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput  # noqa: E
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
-from mindspeed_rl.engine.batching import (
-    MicroBatching,  # noqa: E402
-    Rows,  # noqa: E402
-)
+from mindspeed_rl.engine.batching import MicroBatching, Rows  # noqa: E402
 from mindspeed_rl.engine.build import batch_shape, build_model  # noqa: E402
 from mindspeed_rl.engine.train_engine import TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402

@@ -61,7 +61,8 @@ def _trajectories(engine: VllmEngine) -> list[Trajectory]:
     later = _answered(engine, contexts, 300)
     found = [Trajectory.from_response(prompt, one) for prompt, one in zip(_PROMPTS, first)]
     for prompt, one, two in zip(_PROMPTS, second, later):
-        segments = Segment.from_generated(one), Segment.from_context(_TOLD), Segment.from_generated(two), Segment.from_context(_TOLD)
+        context = Segment.from_context(_TOLD)
+        segments = Segment.from_generated(one), context, Segment.from_generated(two), context
         found.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
     return found
 
@@ -81,7 +82,7 @@ def agree(setting: Setting) -> dict[str, Any]:
             {name: pack(values) for name, values in build_response_columns(trajectories).items() if name != "trajectories"}
         )
         own = pair.engine.forward(rows, setting.batching)
-        replay = RolloutRouting(pair.engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
+        replay = RolloutRouting(pair.engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
         replayed = replay.forward(pair.engine, rows, setting.batching, numbers)
         metrics = Metrics()
         replay.add_to(metrics)

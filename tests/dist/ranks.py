@@ -19,7 +19,7 @@ from ports import find_free_port
 _GRACE_S = 3.0
 
 
-class RankFailure(AssertionError):
+class RankFailureError(AssertionError):
     """A job failed on a rank, or did not end in time; the message holds what each rank said."""
 
 
@@ -38,7 +38,7 @@ def serve(connection: Connection) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         try:
             connection.send((True, getattr(importlib.import_module(module), name)(**settings)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001  (sent to the test, which raises it)
             connection.send((False, traceback.format_exc()))
 
 
@@ -62,7 +62,7 @@ class Ranks:
         """What the job returned on each rank, in rank order.
 
         Raises:
-            RankFailure: a rank raised, died, or did not answer in time.
+            RankFailureError: a rank raised, died, or did not answer in time.
         """
         if not self._processes:
             self._start()
@@ -86,7 +86,7 @@ class Ranks:
             return [answers[rank][1] for rank in range(self.size)]
         texts = [self._text(rank, answers.get(rank)) for rank in range(self.size)]
         self.close()
-        raise RankFailure(f"{job.__qualname__}({settings}) on {self.size} ranks:\n" + "\n".join(texts))
+        raise RankFailureError(f"{job.__qualname__}({settings}) on {self.size} ranks:\n" + "\n".join(texts))
 
     def _text(self, rank: int, answer: tuple[bool, Any] | None) -> str:
         said = "no answer in time" if answer is None else "done" if answer[0] else answer[1][-3000:]

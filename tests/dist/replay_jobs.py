@@ -112,7 +112,7 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
     with engine_of(setting) as engine:
         rows, numbers = all_rows(), list(range(8))
         plane = LocalPlane(8, [ROUTED_LENGTHS, name_routed_column(0)])
-        routing = RecordedRouting(engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
+        routing = RecordedRouting(engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
         routing.forward(engine, rows, setting.batching, numbers)
         order = [5, 2, 7, 0, 1, 3, 6, 4]
         chosen = rows.select(order)

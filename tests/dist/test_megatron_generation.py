@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from generation_jobs import NUM_NEW, PROMPTS, Letters, generate
-from ranks import RankFailure, Ranks
+from ranks import RankFailureError, Ranks
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -57,5 +57,5 @@ def test_drawn_answers_depend_on_their_own_seed_alone(ranks: Callable[[int], Ran
 
 
 def test_experts_under_tensor_parallelism_are_refused(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
-    with pytest.raises(RankFailure, match="use --pipeline-parallel-size"):
+    with pytest.raises(RankFailureError, match="use --pipeline-parallel-size"):
         ranks(2).run(generate, folder=str(models["moe"]), tensor=2)

@@ -12,7 +12,7 @@ import checkpoint_jobs as jobs
 import numpy as np
 import pytest
 from comparison import assert_same_training, losses
-from ranks import RankFailure, Ranks
+from ranks import RankFailureError, Ranks
 from training_jobs import Setting
 
 from mindspeed_rl.engine.checkpoint import find_latest_iteration
@@ -127,7 +127,7 @@ def test_a_killed_save_never_looks_finished_and_the_next_one_succeeds(
 ) -> None:
     setting = Setting(str(models["tied"]), SP)
     ranks(2).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[3])
-    with pytest.raises(RankFailure, match="rank 1: the process ended with exit code -9"):
+    with pytest.raises(RankFailureError, match="rank 1: the process ended with exit code -9"):
         ranks(2).run(jobs.killed_while_saving, setting=setting, folder=str(tmp_path), iteration=5)
     assert [path.name for path in tmp_path.glob("iter_*[0-9]")] == ["iter_0000003"]
     assert find_latest_iteration(tmp_path) == 3

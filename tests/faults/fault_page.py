@@ -20,8 +20,8 @@ _TEXT = {
 What happens when something breaks. The tests in `tests/faults` strike real runs with each of these faults (a run of the tiny
 model on two cores) and look at what comes of it: the run **goes on** as if nothing had happened, **recovers** (all workers are
 ended, and the same command goes on from its last checkpoint by itself), **ends** with an exit code that is not 0, or is
-**refused** before anything starts. In each case the process at fault is named in one line, no iteration is lost or written twice, and
-no process, shared memory, log folder or half-written file is left. A run that recovered computes the very figures of one
+**refused** before anything starts. In each case the process at fault is named in one line, no iteration is lost or written
+twice, and no process, shared memory, log folder or half-written file is left. A run that recovered computes the very figures of one
 that was not disturbed.
 
 This page is made from the results (`python tests/faults/fault_page.py`). Seconds are those from the fault to the next

@@ -1,4 +1,4 @@
-"""Real runs are struck by faults: each ends or recovers in time, with the failed process in one line, nothing lost and nothing left.
+"""Real runs are struck by faults: each ends or recovers in time, names the failed process in one line and loses nothing.
 
 The faults stand in fault_table.py. Many strike one run, one after the other, since starting is what takes long.
 """

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ports import free_port
+from ports import find_free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -29,7 +29,7 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
     with tempfile.TemporaryDirectory(prefix="npu-sim-", dir="/dev/shm") as folder:
         common = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(find_free_port()),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "NPU_SIM_RUN_DIR": folder,

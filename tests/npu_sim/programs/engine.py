@@ -105,7 +105,7 @@ def main() -> None:
     from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
     from mindspeed_rl.engine.offload import Offloader
     from mindspeed_rl.engine.train_engine import TrainEngine
-    from mindspeed_rl.engine.weights import load_weights, list_model_ops
+    from mindspeed_rl.engine.weights import list_model_ops, load_weights
     from mindspeed_rl.models.plan import plan_model
     from mindspeed_rl.models.weights import MemorySource
     from mindspeed_rl.resharding.transfer import WeightStream

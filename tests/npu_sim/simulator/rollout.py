@@ -69,7 +69,7 @@ def _reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cach
         rows[slots[kept]] = cpu_view(new)[: slots.numel()][kept].reshape(-1, *rows.shape[1:]).to(rows.dtype)
 
 
-def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
+def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803  (the name in the operator's schema)
     calls["atb::_npu_matmul_add_fp32"] += 1
     cpu_view(C).add_(cpu_view(x).float().t() @ cpu_view(weight).float())
 
