@@ -133,11 +133,11 @@ def engine_module(module: ModuleType) -> None:
 
 
 def server_module(module: ModuleType) -> None:
-    """Calls of a rollout server; `rank` is its number."""
+    """Calls of a rollout server; `rank` is its index."""
     inner = module.ServerProcess.call
 
     async def call(self: Any, name: str, arguments: Any) -> Any:
-        fault = take(f"server.{name}", self._number)
+        fault = take(f"server.{name}", self._index)
         if fault is not None:
             commit(fault)
         return await inner(self, name, arguments)
