@@ -14,6 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from mindspeed_rl.config.phases import (
+    ACTOR_LOG_PROBS,
+    GENERATE,
+    MODEL_REWARDS,
+    PUSH_WEIGHTS,
+    REFERENCE_LOG_PROBS,
+    UPDATE_ACTOR,
+    UPDATE_CRITIC,
+    VALUES,
+)
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops
@@ -57,7 +67,7 @@ class TimePlan:
         total = sum(self.phases.values())
         if not self.overlaps:
             return total
-        push, rollout = self.phases["resharding_to_infer"], self.phases["rollout"]
+        push, rollout = self.phases[PUSH_WEIGHTS.timer], self.phases[GENERATE.timer]
         return max(rollout, total - rollout - push) + push
 
     def bounds(self, seconds: float) -> tuple[float, float]:
@@ -153,7 +163,7 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     """Return the seconds of the parts of every phase, by phase in order."""
     sizes, objective = run.sizes, run.cfg.objective
     assert objective is not None
-    parts = {"rollout": _plan_rollout(run, efficiency, samples)}
+    parts = {GENERATE.timer: _plan_rollout(run, efficiency, samples)}
     actor = _Passes(run, run.actor, efficiency, samples)
     trained = sizes.train_samples * sizes.epochs
     # the actor is its own reference where they share a backbone
@@ -162,18 +172,18 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         for model in (run.find_model("reward model"), run.find_model("reference"), run.find_model("critic"))
     )
     if reward is not None:
-        parts["reward_model"] = reward.seconds(sizes.rollout_samples, 1.0)
+        parts[MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
     if objective.needs_reference:
-        parts["reference_model"] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
+        parts[REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        parts["old_log_p"] = actor.seconds(sizes.train_samples, 1.0)
+        parts[ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0)
     if critic is not None:
-        parts["critic_model"] = critic.seconds(sizes.train_samples, 1.0)
-        parts["update_critic"] = critic.seconds(trained, critic.update_passes)
-    parts["update"] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
+        parts[VALUES.timer] = critic.seconds(sizes.train_samples, 1.0)
+        parts[UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
+    parts[UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
     if moved := _offloaded_bytes(run):
         parts["offload"] = {"both ways": moved / (run.device.host * efficiency.host)}
-    parts["resharding_to_infer"] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
+    parts[PUSH_WEIGHTS.timer] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
     return parts
 
 
@@ -369,8 +379,8 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
     samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
     # the reference makes one forward pass over the same samples
     passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
-    parts = {"update": actor.seconds(samples, passes) | actor.step_seconds()}
-    phases = {"update": sum(parts["update"].values())}
+    parts = {UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
+    phases = {UPDATE_ACTOR.timer: sum(parts[UPDATE_ACTOR.timer].values())}
     return TimePlan(
         run.device.name,
         phases,

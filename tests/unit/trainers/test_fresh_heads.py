@@ -85,11 +85,25 @@ def test_going_on_needs_the_head_and_anything_else_that_is_missing_is_named(
     start: Callable[..., Any], instructions: Path, pairs: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     saved(start("sft", instructions, save=str(tmp_path / "sft")))
+    with pytest.raises(ValueError, match="was written by stage sft, from which a run of stage orm cannot resume"):
+        start("orm", pairs, load=str(tmp_path / "sft"), finetune=False)
+    _forget_stage(tmp_path / "sft" / "iter_0000001")
     with pytest.raises(ValueError, match="without a score head to resume with; set finetune: true"):
         start("orm", pairs, load=str(tmp_path / "sft"), finetune=False)
     saved(start("orm", pairs, save=str(tmp_path / "orm")))
+    _forget_stage(tmp_path / "orm" / "iter_0000001")
     with pytest.raises(ValueError, match="does not fit this run"):
         start("sft", instructions, load=str(tmp_path / "orm"), tokenizer_name_or_path=str(_untied(tiny_model, tmp_path)))
+
+
+def _forget_stage(folder: Path) -> None:
+    """Make the checkpoint one of an earlier version, which has neither its stage nor checksums."""
+    path = folder / "run_state.json"
+    record = json.loads(path.read_text())
+    del record["stage"], record["checksums"], record["checksums"]
+    path.write_text(json.dumps(record))
+    for sums in folder.glob("*checksums*"):
+        sums.unlink()
 
 
 def _untied(model: Path, tmp_path: Path) -> Path:
