@@ -32,12 +32,12 @@ from mindspeed_rl.inference.task_evaluation import (
     PreparedTask,
     TaskScore,
     group_table,
-    prepare,
+    prepare_task,
     run_task,
     summary_table,
 )
-from mindspeed_rl.inference.tasks import TASKS, task_class
-from mindspeed_rl.inference.tasks.task import TEMPLATE_NAMES, Task, TaskOptions, templated
+from mindspeed_rl.inference.tasks import TASKS, load_task_class
+from mindspeed_rl.inference.tasks.task import TEMPLATE_NAMES, Task, TaskOptions, fill_template
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
 
@@ -117,7 +117,7 @@ def _check(args: argparse.Namespace) -> None:
     if any(not 0 <= depth <= 100 for depth in args.depths):
         raise ValueError("--depths are percent, from 0 to 100")
     if args.instruction_template is not None:  # before the model is read
-        templated(args.instruction_template, dict.fromkeys(TEMPLATE_NAMES, ""))
+        fill_template(args.instruction_template, dict.fromkeys(TEMPLATE_NAMES, ""))
     if args.alternative_prompt and args.chain_of_thought:
         raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
     _check_harness(args)
@@ -148,7 +148,7 @@ def _check_harness(args: argparse.Namespace) -> None:
 
 def _open_tasks(args: argparse.Namespace) -> list[Task]:
     own = [(name, path) for name, path in zip(args.task, args.task_data_path) if not name.startswith(_HARNESS)]
-    classes = [(task_class(name), path) for name, path in own]
+    classes = [(load_task_class(name), path) for name, path in own]
     if args.external_plugins:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
@@ -205,7 +205,7 @@ def _run_tasks(
     prepared: list[PreparedTask] = []
     for task in tasks:
         try:
-            prepared.append(prepare(task, session.prompt_format, settings))
+            prepared.append(prepare_task(task, session.prompt_format, settings))
         except (ValueError, OSError) as error:
             _note_failure(failures, task.name, error)
     scores: list[TaskScore] = []
@@ -214,7 +214,7 @@ def _run_tasks(
     asked = _asked_of_harness(args)
     if not prepared and not asked:
         return scores, answers, harness
-    lengths = [session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared]
+    lengths = [session.needed_length(each.max_prompt_len, each.max_new_tokens) for each in prepared]
     # how long lm-eval's prompts are shows when they are made
     length = session.settings.max_model_len if asked else max(lengths)
     if agents is not None:  # --max-new-tokens is of one turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,10 @@ from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.inference.batch_generation import (
     METHODS,
-    Generated,
+    GeneratedAnswer,
     GenerationSettings,
     Method,
-    Stopwatch,
+    describe_speed,
     generate,
     read_jsonl,
     write_jsonl,
@@ -183,8 +184,8 @@ def _answer_prompts(
     if agents is not None:  # --max-new-tokens is of one turn
         max_model_len = max(max_model_len, agent_length(session, args))
     settings = [make_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods]
-    most_log_probs = max(setting.most_log_probs for setting in settings)
-    opened = running_engine(session, max_model_len=max_model_len, most_log_probs=most_log_probs, agents=agents)
+    max_log_probs = max(setting.max_log_probs for setting in settings)
+    opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, agents=agents)
     with opened as engine:
         if args.stream:
             _stream(session.prompt_format, engine, ids[0], settings[0])
@@ -198,7 +199,7 @@ def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], setting
     for piece in engine.stream([request], settings.sampling):
         # the end token is drawn like any other, and is no text of the answer
         ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]
-        print(text.feed(ids), end="", flush=True)
+        print(text.add(ids), end="", flush=True)
     print(text.finish(), flush=True)
 
 
@@ -212,9 +213,9 @@ def _answer_all(
 ) -> None:
     output: list[dict[str, Any]] = []
     for setting in settings:
-        stopwatch = Stopwatch()
+        start = time.perf_counter()
         answers = generate(engine, session.prompt_format, ids, setting)
-        say(f"{setting.method}: {stopwatch.report(answers)}")
+        say(f"{setting.method}: {describe_speed(answers, time.perf_counter() - start)}")
         if path is None:
             _print(prompts, answers, setting, several=len(settings) > 1)
         output += [_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]
@@ -223,7 +224,7 @@ def _answer_all(
         say(f"wrote {len(output)} answers to {path}")
 
 
-def _row(asked: dict[str, Any], prompt_tokens: int, answer: Generated, method: str) -> dict[str, Any]:
+def _row(asked: dict[str, Any], prompt_tokens: int, answer: GeneratedAnswer, method: str) -> dict[str, Any]:
     return {
         **asked,
         "response": answer.text,
@@ -237,7 +238,7 @@ def _row(asked: dict[str, Any], prompt_tokens: int, answer: Generated, method: s
     }
 
 
-def _print(prompts: list[PromptRow], answers: list[Generated], setting: GenerationSettings, *, several: bool) -> None:
+def _print(prompts: list[PromptRow], answers: list[GeneratedAnswer], setting: GenerationSettings, *, several: bool) -> None:
     """One prompt with one answer: the answer alone. Otherwise headed by what it answers."""
     if len(answers) == 1 and not several:
         print(answers[0].text, flush=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
-from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.fork_server import build_local_ray_environment
 
@@ -209,7 +209,7 @@ def open_session(args: argparse.Namespace) -> Session:
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
-    os.environ.update(quiet_environment(os.environ))
+    os.environ.update(build_quiet_environment(os.environ))
     os.environ.update(build_local_ray_environment(os.environ))
     # loads torch, which must find this environment, and which --help and wrong options do without
     from mindspeed_rl.inference import session
@@ -222,12 +222,12 @@ def open_session(args: argparse.Namespace) -> Session:
 
 @contextlib.contextmanager
 def running_engine(
-    session: Session, *, max_model_len: int, most_log_probs: int = 20, agents: AgentEngine | None = None
+    session: Session, *, max_model_len: int, max_log_probs: int = 20, agents: AgentEngine | None = None
 ) -> Iterator[Engine]:
     """The engine, built and loaded, and the agents around it; it ends with the block. See `Session.running_engine`."""
     say(f"loading {session.model.describe()} ...")
-    with session.running_engine(max_model_len=max_model_len, most_log_probs=most_log_probs) as engine:
-        yield engine if agents is None else agents.around(engine)
+    with session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs) as engine:
+        yield engine if agents is None else agents.wrap(engine)
 
 
 def run_command(run: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Answers made by an agent loop: an engine around an engine, for generate, chat and evaluate alike."""
+"""An engine whose answers come from an agent loop over another engine, for generate, chat and evaluate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.inference.engine_interface import Engine, Finish, Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Engine, Finish, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
@@ -17,24 +17,24 @@ from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
-from mindspeed_rl.workers.agents import build_tool_box, choose_parser
+from mindspeed_rl.workers.agents import build_toolbox, choose_parser
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.protocol import RolloutEngine
-    from mindspeed_rl.tools.interface import ToolBox
+    from mindspeed_rl.tools.interface import Toolbox
 
-_Found = TypeVar("_Found")
-#: how long nothing may come before whoever reads is given the word
-_LOOK_EVERY_S = 0.2
+_Result = TypeVar("_Result")
+#: limit of the time between two deltas: after it an empty one comes, so that the reader can stop
+_IDLE_LIMIT_S = 0.2
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What the user says about loops and tools: the flags, under their names.
+    """Configured loops and tools: the flags, under their names.
 
     Attributes:
         tools: a tool file, or the name of a built-in tool.
-        agent_loop: a name or module:Class; None: that of the other flags.
+        agent_loop: a name or module:Class; None: by the other flags.
         tool_parser: see `tools.parsers`.
         multi_turn_scheduler, environment: module:Class, of the loops of these names.
         max_turns: of the model; None: as many as fit.
@@ -47,8 +47,8 @@ class AgentSettings:
     environment: str | None
     max_turns: int | None
 
-    def rl(self) -> RLConfig:
-        """The same as keys of a run file."""
+    def build_rl_config(self) -> RLConfig:
+        """Return the settings as keys of a run file."""
         return RLConfig(
             multi_turn_enable=True,
             agent_loop=self.agent_loop,
@@ -61,15 +61,17 @@ class AgentSettings:
 
 
 class AgentEngine:
-    """An `Engine` whose answers are the trajectories of an agent loop. Tools live as long as it does.
+    """An `Engine` whose answers are the trajectories of an agent loop. Its tools end when it is closed.
 
-    The turns that wait at the same time are one batch of the inner engine; a trajectory whose tool is slow joins a later one.
+    Turns that wait at the same time are one batch of the inner engine; a trajectory with a slow tool joins a later one.
     """
 
     def __init__(self, settings: AgentSettings, prompt_format: PromptFormat, max_model_len: int) -> None:
-        """Starts the tools, and lets prompts tell of them.
+        """Start the tools and add them to prompts.
 
         Args:
+            settings: of loop and tools.
+            prompt_format: gets the schemas of the tools.
             max_model_len: of prompt and all turns.
 
         Raises:
@@ -79,9 +81,9 @@ class AgentEngine:
             raise ValueError(
                 f"--environment {settings.environment}: an environment of verifiers plays its own rows, not prompts"
             )
-        rl = settings.rl()
+        rl = settings.build_rl_config()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
-        box = None if settings.tools is None else build_tool_box(rl, prompt_format.tokenizer, turns)
+        box = None if settings.tools is None else build_toolbox(rl, prompt_format.tokenizer, turns)
         limits = TrajectoryLimits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
             prompt_format.tokenizer,
@@ -94,64 +96,64 @@ class AgentEngine:
         )
         self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), box)
         self._inner: Engine | None = None
-        # one loop for all streams, since tools keep what they have opened in it
+        # one loop for all streams, since tools have open connections in it
         self._events = asyncio.new_event_loop()
         try:
             self._run(self._agents.start())
             if box is not None:
-                prompt_format.tools = self._run(_schemas(box))
+                prompt_format.tools = self._run(_read_schemas(box))
         except BaseException:
             self.close()
             raise
 
-    def around(self, engine: Engine) -> AgentEngine:
-        """Itself, which asks this engine from now on."""
+    def wrap(self, engine: Engine) -> AgentEngine:
+        """Use this engine from now on; return self."""
         self._inner = engine
         return self
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
-        """See `Engine.stream`. Tokens come as they are drawn; an aside tells that what came of that answer was an earlier turn.
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
+        """See `Engine.stream`. A delta from tools ends an earlier turn of its answer.
 
-        While nobody but tools works, empty pieces come, so that whoever reads can break off.
+        While only tools work, empty deltas come, so that the reader can stop.
 
         Raises:
-            ValueError: stop strings or a choice of tokens are asked for, which turns with calls do not go with.
-            RuntimeError: a plug-in broke off a trajectory.
+            ValueError: stop strings or a choice of tokens are requested, which turns with calls do not support.
+            RuntimeError: a plug-in failed a trajectory.
         """
         if stop_strings or any(request.allowed_ids for request in requests):
             raise ValueError("--tools and --agent-loop do not go with --stop, nor with answers of one token")
-        return self._pieces(requests, sampling)
+        return self._stream(requests, sampling)
 
-    def _pieces(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Piece, None, None]:
-        batches, news = _Batches(self._engine, sampling), _News()
+    def _stream(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Delta, None, None]:
+        batches, queue = _Batches(self._engine, sampling), _DeltaQueue()
 
-        async def partial() -> list[asyncio.Task[None]]:
-            spoken = [_Spoken(batches, number, news.add) for number in range(len(requests))]
-            return [asyncio.ensure_future(self._one(*pair, sampling)) for pair in zip(spoken, requests)]
+        async def start() -> list[asyncio.Task[None]]:
+            engines = [_TrajectoryEngine(batches, index, queue.add) for index in range(len(requests))]
+            return [asyncio.ensure_future(self._run_loop(*pair, sampling)) for pair in zip(engines, requests)]
 
-        tasks = self._run(partial())
+        tasks = self._run(start())
         serving = self._events.create_task(batches.serve())
         for task in (*tasks, serving):
-            # an end is news too, as a task that fails leaves no piece
-            task.add_done_callback(lambda _: news.changed.set())
+            # a task that fails adds no delta
+            task.add_done_callback(lambda _: queue.changed.set())
         try:
-            while (pieces := self._run(news.next(tasks, serving))) is not None:
-                yield from pieces
+            while (deltas := self._run(queue.take(tasks, serving))) is not None:
+                yield from deltas
         finally:
-            # who reads may break off: nothing of this stream may run on in the next one
-            left = [task for task in (*tasks, serving) if not task.done()]
-            for task in left:
+            # the reader may stop early: no task of this stream may run during the next one
+            unfinished = [task for task in (*tasks, serving) if not task.done()]
+            for task in unfinished:
                 task.cancel()
-            self._run(_ended(left))
+            self._run(_wait_for(unfinished))
 
-    async def _one(self, spoken: _Spoken, request: Request, sampling: Sampling) -> None:
-        most = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        task = Task(tuple(request.prompt_ids), replace(sampling, max_tokens=most), request.seed)
-        # of an engine, loops use `generate` alone; nothing is pushed here
-        found = await self._agents.sample(cast("RolloutEngine", spoken), task)
-        if found.failure:
-            raise RuntimeError(found.failure)
-        spoken.end("length" if found.finish == "length" else "stop")
+    async def _run_loop(self, engine: _TrajectoryEngine, request: Request, sampling: Sampling) -> None:
+        max_tokens = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+        task = Task(tuple(request.prompt_ids), replace(sampling, max_tokens=max_tokens), request.seed)
+        # loops use only `generate` of an engine; the weights do not change here
+        trajectory = await self._agents.sample(cast("RolloutEngine", engine), task)
+        if trajectory.failure:
+            raise RuntimeError(trajectory.failure)
+        engine.end("length" if trajectory.finish == "length" else "stop")
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
@@ -162,7 +164,7 @@ class AgentEngine:
         return self._engine.score(sequences, starts)
 
     def close(self) -> None:
-        """Ends the tools; the inner engine is its maker's to end."""
+        """End the tools; the inner engine is closed by its owner."""
         if not self._events.is_closed():
             try:
                 self._run(self._agents.close())
@@ -175,121 +177,122 @@ class AgentEngine:
         assert self._inner is not None
         return self._inner
 
-    def _run(self, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
+    def _run(self, coroutine: Coroutine[object, None, _Result]) -> _Result:
         return self._events.run_until_complete(coroutine)
 
 
-class _News:
-    """Pieces that were not handed out yet."""
+class _DeltaQueue:
+    """Deltas that were not yielded yet."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._deltas: list[Delta] = []
         self.changed = asyncio.Event()
 
-    def add(self, piece: Piece) -> None:
-        """It is to be handed out."""
-        self._pieces.append(piece)
+    def add(self, delta: Delta) -> None:
+        """Add a delta."""
+        self._deltas.append(delta)
         self.changed.set()
 
-    async def next(self, tasks: Sequence[asyncio.Task[None]], serving: asyncio.Task[None]) -> list[Piece] | None:
-        """Those that have come, an empty one where none comes for a while; None once all tasks have ended.
+    async def take(self, tasks: Sequence[asyncio.Task[None]], serving: asyncio.Task[None]) -> list[Delta] | None:
+        """Return the waiting deltas, an empty one where none comes for a while; None once all tasks have ended.
 
         Raises:
-            Exception: what a task, or the engine, failed with.
+            Exception: the failure of a task, or of the engine.
         """
-        if not self._pieces:
+        if not self._deltas:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), _LOOK_EVERY_S)
+                await asyncio.wait_for(self.changed.wait(), _IDLE_LIMIT_S)
             self.changed.clear()
         for task in (*tasks, serving):
             if task.done():
                 task.result()
-        pieces, self._pieces = self._pieces, []
-        if not pieces and all(task.done() for task in tasks):
+        deltas, self._deltas = self._deltas, []
+        if not deltas and all(task.done() for task in tasks):
             return None
-        return pieces or [Piece(0, [], [], None)]
+        return deltas or [Delta(0, [], [], None)]
 
 
-class _Spoken:
-    """What one trajectory sees of the inner engine: a request at a time, whose tokens go out as they are drawn.
+class _TrajectoryEngine:
+    """The inner engine for one trajectory: a request at a time, whose deltas are passed on at once.
 
-    The end of a turn waits until it is known what follows: another turn, or the answer's end.
+    The end of a turn waits until the next turn or the end of the answer.
     """
 
-    def __init__(self, batches: _Batches, index: int, hand_out: Callable[[Piece], None]) -> None:
-        self._batches, self._index, self._hand_out = batches, index, hand_out
-        self._read: tuple[int, ...] = ()  # what the model has read and drawn
-        self._last: Piece | None = None
+    def __init__(self, batches: _Batches, index: int, output: Callable[[Delta], None]) -> None:
+        self._batches, self._index, self._output = batches, index, output
+        self._context: tuple[int, ...] = ()  # tokens that the model has read and generated
+        self._last: Delta | None = None
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """See `rollout.engine.RolloutEngine`."""
+        """See `rollout.protocol.RolloutEngine`."""
         assert partial is None  # nothing is interrupted here
         if self._last is not None:
-            self._hand_out(self._last)
-            read = len(self._read)
-            told = prompt_ids[read:] if prompt_ids[:read] == self._read else ()  # else the template wrote it all anew
-            self._hand_out(Piece(self._index, list(told), [0.0] * len(told), None, aside=True))
-        found = await self._batches.generate(Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens), self._hear)
-        self._read = (*prompt_ids, *found.token_ids)
-        return found
+            self._output(self._last)
+            length = len(self._context)
+            # else the template has rendered all of it again
+            added = prompt_ids[length:] if prompt_ids[:length] == self._context else ()
+            self._output(Delta(self._index, list(added), [0.0] * len(added), None, from_tools=True))
+        request = Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens)
+        response = await self._batches.generate(request, self._pass_on)
+        self._context = (*prompt_ids, *response.token_ids)
+        return response
 
     def end(self, finish: Finish) -> None:
-        """The last turn was the answer."""
-        last = Piece(self._index, [], [], None) if self._last is None else self._last
-        self._hand_out(replace(last, finish=finish))
+        """End the answer: its last turn is complete."""
+        last = Delta(self._index, [], [], None) if self._last is None else self._last
+        self._output(replace(last, finish=finish))
 
-    def _hear(self, piece: Piece) -> None:
-        piece = replace(piece, index=self._index)
-        if piece.finish is None:
-            self._hand_out(piece)
+    def _pass_on(self, delta: Delta) -> None:
+        delta = replace(delta, index=self._index)
+        if delta.finish is None:
+            self._output(delta)
         else:
-            self._last = replace(piece, finish=None)
+            self._last = replace(delta, finish=None)
 
 
 class _Batches:
-    """Requests that wait at the same time go to the inner engine together."""
+    """Sends the requests that wait at the same time to the inner engine together."""
 
     def __init__(self, engine: Engine, sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
-        self._waiting: list[tuple[Request, Callable[[Piece], None], asyncio.Future[Generated]]] = []
-        self._asked = asyncio.Event()
+        self._waiting: list[tuple[Request, Callable[[Delta], None], asyncio.Future[Generated]]] = []
+        self._requested = asyncio.Event()
 
-    async def generate(self, request: Request, hear: Callable[[Piece], None]) -> Generated:
-        """The whole answer, of which `hear` gets every piece."""
-        answered: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, hear, answered))
-        self._asked.set()
-        return await answered
+    async def generate(self, request: Request, output: Callable[[Delta], None]) -> Generated:
+        """Return the complete answer; `output` gets every delta."""
+        answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, output, answer))
+        self._requested.set()
+        return await answer
 
     async def serve(self) -> None:
-        """Asks the engine until it is cancelled."""
+        """Send requests to the engine until this is cancelled."""
         while True:
-            await self._asked.wait()
-            self._asked.clear()
+            await self._requested.wait()
+            self._requested.clear()
             batch, self._waiting = self._waiting, []
-            drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
-            for piece in self._engine.stream([request for request, _, _ in batch], self._sampling):
-                tokens, log_probs = drawn[piece.index]
-                tokens += piece.token_ids
-                log_probs += piece.log_probs
-                _, hear, answered = batch[piece.index]
-                # cancelled: nobody listens any more
-                if not answered.done():
-                    hear(piece)
-                    if piece.finish is not None:
-                        # version 0 throughout, as nothing is pushed to this engine
-                        answered.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), piece.finish))
-                await asyncio.sleep(0)  # tools go on, and pieces are read, while the engine works
+            generated: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
+            for delta in self._engine.stream([request for request, _, _ in batch], self._sampling):
+                tokens, log_probs = generated[delta.index]
+                tokens += delta.token_ids
+                log_probs += delta.log_probs
+                _, output, answer = batch[delta.index]
+                if not answer.done():  # else it was cancelled
+                    output(delta)
+                    if delta.finish is not None:
+                        # version 0 throughout, as the weights do not change
+                        answer.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), delta.finish))
+                await asyncio.sleep(0)  # tools run, and deltas are read, while the engine works
 
 
-async def _schemas(box: ToolBox) -> list[dict[str, Any]]:
+async def _read_schemas(box: Toolbox) -> list[dict[str, Any]]:
     tools = box.open({})
     schemas = tools.schemas
     await tools.close()
     return schemas
 
 
-async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _wait_for(tasks: Sequence[asyncio.Future[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)

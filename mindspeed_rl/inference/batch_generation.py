@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ from mindspeed_rl.data.conversation import BadRow, Conversation, Message, assist
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
-from mindspeed_rl.inference.text_stream import cut_at
+from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 Method = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling"]
 
-#: the names of upstream's code, and those of its documentation
+#: the names in upstream's code and in its documentation
 METHODS: dict[str, Method] = {
     "greedy": "greedy",
     "greedy_search": "greedy",
@@ -32,15 +31,15 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are made.
+    """Settings of the answers.
 
     Attributes:
         sampling: cut-offs, end tokens and the longest answer; its temperature is 0 for greedy and plain beam search.
         num_return: answers to each prompt.
         num_beams: beams, for the beam methods.
         length_penalty: see `BeamSettings`.
-        stop_strings: texts that end an answer; they are cut off.
-        max_model_len: most tokens of prompt and answer.
+        stop_strings: texts that end an answer; they are removed.
+        max_model_len: limit of the tokens of prompt and answer.
     """
 
     method: Method
@@ -53,9 +52,10 @@ class GenerationSettings:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        most = {"greedy": 1, "beam_search": self.num_beams, "beam_search_with_sampling": self.num_beams}.get(self.method)
-        if self.num_return < 1 or (most is not None and self.num_return > most):
-            allowed = "at least 1" if most is None else "1" if most == 1 else f"between 1 and --num-beams {most}"
+        limits = {"greedy": 1, "beam_search": self.num_beams, "beam_search_with_sampling": self.num_beams}
+        limit = limits.get(self.method)
+        if self.num_return < 1 or (limit is not None and self.num_return > limit):
+            allowed = "at least 1" if limit is None else "1" if limit == 1 else f"between 1 and --num-beams {limit}"
             raise ValueError(f"--num-return {self.num_return}: {self.method} gives {allowed} answers to a prompt")
         if self.uses_beams and self.num_beams < 2:
             raise ValueError(f"--num-beams {self.num_beams}: {self.method} needs at least 2 beams")
@@ -72,22 +72,22 @@ class GenerationSettings:
         return self.method.startswith("beam")
 
     @property
-    def most_log_probs(self) -> int:
-        """Most next tokens that the method asks the engine for."""
+    def max_log_probs(self) -> int:
+        """Next tokens that the method requests from the engine."""
         if not self.uses_beams:
             return 1
         return max(2 * self.num_beams, self.sampling.top_k if self.method == "beam_search_with_sampling" else 0)
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedAnswer:
     """One answer.
 
     Attributes:
-        prompt, sample: numbers of the prompt and of the answer to it.
+        prompt, sample: indexes of the prompt and of its answer.
         num_tokens: with the end token.
         log_prob: of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
-            sampling under the cut distribution).
+            sampling under the distribution with cut-offs).
     """
 
     prompt: int
@@ -100,25 +100,25 @@ class Generated:
 
 def generate(
     engine: Engine, prompt_format: PromptFormat, prompts: Sequence[list[int]], settings: GenerationSettings
-) -> list[Generated]:
-    """All answers, by prompt and sample."""
+) -> list[GeneratedAnswer]:
+    """Return all answers, by prompt and sample."""
     if settings.uses_beams:
-        return [answer for number, ids in enumerate(prompts) for answer in _beams(engine, prompt_format, number, ids, settings)]
+        return [answer for index, ids in enumerate(prompts) for answer in _search(engine, prompt_format, index, ids, settings)]
     requests = [
         Request(
             ids,
-            seed=sample_seed(settings.seed, 0, number, sample),
+            seed=sample_seed(settings.seed, 0, index, sample),
             max_tokens=min(settings.sampling.max_tokens, settings.max_model_len - len(ids)),
         )
-        for number, ids in enumerate(prompts)
+        for index, ids in enumerate(prompts)
         for sample in range(settings.num_return)
     ]
-    # with asides: the whole dialogue is shown, where a benchmark takes the last turn
-    answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests), asides=True)
+    # the full conversation is shown, where a benchmark takes the last turn
+    answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests), earlier_turns=True)
     return [
-        Generated(
+        GeneratedAnswer(
             *divmod(row, settings.num_return),
-            cut_at(prompt_format.decode(answer.token_ids), settings.stop_strings),
+            cut_at_stop(prompt_format.decode(answer.token_ids), settings.stop_strings),
             len(answer.token_ids),
             answer.log_prob,
             answer.finish,
@@ -127,9 +127,9 @@ def generate(
     ]
 
 
-def _beams(
-    engine: Engine, prompt_format: PromptFormat, number: int, ids: list[int], settings: GenerationSettings
-) -> Iterator[Generated]:
+def _search(
+    engine: Engine, prompt_format: PromptFormat, index: int, ids: list[int], settings: GenerationSettings
+) -> Iterator[GeneratedAnswer]:
     sampling = settings.sampling
     sampled = settings.method == "beam_search_with_sampling"
     beams = beam_search(
@@ -141,37 +141,30 @@ def _beams(
             frozenset(sampling.stop_token_ids),
             settings.length_penalty,
             (sampling.temperature, sampling.top_k, sampling.top_p) if sampled else None,
-            sample_seed(settings.seed, 0, number, 0),
+            sample_seed(settings.seed, 0, index, 0),
         ),
     )
     for sample, beam in enumerate(beams[: settings.num_return]):
         text = prompt_format.decode(beam.token_ids)
-        yield Generated(number, sample, text, len(beam.token_ids), beam.log_prob, "stop" if beam.finished else "length")
+        yield GeneratedAnswer(index, sample, text, len(beam.token_ids), beam.log_prob, "stop" if beam.finished else "length")
 
 
-class Stopwatch:
-    """Measures how fast answers were made."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def report(self, answers: Sequence[Generated]) -> str:
-        """One line: answers, tokens, seconds, tokens a second."""
-        seconds = time.perf_counter() - self._start
-        tokens = sum(answer.num_tokens for answer in answers)
-        return f"{len(answers)} answers, {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
+def describe_speed(answers: Sequence[GeneratedAnswer], seconds: float) -> str:
+    """Return one line: answers, tokens, seconds, tokens per second."""
+    tokens = sum(answer.num_tokens for answer in answers)
+    return f"{len(answers)} answers, {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
 
 
 # ---------------------------------------------------------------------- prompts from files
 
 
 def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list[tuple[Conversation, dict[str, Any]]]:
-    """(conversation, row) of every line.
+    """Read (conversation, row) of every line.
 
     A row has `messages` in OpenAI's form, or a text `prompt` (or `prompt_key`, `question`, or `instruction` with `input`).
 
     Raises:
-        ValueError: naming the line that is not such a row.
+        ValueError: a line is not such a row; the message has its number.
     """
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -190,18 +183,18 @@ def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list
 
 
 def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> Conversation:
-    """What a row asks.
+    """Read the conversation of a row.
 
     Raises:
         BadRow: it has none of the known columns, or messages that do not end with a question.
     """
     if prompt_key is None and isinstance(row.get("messages"), list):
-        return _from_messages(row["messages"], row.get("tools"))
+        return _read_messages(row["messages"], row.get("tools"))
     keys = (prompt_key,) if prompt_key is not None else ("prompt", "question", "instruction")
     for key in keys:
         value = row.get(key)
         if isinstance(value, list):
-            return _from_messages(value, row.get("tools"))
+            return _read_messages(value, row.get("tools"))
         if isinstance(value, str):
             extra = row.get("input") if key == "instruction" else None
             text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
@@ -210,7 +203,7 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
     raise BadRow(f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}")
 
 
-def _from_messages(entries: Sequence[Any], tools: Any) -> Conversation:
+def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
     system: str | None = None
     messages: list[Message] = []
     for entry in entries:
@@ -233,7 +226,7 @@ def _from_messages(entries: Sequence[Any], tools: Any) -> Conversation:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one JSON object a line; folders are made."""
+    """Write one JSON object a line; create the folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for row in rows:

@@ -1,4 +1,4 @@
-"""Engines on several devices: one worker a device, started as for training; every tensor-parallel group is one engine."""
+"""Inference engines on several devices: one worker a device, started as for training; a tensor-parallel group is an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.config.phases import ADD_REQUESTS, CANCEL, MODEL_SCORES, NEXT_TOKENS, TAKE_TOKENS
-from mindspeed_rl.inference.engine_interface import Engine, Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Engine, Request
 from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.cluster import build_worker_environment, connect_cluster
@@ -21,9 +21,9 @@ from mindspeed_rl.runtime.process import ProcessSettings
 from mindspeed_rl.runtime.scratch import scratch_folder
 from mindspeed_rl.workers.remote_group import RemoteGroup
 
-#: pieces that one call to the workers brings for each running request
-_PIECES_PER_CALL = 8
-_MOST_PIECES_PER_CALL = 4096
+#: deltas that one call to the workers returns for each running request
+_DELTAS_PER_CALL = 8
+_MAX_DELTAS_PER_CALL = 4096
 
 
 def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -> RemoteGroup:
@@ -49,28 +49,28 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
     return RemoteGroup(process_settings, build_worker_environment(cfg, platform_name))
 
 
-class EngineGroup:
-    """Engines on workers as one engine. Use `engine_group`."""
+class InferenceEngineGroup:
+    """Engines on workers as one engine; built by `running_engine_group`."""
 
     def __init__(self, group: RemoteGroup, num_replicas: int, tensor_parallel_size: int) -> None:
         self._group, self._num_replicas, self._tp = group, num_replicas, tensor_parallel_size
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
         """See `Engine.stream`."""
         self._group.call(ADD_REQUESTS, list(requests), sampling, tuple(stop_strings))
         open_requests = set(range(len(requests)))
         try:
             while open_requests:
-                # a single answer is shown as it is drawn
-                count = min(_PIECES_PER_CALL * len(open_requests), _MOST_PIECES_PER_CALL) if len(requests) > 1 else 1
-                taken = self._group.call(TAKE_TOKENS, count)
+                # a single answer is shown while it is generated
+                count = min(_DELTAS_PER_CALL * len(open_requests), _MAX_DELTAS_PER_CALL) if len(requests) > 1 else 1
+                deltas = self._group.call(TAKE_TOKENS, count)
                 for replica in range(self._num_replicas):
-                    for piece in taken[replica * self._tp]:
-                        # the inverse of `ReplicaWorker.begin`, which gives a replica every n-th request
-                        index = piece.index * self._num_replicas + replica
-                        if piece.finish is not None:
+                    for delta in deltas[replica * self._tp]:
+                        # the inverse of `ReplicaWorker.add_requests`, which gives a replica every n-th request
+                        index = delta.index * self._num_replicas + replica
+                        if delta.finish is not None:
                             open_requests.discard(index)
-                        yield Piece(index, piece.token_ids, piece.log_probs, piece.finish)
+                        yield Delta(index, delta.token_ids, delta.log_probs, delta.finish)
         finally:
             if open_requests:
                 self._group.call(CANCEL)
@@ -85,16 +85,16 @@ class EngineGroup:
         return self._group.call(MODEL_SCORES, [list(ids) for ids in sequences], list(starts))[0]
 
     def close(self) -> None:
-        """Ends all workers."""
+        """End all workers."""
         self._group.close()
 
 
 @contextlib.contextmanager
-def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engine]:
-    """Engines on the devices that the settings say, ready; they end with the block.
+def running_engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engine]:
+    """Start engines on the configured devices; they end with the block.
 
     Raises:
-        WorkerError: a worker died or raised; its log lies in the folder that the message names.
+        WorkerError: a worker died or raised; its log is in the folder that the message names.
         TimeoutError: there are not enough devices.
     """
     with (
@@ -105,7 +105,7 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         group = _start_workers(settings, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
-            yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
+            yield InferenceEngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
         except WorkerError as error:
             logs = mkdtemp(prefix="mindspeed-rl-inference-logs-")  # only a failure needs them
             shutil.copytree(folder / "logs", logs, dirs_exist_ok=True)

@@ -1,7 +1,7 @@
 """Any task of `lm-eval` on our engines: `mindspeed-rl evaluate --task lm-eval:NAME`.
 
 Importing this imports the package `lm_eval`, an optional extra (`pip install lm-eval`). Only its published interface is used:
-the class `LM`, `TaskManager`, `simple_evaluate` and the two functions that cut a long text into windows.
+the class `LM`, `TaskManager`, `simple_evaluate` and the two functions that split a long text into windows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mindspeed_rl.inference.engine_interface import Engine, Request, collect
-from mindspeed_rl.inference.text_stream import cut_at
+from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: most tokens of an answer whose task does not say
+#: limit of the tokens of an answer whose task has none
 _MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """What holds for a task.
+    """Settings of a task.
 
     Attributes:
-        include_path: folder with definitions of tasks besides those of the package; None for those alone.
-        num_shots: worked examples; None for the task's own number.
-        max_samples: most questions; None takes all.
-        chat_template: prompts are put into the tokenizer's own template.
-        max_model_len: most tokens of prompt and answer.
+        include_path: folder with further definitions of tasks; None for those of the package alone.
+        num_shots: worked examples; None for the task's default.
+        max_samples: limit of the questions; None takes all.
+        chat_template: prompts are rendered by the tokenizer's own template.
+        max_model_len: limit of the tokens of prompt and answer.
         stop_token_ids: tokens that end an answer.
     """
 
@@ -50,13 +50,16 @@ class HarnessSettings:
 
 
 def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, **keys: Any) -> dict[str, dict[str, float]]:
-    """The metrics of a task, or of each task of a group: name -> metric -> value.
+    """Return the metrics of a task, or of each task of a group: name -> metric -> value.
 
     Args:
+        engine: that generates.
+        tokenizer: of the model.
+        name: of the task.
         keys: of `HarnessSettings`.
 
     Raises:
-        ValueError: there is no such task, or it asks for programs to be run, which is never allowed here.
+        ValueError: there is no such task, or it requires running programs, which is never allowed here.
     """
     settings = HarnessSettings(**keys)
     folder = settings.include_path
@@ -70,7 +73,7 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         tasks=[name],
         num_fewshot=settings.num_shots,
         limit=settings.max_samples,
-        # standard errors are not shown, so nothing need be resampled for them
+        # standard errors are not shown, so there is no resampling for them
         bootstrap_iters=0,
         log_samples=False,
         apply_chat_template=settings.chat_template,
@@ -80,12 +83,12 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         torch_random_seed=settings.seed,
         fewshot_random_seed=settings.seed,
     )
-    assert result is not None  # only ranks beside the first return nothing
-    return {task: _numbers(metrics) for task, metrics in result["results"].items()}
+    assert result is not None  # only ranks after the first return nothing
+    return {task: _select_numbers(metrics) for task, metrics in result["results"].items()}
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers, under their bare names where no filter but `none` was applied."""
+def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return the metrics that are numbers, without the suffix of the filter `none`."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()
@@ -94,43 +97,42 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class HarnessModel(LM):
-    """An engine as lm-eval sees a model: texts in, log-likelihoods and texts out."""
+    """An engine as a model of lm-eval: texts in, log-likelihoods and texts out."""
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: HarnessSettings) -> None:
         super().__init__()
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
-        # vLLM wants room for a token behind what it scores
-        self._longest = settings.max_model_len - 1
-        # as lm-eval's own models do, what begins a text stands for an empty context
+        # vLLM needs room for a token after those that it scores
+        self._max_len = settings.max_model_len - 1
+        # as in lm-eval's own models, the first token of a text is an empty context
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         assert isinstance(prefix, int), "the tokenizer has neither a bos nor an eos token"
         self._prefix = prefix
 
     def loglikelihood(self, requests: Sequence[Any], **unused: Any) -> list[tuple[float, bool]]:
-        """(log-prob of the continuation, whether it is the greedy one) of each (context, continuation)."""
-        pairs = [self._encode_pair(*request.args) for request in requests]
-        return self._score(pairs)
+        """Return (log-prob of the continuation, True if it is the greedy one) of each (context, continuation)."""
+        return self._score([self._encode_pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **unused: Any) -> list[float]:
-        """Log-prob of each whole text; one longer than the model reads is cut into windows, each token scored once."""
+        """Return the log-prob of each text; one longer than the context is split into windows, each token scored once."""
         windows: list[tuple[list[int], list[int]]] = []
         counts = []
         for request in requests:
             (text,) = request.args
-            # beside the tokens that it predicts a window has one in front of them
-            cut = get_rolling_token_windows(self._encode(text), self._prefix, self._longest - 1, 1)
-            found = [make_disjoint_window(pair) for pair in cut]
-            windows += found
-            counts.append(len(found))
+            # a window has one token more than it predicts, before them
+            parts = get_rolling_token_windows(self._encode(text), self._prefix, self._max_len - 1, 1)
+            disjoint = [make_disjoint_window(pair) for pair in parts]
+            windows += disjoint
+            counts.append(len(disjoint))
         scores = iter(self._score(windows))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], **unused: Any) -> list[str]:
-        """An answer to each (context, how to generate), without the text that ended it."""
+        """Return an answer to each (context, generation keys), without the text that ended it."""
         answers = [""] * len(requests)
         groups: dict[tuple[Sampling, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(self._how(request.args[1]), []).append(index)
+            groups.setdefault(self._read_sampling(request.args[1]), []).append(index)
         for (sampling, stops), members in groups.items():
             room = self._settings.max_model_len - sampling.max_tokens
             if room < 1:
@@ -138,67 +140,67 @@ class HarnessModel(LM):
                     f"answers of {sampling.max_tokens} tokens leave no room for a prompt in {self._settings.max_model_len} "
                     "(--max-length)"
                 )
-            # what is asked stands at the end of a prompt, so its beginning goes
+            # the question is at the end of a prompt, so tokens at its start are dropped
             prompts = [self._encode(requests[index].args[0])[-room:] or [self._prefix] for index in members]
-            asked = [Request(ids, sample_seed(self._settings.seed, 0, index, 0)) for index, ids in zip(members, prompts)]
-            for index, answer in zip(members, collect(self._engine.stream(asked, sampling, stops), len(asked))):
+            batch = [Request(ids, sample_seed(self._settings.seed, 0, index, 0)) for index, ids in zip(members, prompts)]
+            for index, answer in zip(members, collect(self._engine.stream(batch, sampling, stops), len(members))):
                 ids = [token for token in answer.token_ids if token not in sampling.stop_token_ids]
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
                 assert isinstance(text, str)  # a list for a batch
-                answers[index] = cut_at(text, stops)
+                answers[index] = cut_at_stop(text, stops)
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation in the tokenizer's own template."""
+        """Render the conversation by the tokenizer's own template."""
         text = self._tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        assert isinstance(text, str)  # asked for by tokenize=False
+        assert isinstance(text, str)  # by tokenize=False
         return text
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template itself, for lm-eval's records."""
+        """Return the template itself, for lm-eval's records."""
         return str(self._tokenizer.chat_template or "") if chat_template else ""
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm-eval's records."""
+        """Name of the tokenizer, for lm-eval's records."""
         return str(self._tokenizer.name_or_path).replace("/", "__")
 
     # ------------------------------------------------------------------ tokens
 
     def _encode(self, text: str) -> list[int]:
-        """A prompt in a chat template brings its special tokens along."""
+        """Encode a text; a prompt in a chat template already contains its special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=not self._settings.chat_template)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, cut where the tokens of the whole text cut them; blanks between the two belong to the second."""
+        """Split the tokens of the joined text into those of both parts; blanks between the two belong to the second."""
         if not context:
             return [self._prefix], self._tokenizer.encode(continuation, add_special_tokens=False)
         bare = context.rstrip()
-        whole, first = self._encode(context + continuation), self._encode(bare)
-        return whole[: len(first)], whole[len(first) :]
+        full, first = self._encode(context + continuation), self._encode(bare)
+        return full[: len(first)], full[len(first) :]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         sequences, starts = [], []
         for context, continuation in pairs:
-            # the continuation is at the end: a long context loses its beginning
-            ids = (context + continuation)[-self._longest :]
+            # the continuation is at the end: a long context loses its first tokens
+            ids = (context + continuation)[-self._max_len :]
             sequences.append(ids)
-            # nothing stands in front of the first token to predict it by
+            # there is no token before the first one to predict it by
             starts.append(max(len(ids) - len(continuation), 1))
-        found = self._engine.score(sequences, starts)
-        return [(sum(value for value, _ in tokens), all(greedy for _, greedy in tokens)) for tokens in found]
+        scores = self._engine.score(sequences, starts)
+        return [(sum(value for value, _ in tokens), all(greedy for _, greedy in tokens)) for tokens in scores]
 
-    def _how(self, keys: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
+    def _read_sampling(self, keys: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
         until = keys.get("until") or []
         stops = (until,) if isinstance(until, str) else tuple(until)
         temperature = float(keys.get("temperature", 0.0)) if keys.get("do_sample", True) else 0.0
-        most = int(keys.get("max_gen_toks", keys.get("max_new_tokens", _MAX_NEW_TOKENS)))
-        sampling = Sampling(temperature, most, self._settings.stop_token_ids)
+        max_tokens = int(keys.get("max_gen_toks", keys.get("max_new_tokens", _MAX_NEW_TOKENS)))
+        sampling = Sampling(temperature, max_tokens, self._settings.stop_token_ids)
         if temperature:
             sampling = replace(sampling, top_p=float(keys.get("top_p", 1.0)), top_k=int(keys.get("top_k", -1)))
         return sampling, tuple(text for text in stops if text)

@@ -1,4 +1,4 @@
-"""The Megatron model itself as an engine for texts, to check vLLM against: same requests, same answers, own cache.
+"""The Megatron model itself as an inference engine, to compare vLLM with: same requests, same answers, own cache.
 
 Importing this imports Megatron, so `adaptors.apply("train")` must have run.
 """
@@ -19,9 +19,9 @@ from mindspeed_rl.engine.build import BuiltModel, build_model
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights
-from mindspeed_rl.inference.engine_interface import Finish, Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Finish, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
-from mindspeed_rl.inference.text_stream import StopWatch
+from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.rollout.requests import Sampling
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Answer:
-    """One answer that is being made.
+    """An answer in progress.
 
     Attributes:
         index: of its request.
-        most: tokens that it may have.
+        max_tokens: limit of its tokens.
     """
 
     index: int
     request: Request
     generator: torch.Generator
-    watch: StopWatch
-    most: int
+    finder: StopStringFinder
+    max_tokens: int
     count: int = 0
     last: int = 0
     done: bool = False
@@ -52,20 +52,21 @@ class _Answer:
 class MegatronEngine:
     """A Megatron model with a cache of keys and values. All ranks of a replica make the same calls in one order.
 
-    Greedy answers are those of any other engine, up to rounding; drawn ones have generators of their own, which are not vLLM's.
+    Greedy answers are those of any other engine, up to rounding; sampled ones have generators of their own, not vLLM's.
     """
 
     def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Joins the world (a world of one where there is no other), builds the model and loads its weights.
+        """Join the process group (of one process where there is no other), build the model and load its weights.
 
         Args:
-            model: what `open_model(settings.model)` returned.
-            tokenizer: reads the end of an answer for stop strings.
+            settings: of the engine.
+            model: from `open_model(settings.model)`.
+            tokenizer: decodes the end of an answer for stop strings.
 
         Raises:
             ValueError: the layout cannot hold the model.
         """
-        keys = settings.generate_config(model.dtype)
+        keys = settings.build_generate_config(model.dtype)
         if keys.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {keys.dtype}: the Megatron model computes in float32 or bfloat16")
         config = MegatronConfig(
@@ -79,99 +80,100 @@ class MegatronEngine:
                 f"--tensor-parallel-size {settings.tensor_parallel_size}: experts under tensor parallelism need sequence "
                 "parallelism in Megatron, which a pass over one token cannot have; use --pipeline-parallel-size"
             )
-        # who has joined the world leaves it
+        # to leave the process group that it has joined
         self._joined = not dist.is_initialized()
         init_distributed(config, 1)
         built = build_model(config, plan, trainable=False)
-        fill(built, model.named_tensors())
+        fill_parameters(built, model.named_tensors())
         self._model = CachedModel(built)
         self._tokenizer, self._most_rows, self._most_tokens = tokenizer, keys.max_num_seqs, settings.max_model_len
 
     def stream(
         self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
-    ) -> Generator[Piece, None, None]:
-        """See `Engine.stream`. Requests are worked on in batches of prompts of close lengths."""
-        # what is longer than a batch's shortest prompt is read token by token
+    ) -> Generator[Delta, None, None]:
+        """See `Engine.stream`. Batches have prompts of similar lengths."""
+        # tokens after the length of a batch's shortest prompt are read one by one
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         for first in range(0, len(order), self._most_rows):
             answers = [
-                self._begin(index, requests[index], sampling, stop_strings) for index in order[first : first + self._most_rows]
+                self._start_answer(index, requests[index], sampling, stop_strings)
+                for index in order[first : first + self._most_rows]
             ]
             yield from self._batch(answers, sampling)
 
-    def _begin(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
+    def _start_answer(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
         generator = torch.Generator().manual_seed(request.seed)
         room = self._most_tokens - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._most_tokens} (--max-length)"
             )
-        most = min(request.max_tokens or sampling.max_tokens, room)
-        return _Answer(index, request, generator, StopWatch(self._tokenizer, stop_strings), most)
+        max_tokens = min(request.max_tokens or sampling.max_tokens, room)
+        return _Answer(index, request, generator, StopStringFinder(self._tokenizer, stop_strings), max_tokens)
 
-    def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Piece, None, None]:
-        """All sequences go on in step: a shorter prompt has answers where a longer one is still read."""
+    def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Delta, None, None]:
+        """Generate all sequences in step: a shorter prompt has answers while a longer one is still read."""
         prompts = [answer.request.prompt_ids for answer in answers]
-        longest = max(len(prompt) + answer.most for prompt, answer in zip(prompts, answers))
-        self._model.reset(len(answers), longest)
+        max_len = max(len(prompt) + answer.max_tokens for prompt, answer in zip(prompts, answers))
+        self._model.reset(len(answers), max_len)
         # all rows of Megatron's cache are at one position, so one pass reads what all prompts have
         read = min(map(len, prompts))
         logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
         while True:
-            # drawn on the host: every rank draws for itself, and must draw the same token
+            # sampled on the host: every rank samples for itself, and must get the same token
             host = logits.cpu()
             for row, answer in enumerate(answers):
                 if not answer.done and read >= len(prompts[row]):
                     yield self._add(answer, host[row], sampling)
             if all(answer.done for answer in answers):
                 return
-            # answers that are done go on with their last token, and nobody looks at what follows
+            # answers that are done continue with their last token, and the results are ignored
             column = [prompt[read] if read < len(prompt) else answer.last for prompt, answer in zip(prompts, answers)]
             logits = self._model.next_logits(torch.tensor(column)[:, None])
             read += 1
 
-    def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Piece:
-        token, log_prob = draw(logits, sampling, answer.generator, answer.request.allowed_ids)
+    def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
+        token, log_prob = sample_token(logits, sampling, answer.generator, answer.request.allowed_ids)
         answer.count, answer.last = answer.count + 1, token
         finish: Finish | None = None
-        if token in sampling.stop_token_ids or answer.watch.ends([token]):
+        if token in sampling.stop_token_ids or answer.finder.ends([token]):
             finish = "stop"
-        elif answer.count == answer.most:
+        elif answer.count == answer.max_tokens:
             finish = "length"
         answer.done = finish is not None
-        return Piece(answer.index, [token], [log_prob], finish)
+        return Delta(answer.index, [token], [log_prob], finish)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
-        found = []
+        results = []
         for first in range(0, len(prompts), self._most_rows):
             part = prompts[first : first + self._most_rows]
             self._model.reset(len(part), max(map(len, part)))
             log_probs, tokens = self._model.logits_at_ends(part).log_softmax(-1).topk(count)
-            found += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]
-        return found
+            results += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]
+        return results
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
         """See `Engine.score`. One sequence at a time: its logits are as many as its tokens times the vocabulary."""
-        found = []
+        results = []
         for ids, start in zip(sequences, starts):
             self._model.reset(1, len(ids))
             logits = self._model.next_logits(torch.tensor([ids[:-1]]), everywhere=True)[start - 1 :]
             labels = torch.tensor(ids[start:], device=logits.device)
             log_probs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-            found.append(list(zip(log_probs.tolist(), (logits.argmax(-1) == labels).tolist())))
-        return found
+            results.append(list(zip(log_probs.tolist(), (logits.argmax(-1) == labels).tolist())))
+        return results
 
     def close(self) -> None:
-        """Leaves the world that was joined for this engine."""
+        """Leave the process group that was joined for this engine."""
         if self._joined:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
 @torch.no_grad()
-def fill(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Fills this rank's parameters from whole tensors under HF names, of which few are held at a time.
+def fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill this rank's parameters from full tensors under HF names, of which few are in memory at a time.
 
     Raises:
         ValueError: a parameter got no tensor.
@@ -180,47 +182,48 @@ def fill(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
     for weight in list_local_weights(model):
         for name in weight.op.hf:
             waiting.setdefault(name, []).append(weight)
-    held: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for name, tensor in named:
         if name not in waiting:
             continue
-        held[name] = tensor
-        for weight in [weight for weight in waiting[name] if all(part in held for part in weight.op.hf)]:
-            weight.tensor.copy_(weight.op.read_shard(MemorySource(held), weight.num_shards, weight.shard))
+        loaded[name] = tensor
+        for weight in [weight for weight in waiting[name] if all(part in loaded for part in weight.op.hf)]:
+            weight.tensor.copy_(weight.op.read_shard(MemorySource(loaded), weight.num_shards, weight.shard))
             for part in weight.op.hf:
                 waiting[part].remove(weight)
-        for part in [part for part in held if not waiting.get(part)]:
-            del held[part]
+        for part in [part for part in loaded if not waiting.get(part)]:
+            del loaded[part]
             waiting.pop(part, None)
     missing = [name for name, weights in waiting.items() if weights]
     if missing:
         raise ValueError(f"the model has no tensor for {len(missing)} weights, for example {missing[0]}")
 
 
-def draw(
+def sample_token(
     logits: Tensor, sampling: Sampling, generator: torch.Generator, allowed_ids: tuple[int, ...] = ()
 ) -> tuple[int, float]:
-    """(token, its log-prob under the untempered model) of one sequence.
+    """Sample (token, its log-prob under the untempered model) of one sequence.
 
     Args:
         logits: [vocabulary] float32, on the host.
+        sampling: of the answer.
         generator: of this answer alone.
         allowed_ids: tokens to choose from; empty allows all.
     """
     log_probs = logits.log_softmax(-1)
-    kept = logits
+    allowed = logits
     if allowed_ids:
-        kept = torch.full_like(logits, float("-inf"))
-        kept[list(allowed_ids)] = logits[list(allowed_ids)]
+        allowed = torch.full_like(logits, float("-inf"))
+        allowed[list(allowed_ids)] = logits[list(allowed_ids)]
     if sampling.temperature == 0.0:
-        token = int(kept.argmax())
+        token = int(allowed.argmax())
     else:
-        token = int(torch.multinomial(cut(kept / sampling.temperature, sampling).softmax(-1), 1, generator=generator))
+        token = int(torch.multinomial(cut_logits(allowed / sampling.temperature, sampling).softmax(-1), 1, generator=generator))
     return token, float(log_probs[token])
 
 
-def cut(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Tempered logits with those at minus infinity that top-k, top-p and min-p leave out."""
+def cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Set tempered logits to minus infinity where top-k, top-p and min-p leave them out, as vLLM's sampler does."""
     if 0 < sampling.top_k < logits.numel():
         least = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))

@@ -1,4 +1,4 @@
-"""From what the user says to token ids: plain continuation, a chat template of ours, or the tokenizer's own."""
+"""Token ids of prompts: plain continuation, a chat template of this project, or the tokenizer's own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _THOUGHT_MARKS = ("<think>", "</think>")
 
 
 class PromptFormat:
-    """How conversations become prompts, and which tokens end an answer.
+    """The rendering of conversations into prompts, and the tokens that end an answer.
 
     Attributes:
         name: of the template; None continues plain text.
         stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
-        thought_marks: what opens and closes a thought.
+        thought_marks: texts that open and close a thought.
         decoder: for answers; thought marks stay in the text.
-        tools: function schemas that every conversation tells of which brings none.
+        tools: function schemas of every conversation that has none itself.
     """
 
     def __init__(
@@ -43,15 +43,16 @@ class PromptFormat:
         hf_folder: Path | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """Loads the template.
+        """Load the template.
 
         Args:
+            tokenizer: of the model.
             name: a template's name, "hf" for the tokenizer's own, None for plain text.
-            hf_folder: where generation_config.json may be.
+            hf_folder: may contain generation_config.json.
             end_tokens: additional tokens that end an answer.
 
         Raises:
-            ValueError: unknown template, or an end token that the vocabulary does not hold.
+            ValueError: unknown template, or an end token that is not in the vocabulary.
         """
         self.name = name
         self.tokenizer = tokenizer
@@ -78,24 +79,24 @@ class PromptFormat:
 
     @property
     def is_chat(self) -> bool:
-        """True when a template tells speakers apart."""
+        """True when a template separates the speakers."""
         return self._template is not None
 
     def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        """Prompts whose next tokens are the answer.
+        """Return prompts whose next tokens are the answer.
 
         Raises:
-            ValueError: a conversation needs a template and there is none, or the template cannot write it.
+            ValueError: a conversation needs a template and there is none, or the template cannot render it.
         """
         if self._template is None:
             return [self._plain(conversation) for conversation in conversations]
-        told = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
-        renderings = [self._template.render(conversation, self._thinking) for conversation in told]
+        complete = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
+        renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
         encoded = sound(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
 
     def turns(self, *, has_tools: bool) -> ChatTurns:
-        """What the template writes between turns.
+        """Return the rendering of turns by the template.
 
         Raises:
             ValueError: there is no template.
@@ -112,12 +113,12 @@ class PromptFormat:
         return self.tokenizer(conversation.messages[0].content)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole answer, without its end token."""
+        """Return the text of a complete answer, without its end token."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return self.decoder.decode(token_ids[:-1] if ended else token_ids)
 
     def opens_thought(self, prompt_ids: list[int]) -> bool:
-        """True when the prompt ends inside a thought, so that the answer begins with it."""
+        """Return True when the prompt ends inside a thought, so that the answer starts with it."""
         # a mark is a few tokens; the rest of a long prompt need not be decoded
         tail = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
         assert isinstance(tail, str)  # a list for a batch
@@ -125,7 +126,7 @@ class PromptFormat:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None, hf_chat_template: bool) -> str | None:
-    """The template's name that --prompt-type and --hf-chat-template mean.
+    """Return the name of the template that --prompt-type and --hf-chat-template select.
 
     Raises:
         ValueError: both are given, or the tokenizer has no template of its own.
@@ -136,7 +137,7 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None,
 
 
 def _generation_stops(hf_folder: Path | None) -> list[int]:
-    """End tokens that generation_config.json names."""
+    """Read the end tokens in generation_config.json."""
     path = None if hf_folder is None else hf_folder / "generation_config.json"
     stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path is not None and path.is_file() else None
     return [] if stops is None else stops if isinstance(stops, list) else [stops]

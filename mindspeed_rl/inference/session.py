@@ -1,4 +1,4 @@
-"""What is opened before anything is generated: model, tokenizer and template; and the way from there to a running engine."""
+"""Model, tokenizer and template, opened before anything is generated, and the start of the engine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-#: what each needs adapted, and its class
+#: scope of the adaptors and class of each
 _ENGINES: dict[str, tuple[adaptors.Scope, str]] = {
-    "vllm": ("rollout", "mindspeed_rl.inference.vllm_text_engine:InferenceEngine"),
+    "vllm": ("rollout", "mindspeed_rl.inference.vllm_text_engine:VllmTextEngine"),
     "megatron": ("train", "mindspeed_rl.inference.megatron_engine:MegatronEngine"),
 }
-#: a world of one process; it meets nobody, so that any free port does
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+#: a process group of one process, so any free port works
+_SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """What the user says about model, engine and prompts: the flags that generate, chat and evaluate share, under their names.
+    """Configured model, engine and prompts: the flags that generate, chat and evaluate share, under their names.
 
     Attributes:
         hf_cfg_dir: folder of a checkpoint's config.json; None takes `tokenizer_name_or_path` if it has one.
         tokenizer_name_or_path: None takes the model's.
-        max_length: most tokens of prompt and answer; None takes the model's own limit.
+        max_length: limit of the tokens of prompt and answer; None takes the model's own.
         graph: compile and capture graphs.
-        engine: what generates: vLLM, or the Megatron model itself.
+        engine: vLLM, or the Megatron model itself.
         pipeline_model_parallel_size: stages of a Megatron model.
     """
 
@@ -77,11 +77,15 @@ class SessionOptions:
     enable_thinking: Thinking
     add_eos_token: Sequence[str]
 
-    def model_settings(self) -> ModelSettings:
-        """What is to be opened."""
+    def build_model_settings(self) -> ModelSettings:
+        """Return the settings of the model."""
+        folder = None if self.hf_cfg_dir is None else self.hf_cfg_dir.expanduser()
+        if folder is None and self.tokenizer_name_or_path is not None:
+            tokenizer = Path(self.tokenizer_name_or_path).expanduser()
+            folder = tokenizer if (tokenizer / "config.json").is_file() else None
         return ModelSettings(
             load=self.load.expanduser(),
-            hf_folder=self._hf_folder(),
+            hf_folder=folder,
             iteration=self.load_iteration,
             lora_load=None if self.lora_load is None else self.lora_load.expanduser(),
             lora_r=self.lora_r,
@@ -90,19 +94,13 @@ class SessionOptions:
             loosely=self.load_checkpoint_loosely,
         )
 
-    def _hf_folder(self) -> Path | None:
-        if self.hf_cfg_dir is not None:
-            return self.hf_cfg_dir.expanduser()
-        tokenizer = None if self.tokenizer_name_or_path is None else Path(self.tokenizer_name_or_path).expanduser()
-        return tokenizer if tokenizer is not None and (tokenizer / "config.json").is_file() else None
-
 
 @dataclass(frozen=True)
 class Session:
-    """What the options resolve to before the engine starts.
+    """The resolved options before the engine starts.
 
     Attributes:
-        settings: of the engine, with the longest prompt and answer that are allowed.
+        settings: of the engine, with the limit of prompt and answer.
     """
 
     model: ModelFiles
@@ -113,45 +111,45 @@ class Session:
 
     @property
     def max_position(self) -> int:
-        """The model's own limit of prompt + answer."""
+        """The model's own limit of prompt and answer."""
         return self.model.model_config.max_position_embeddings
 
     def needed_length(self, longest_prompt: int, max_new_tokens: int) -> int:
-        """max_model_len for prompts and answers of these lengths.
+        """Return max_model_len for prompts and answers of these lengths.
 
         Raises:
             ValueError: it is more than the model or --max-length allows.
         """
-        most = self.settings.max_model_len
-        if longest_prompt >= most:
+        max_len = self.settings.max_model_len
+        if longest_prompt >= max_len:
             raise ValueError(
-                f"the longest prompt has {longest_prompt} tokens, but prompt and answer together may have {most} "
+                f"the longest prompt has {longest_prompt} tokens, but prompt and answer together may have {max_len} "
                 "(--max-length, or the model's max_position_embeddings)"
             )
-        return min(longest_prompt + max_new_tokens, most)
+        return min(longest_prompt + max_new_tokens, max_len)
 
     @contextlib.contextmanager
-    def running_engine(self, *, max_model_len: int, most_log_probs: int) -> Iterator[Engine]:
-        """The engine, built and loaded; it ends with the block.
+    def running_engine(self, *, max_model_len: int, max_log_probs: int) -> Iterator[Engine]:
+        """Build the engine and load its weights; it ends with the block.
 
         Args:
-            max_model_len: longest prompt + answer that is needed.
-            most_log_probs: see `EngineSettings`.
+            max_model_len: needed limit of prompt and answer.
+            max_log_probs: see `EngineSettings`.
         """
-        settings = replace(self.settings, max_model_len=max_model_len, most_log_probs=most_log_probs)
+        settings = replace(self.settings, max_model_len=max_model_len, max_log_probs=max_log_probs)
         if settings.num_devices > 1:
-            # brings Ray, which one device does without
-            from mindspeed_rl.inference.engine_group import engine_group
+            # imports Ray, which one device does not need
+            from mindspeed_rl.inference.engine_group import running_engine_group
 
-            with engine_group(settings, self.platform_name) as engine:
+            with running_engine_group(settings, self.platform_name) as engine:
                 yield engine
         else:
             scope, target = _ENGINES[settings.kind]
             adaptors.apply(scope)
             if scope == "train":
                 adaptors.configure(MegatronConfig())
-                os.environ.update(_ALONE)
-            # by name: it imports vLLM or Megatron, which want their adaptors and the platform's environment first
+                os.environ.update(_SINGLE_PROCESS)
+            # by name: it imports vLLM or Megatron, which need their adaptors and the platform's environment first
             engine: Engine = registry.load(target, f"--engine {settings.kind}")(settings, self.model, self.tokenizer)
             try:
                 yield engine
@@ -159,8 +157,8 @@ class Session:
                 engine.close()
 
 
-def _shape(model: ModelFiles) -> EngineShape:
-    """The model as the limits of the engine look at it."""
+def _build_shape(model: ModelFiles) -> EngineShape:
+    """Return the model's sizes for the limits of the engine."""
     model_config = model.model_config
     latent = model_config.multi_latent_attention and model_config.kv_lora_rank and model_config.qk_pos_emb_head_dim
     return EngineShape(
@@ -176,19 +174,19 @@ def _shape(model: ModelFiles) -> EngineShape:
 
 
 def open_session(options: SessionOptions) -> Session:
-    """Opens model, tokenizer and template, and fits this process to its platform; nothing large is read yet.
+    """Open model, tokenizer and template, and set up this process for its platform; nothing large is read yet.
 
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
     device = platform.select(options.platform)
     for name, value in device.worker_env().items():
-        # what the user's environment says wins
+        # the user's environment wins
         os.environ.setdefault(name, value)
     if options.graph:
-        # the CPU platform's environment switches off the compilation that is asked for here
+        # the CPU platform's environment switches off the compilation that --graph needs
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    model_settings = options.model_settings()
+    model_settings = options.build_model_settings()
     model = open_model(model_settings)
     heads = model.model_config.num_attention_heads
     if heads % options.tensor_parallel_size:
@@ -206,14 +204,14 @@ def open_session(options: SessionOptions) -> Session:
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
     )
-    longest = options.max_length or model.model_config.max_position_embeddings
-    request = EngineRequest(options.tensor_parallel_size, longest, "--tensor-parallel-size", "--max-length")
-    if options.engine == "vllm" and (found := list(engine_obstacles(_shape(model), request, device.name))):
-        raise ValueError("; ".join(obstacle.message for obstacle in found))
+    max_len = options.max_length or model.model_config.max_position_embeddings
+    request = EngineRequest(options.tensor_parallel_size, max_len, "--tensor-parallel-size", "--max-length")
+    if options.engine == "vllm" and (obstacles := list(engine_obstacles(_build_shape(model), request, device.name))):
+        raise ValueError("; ".join(obstacle.message for obstacle in obstacles))
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
-        max_model_len=longest,
+        max_model_len=max_len,
         dtype=options.dtype,
         kind=options.engine,
         pipeline_parallel_size=options.pipeline_model_parallel_size,

@@ -1,4 +1,4 @@
-"""Runs benchmarks on an engine: prompts, answers, scores, and a table that says everything that was counted."""
+"""Benchmarks on an engine: prompts, answers, scores, and a table with all counts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 from mindspeed_rl.inference.engine_interface import Answer, Engine, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.tasks.task import Question, Task
-from mindspeed_rl.inference.text_stream import cut_at, split_thought
+from mindspeed_rl.inference.text_stream import cut_at_stop, split_thought
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 _SCORING_LIMIT_S = 30.0
-_MOST_SCORING_WORKERS = 4
+_MAX_SCORING_WORKERS = 4
 
 
-class TaskFailed(RuntimeError):
-    """A task has no score; the message says why."""
+class TaskError(RuntimeError):
+    """A task has no score; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What holds for all tasks.
+    """Settings of all tasks.
 
     Attributes:
         sampling: temperature and cut-offs; its max_tokens is each task's own.
         num_return: answers to each question; the score is the mean over all of them.
-        max_samples: most questions of a task, spread over its subjects; None takes all.
-        max_model_len: most tokens of prompt and answer.
+        max_samples: limit of the questions of a task, spread over its subjects; None takes all.
+        max_model_len: limit of the tokens of prompt and answer.
     """
 
     sampling: Sampling
@@ -50,6 +50,7 @@ class PreparedTask:
 
     Attributes:
         prompts: tokens of each question.
+        allowed: first token -> choice of each question; empty without choices.
         dropped_shots: examples that were left out because prompts were too long.
     """
 
@@ -65,23 +66,24 @@ class PreparedTask:
         return 1 if all(self.allowed) else self.task.max_new_tokens
 
     @property
-    def longest_prompt(self) -> int:
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
 
 
 @dataclass
 class TaskScore:
-    """What came out of a task.
+    """Result of a task.
 
     Attributes:
         right, total: answers.
         groups: subject -> [right, total].
         solved: questions with at least one right answer, of `num_questions`.
         unscored: answers that the scorer could not score (counted as wrong), by reason.
-        pass_at: number of answers k -> estimated share of questions that k answers solve; where there are several answers.
-        majority: share of questions whose most frequent answer is right; None where answers cannot be compared.
+        pass_at: number of answers k -> estimated fraction of questions that k answers solve; where there are several answers.
+        majority: fraction of questions whose most frequent answer is right; None where answers cannot be compared.
         cut_off: answers that the token limit ended.
-        notes: what scorers say besides, such as missing isolation of the sandbox.
+        notes: further messages of scorers, such as missing isolation of the sandbox.
     """
 
     task: str
@@ -102,7 +104,7 @@ class TaskScore:
 
     @property
     def accuracy(self) -> float:
-        """Right answers among all."""
+        """Fraction of right answers."""
         return self.right / self.total
 
     @property
@@ -111,21 +113,21 @@ class TaskScore:
         return sum(right / total for right, total in self.groups.values()) / len(self.groups)
 
     def record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return all fields, for JSON."""
         groups = {
             name: {"accuracy": right / total, "right": right, "total": total} for name, (right, total) in self.groups.items()
         }
         return {"accuracy": self.accuracy, "group_mean": self.group_mean, **asdict(self), "groups": groups}
 
 
-def prepare(task: Task, prompt_format: PromptFormat, settings: EvaluationSettings) -> PreparedTask:
-    """Reads the task's data and makes its prompts; examples are left out, first ones first, where a prompt is too long.
+def prepare_task(task: Task, prompt_format: PromptFormat, settings: EvaluationSettings) -> PreparedTask:
+    """Read the task's data and build its prompts; where a prompt is too long, examples are left out, first ones first.
 
     Raises:
         ValueError: the data is not as the task needs it, or a prompt is too long even without examples.
     """
     template = task.options.instruction_template or ""
-    questions = [replace(question, template=template) for question in _chosen(task.questions(), settings.max_samples)]
+    questions = [replace(question, template=template) for question in _select_questions(task.questions(), settings.max_samples)]
     if not questions:
         raise ValueError(f"{task.name}: {task.path} has no questions")
     room = settings.max_model_len - (1 if all(question.choices for question in questions) else task.max_new_tokens)
@@ -133,74 +135,74 @@ def prepare(task: Task, prompt_format: PromptFormat, settings: EvaluationSetting
     prompts = prompt_format.encode([question.as_conversation(chat=chat) for question in questions])
     dropped = 0
     for row, question in enumerate(questions):
-        left = len(question.shots)
-        while len(prompts[row]) > room and left:
-            left, dropped = left - 1, dropped + 1
-            prompts[row] = prompt_format.encode([question.as_conversation(chat=chat, num_shots=left)])[0]
+        num_shots = len(question.shots)
+        while len(prompts[row]) > room and num_shots:
+            num_shots, dropped = num_shots - 1, dropped + 1
+            prompts[row] = prompt_format.encode([question.as_conversation(chat=chat, num_shots=num_shots)])[0]
         if len(prompts[row]) > room:
             raise ValueError(
-                f"{task.name}: a question has {len(prompts[row])} tokens; {max(room, 0)} fit beside the answer in "
+                f"{task.name}: a question has {len(prompts[row])} tokens; {max(room, 0)} fit with the answer in "
                 f"{settings.max_model_len} (--max-length, --max-new-tokens)"
             )
     first_tokens: dict[tuple[str, ...], dict[int, str]] = {}
     for question in questions:
         if question.choices and question.choices not in first_tokens:
-            first_tokens[question.choices] = choice_tokens(prompt_format, question.choices)
+            first_tokens[question.choices] = find_choice_tokens(prompt_format, question.choices)
     allowed = [first_tokens.get(question.choices, {}) for question in questions]
     return PreparedTask(task, questions, prompts, allowed, dropped)
 
 
-def _chosen(questions: list[Question], count: int | None) -> list[Question]:
-    """The first questions of every subject in turn, `count` in all, in their own order."""
+def _select_questions(questions: list[Question], count: int | None) -> list[Question]:
+    """Return the first questions of every subject in turn, `count` in all, in their own order."""
     if count is None or count >= len(questions):
         return questions
     groups: dict[str, list[int]] = {}
     for row, question in enumerate(questions):
         groups.setdefault(question.group, []).append(row)
     depth = max(map(len, groups.values()))
-    turns = [rows[place] for place in range(depth) for rows in groups.values() if place < len(rows)]
+    turns = [rows[index] for index in range(depth) for rows in groups.values() if index < len(rows)]
     return [questions[row] for row in sorted(turns[:count])]
 
 
-def choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[int, str]:
-    """First token -> choice, with and without a blank before the word, where these tell all choices apart.
+def find_choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[int, str]:
+    """Return first token -> choice, with and without a blank before the word, where these differ for all choices.
 
     Raises:
-        ValueError: the tokenizer begins two choices with the same token.
+        ValueError: in the tokenizer two choices start with the same token.
     """
-    found: dict[int, str] = {}
-    # a plain "Answer:" is followed by a word with its blank, a chat's turn begins without
+    choice_by_token: dict[int, str] = {}
+    # after a plain "Answer:" comes a word with its blank, a chat's turn starts without
     for blank in (" ", ""):
         firsts = [prompt_format.tokenizer(f"{blank}{choice}", add_special_tokens=False)["input_ids"][0] for choice in choices]
         if len(set(firsts)) == len(choices):
-            found |= dict(zip(firsts, choices))
-    if not found:
+            choice_by_token |= dict(zip(firsts, choices))
+    if not choice_by_token:
         raise ValueError(
             f"the tokenizer begins {' and '.join(choices)} with the same token; --chain-of-thought reads whole answers"
         )
-    return found
+    return choice_by_token
 
 
-def _answers(
+def _answer(
     engine: Engine, requests: Sequence[Request], are_choices: bool, sampling: Sampling, stops: Sequence[str]
 ) -> dict[int, Answer]:
-    """Number of the request -> answer, of the requests for a choice or of the others."""
-    numbers = [number for number, request in enumerate(requests) if bool(request.allowed_ids) == are_choices]
-    if not numbers:
+    """Return answers by index of the request, for the requests for a choice or for the others."""
+    indexes = [index for index, request in enumerate(requests) if bool(request.allowed_ids) == are_choices]
+    if not indexes:
         return {}
-    return dict(zip(numbers, collect(engine.stream([requests[number] for number in numbers], sampling, stops), len(numbers))))
+    return dict(zip(indexes, collect(engine.stream([requests[index] for index in indexes], sampling, stops), len(indexes))))
 
 
 def run_task(
     engine: Engine, prepared: PreparedTask, prompt_format: PromptFormat, settings: EvaluationSettings
 ) -> tuple[TaskScore, list[dict[str, Any]]]:
-    """The score, and one record for each answer.
+    """Return the score, and one record for each answer.
 
     Raises:
-        TaskFailed: no answer could be scored.
+        TaskError: no answer could be scored.
     """
     task = prepared.task
-    # the most likely token is the same in every draw
+    # the most likely token is the same in every sample
     num_return = 1 if all(prepared.allowed) else settings.num_return
     requests = [
         Request(
@@ -212,12 +214,12 @@ def run_task(
         for row, (prompt, allowed) in enumerate(zip(prepared.prompts, prepared.allowed))
         for sample in range(num_return)
     ]
-    # a chat ends its turn itself; a model that continues text would go on to a question of its own
+    # a chat ends its turn itself; a model that continues text would continue with a question of its own
     stops = () if prompt_format.is_chat else task.stop_strings
     start = time.perf_counter()
-    # the first token of a choice is the most likely one, however other answers are drawn
-    answers = _answers(engine, requests, True, Sampling(0.0, task.max_new_tokens, ()), stops)
-    answers |= _answers(engine, requests, False, settings.sampling, stops)
+    # the first token of a choice is the most likely one, whatever the sampling of other answers
+    answers = _answer(engine, requests, True, Sampling(0.0, task.max_new_tokens, ()), stops)
+    answers |= _answer(engine, requests, False, settings.sampling, stops)
     seconds = time.perf_counter() - start
     score = TaskScore(
         task.name,
@@ -227,18 +229,20 @@ def run_task(
         tokens=sum(len(answer.token_ids) for answer in answers.values()),
         generate_s=seconds,
     )
-    records = [_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in sorted(answers.items())]
+    records = [
+        _build_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in sorted(answers.items())
+    ]
     _score(prepared, score, records)
     _count(score, records)
     if num_return > 1:
-        _several(score, task, records, num_return)
+        _add_statistics(score, task, records, num_return)
     return score, records
 
 
-def _record(
+def _build_record(
     prepared: PreparedTask, prompt_format: PromptFormat, row: int, answer: Answer, stops: Sequence[str]
 ) -> dict[str, Any]:
-    """An answer beside its question; `right` is filled in by the scoring."""
+    """Return an answer with its question; the scoring adds `right`."""
     question, allowed = prepared.questions[row], prepared.allowed[row]
     common = {
         "task": prepared.task.name,
@@ -251,13 +255,13 @@ def _record(
     if allowed:
         return {**common, "response": allowed[answer.token_ids[0]], "finish_reason": "stop"}
     thinking = prompt_format.opens_thought(prepared.prompts[row])
-    text = cut_at(prompt_format.decode(answer.token_ids), stops)
+    text = cut_at_stop(prompt_format.decode(answer.token_ids), stops)
     thought, text = split_thought(text, prompt_format.thought_marks, thinking=thinking)
     return {**common, **({"thought": thought} if thought else {}), "response": text, "finish_reason": answer.finish}
 
 
 def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any]]) -> None:
-    """Sets `right` (and `error`) of every record."""
+    """Set `right` (and `error`) of every record."""
     open_records = []
     for record in records:
         if prepared.allowed[record["index"]]:
@@ -267,13 +271,24 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
     if not open_records:
         return
     task = prepared.task
-    samples = [_sample(prepared, record) for record in open_records]
-    workers = min(_MOST_SCORING_WORKERS, os.cpu_count() or 1, len(samples))
+    samples = []
+    for record in open_records:
+        question = prepared.questions[record["index"]]
+        samples.append(
+            RewardSample(
+                prompt=question.text,
+                response=task.response(question, record["response"]),
+                label=question.label,
+                columns=question.columns,
+                truncated=record["finish_reason"] == "length",
+            )
+        )
+    workers = min(_MAX_SCORING_WORKERS, os.cpu_count() or 1, len(samples))
     settings = RewardSettings(
         max_tokens=max(task.max_new_tokens, 1),
         reward_timeout_s=_SCORING_LIMIT_S,
         num_reward_workers=workers,
-        # no share of failures ends it: they are counted, and shown beside the score
+        # no fraction of failures ends it: they are counted, and shown with the score
         reward_failure_limit=1.0,
         external_plugins=task.options.external_plugins,
     )
@@ -288,22 +303,11 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
         notes |= {f"{name.rpartition('/')[2]}: {text}": None for name, text in result.notes.items()}
     score.notes = list(notes)
     if all(result.failed for result in results):
-        raise TaskFailed(f"{task.name}: {task.scorer} could score no answer; for example {results[0].error}")
+        raise TaskError(f"{task.name}: {task.scorer} could score no answer; for example {results[0].error}")
 
 
-def _sample(prepared: PreparedTask, record: dict[str, Any]) -> RewardSample:
-    question = prepared.questions[record["index"]]
-    return RewardSample(
-        prompt=question.text,
-        response=prepared.task.response(question, record["response"]),
-        label=question.label,
-        columns=question.columns,
-        truncated=record["finish_reason"] == "length",
-    )
-
-
-def _several(score: TaskScore, task: Task, records: list[dict[str, Any]], num_return: int) -> None:
-    """Sets pass@k for k = 1, 2, 4 ... and the majority vote, over `num_return` answers to each question."""
+def _add_statistics(score: TaskScore, task: Task, records: list[dict[str, Any]], num_return: int) -> None:
+    """Set pass@k for k = 1, 2, 4 ... and the majority vote, over `num_return` answers to each question."""
     groups = [records[start : start + num_return] for start in range(0, len(records), num_return)]
     counts = [sum(record["right"] for record in group) for group in groups]
     sizes = [1 << power for power in range(num_return.bit_length()) if 1 << power <= num_return]
@@ -312,13 +316,13 @@ def _several(score: TaskScore, task: Task, records: list[dict[str, Any]], num_re
     }
     votes = [[task.vote(record["response"]) for record in group] for group in groups]
     if all(vote is not None for group in votes for vote in group):
-        winners = [Counter(group).most_common(1)[0][0] for group in votes]  # of equals the first one that was given
+        winners = [Counter(group).most_common(1)[0][0] for group in votes]  # of equal counts the first answer
         right = [group[vote.index(winner)]["right"] for group, vote, winner in zip(groups, votes, winners)]
         score.majority = sum(right) / len(groups)
 
 
 def pass_at(num_answers: int, num_right: int, k: int) -> float:
-    """The chance that one of k answers drawn from these is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374."""
+    """Return the probability that one of k answers of these is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374."""
     return 1.0 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
 
@@ -340,7 +344,7 @@ def _count(score: TaskScore, records: list[dict[str, Any]]) -> None:
 
 
 def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
-    """One line a task: accuracy, counts, what went wrong."""
+    """Return one line a task: accuracy, counts, failures."""
     header = ("task", "accuracy", "right / total", "subjects", "subject mean", "cut off", "unscored", "tokens/s")
     lines = [
         (
@@ -355,7 +359,7 @@ def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
         )
         for score in scores
     ]
-    widths = [max(len(line[place]) for line in (header, *lines)) for place in range(len(header))]
+    widths = [max(map(len, cells)) for cells in zip(header, *lines)]
 
     def row(cells: Sequence[str]) -> str:
         first = cells[0].ljust(widths[0])
@@ -366,7 +370,7 @@ def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
 
 
 def group_table(score: TaskScore) -> str:
-    """One line a subject, for tasks that have several."""
+    """Return one line a subject, for tasks that have several."""
     width = max(map(len, score.groups))
     return "\n".join(
         f"  {name.ljust(width)}  {right / total:7.2%}  {right} / {total}"

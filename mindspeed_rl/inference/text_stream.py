@@ -1,4 +1,4 @@
-"""From tokens that arrive one by one to text that can be shown."""
+"""Text of tokens that arrive one by one: decoding, thoughts, stop strings."""
 
 from __future__ import annotations
 
@@ -9,100 +9,102 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-Kind = Literal["thought", "answer", "aside"]
+Kind = Literal["thought", "answer", "tools"]
 
 
 class TextDecoder:
-    """Tokens to text without special tokens, but with those that are named: some tokenizers count thought marks among them."""
+    """Decodes tokens without special ones, except those in `keep`: in some tokenizers thought marks are special."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
-        self._kept = {number: token.content for number, token in added.items() if token.special and token.content in keep}
+        self._marks_by_id = {index: token.content for index, token in added.items() if token.special and token.content in keep}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text."""
+        """Return the text."""
         parts: list[str] = []
         start = 0
-        for place, token in enumerate(token_ids):
-            if token in self._kept:
-                parts += [self._plain(token_ids[start:place]), self._kept[token]]
-                start = place + 1
-        return "".join([*parts, self._plain(token_ids[start:])])
+        for index, token in enumerate(token_ids):
+            if token in self._marks_by_id:
+                parts += [self._decode_plain(token_ids[start:index]), self._marks_by_id[token]]
+                start = index + 1
+        return "".join([*parts, self._decode_plain(token_ids[start:])])
 
-    def _plain(self, token_ids: Sequence[int]) -> str:
+    def _decode_plain(self, token_ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)  # a list for a batch
         return text
 
 
 class IncrementalText:
-    """The text of a growing token sequence, in pieces that add up to the decoded whole; half characters wait for their rest."""
+    """Text of a growing token sequence, in parts that join to the decoded text; incomplete characters wait for their tokens."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
         self._ids: list[int] = []
-        self._start = 0  # decoding begins here: far enough back that blanks between tokens come out right
-        self._shown = 0  # tokens whose text was handed out
+        self._start = 0  # decoding starts here: early enough for correct blanks between tokens
+        self._shown = 0  # tokens whose text was returned
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Takes new tokens and returns the text that is complete with them."""
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and return the text that is complete with them."""
         self._ids += token_ids
-        before, now = self._texts()
+        before, now = self._decode_tail()
         if now.endswith(_INCOMPLETE) or len(now) <= len(before):
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return now[len(before) :]
 
     def finish(self) -> str:
-        """The rest, without a character that was never completed."""
-        before, now = self._texts()
+        """Return the remaining text, without an incomplete character."""
+        before, now = self._decode_tail()
         self._start = self._shown = len(self._ids)
         return now[len(before) :].rstrip(_INCOMPLETE)
 
-    def _texts(self) -> tuple[str, str]:
+    def _decode_tail(self) -> tuple[str, str]:
         ids = self._ids[self._start :]
         return self._decoder.decode(ids[: self._shown - self._start]), self._decoder.decode(ids)
 
 
 class ThoughtSplitter:
-    """Tells thoughts from answers in a stream of text. The marks themselves and blanks right behind them are left out.
+    """Splits a stream of text into thoughts and answers, without the marks and the blanks after them.
 
     Args:
-        marks: what opens and closes a thought, such as <think> and </think>.
-        thinking: True when the prompt has opened a thought already.
+        marks: the text that opens a thought and the one that closes it, such as <think> and </think>.
+        thinking: True when the prompt has already opened a thought.
     """
 
     def __init__(self, marks: tuple[str, str], *, thinking: bool = False) -> None:
         self._marks = marks
         self._thinking = thinking
-        self._held = ""
+        self._waiting = ""
         self._skip_blanks = thinking
 
-    def feed(self, text: str) -> list[tuple[Kind, str]]:
-        """The parts that are certain now; text that may be the beginning of a mark waits."""
-        self._held += text
+    def add(self, text: str) -> list[tuple[Kind, str]]:
+        """Add text and return the parts that are certain now; text that may start a mark waits."""
+        self._waiting += text
         parts: list[tuple[Kind, str]] = []
         while True:
             mark = self._marks[1] if self._thinking else self._marks[0]
-            before, found, after = self._held.partition(mark)
-            if not found:
+            before, separator, after = self._waiting.partition(mark)
+            if not separator:
                 break
-            self._hand_out(before, parts)
-            self._held, self._thinking, self._skip_blanks = after, not self._thinking, True
-        kept = _overlap(self._held, mark)
-        self._hand_out(self._held[: len(self._held) - kept], parts)
-        self._held = self._held[len(self._held) - kept :]
+            self._append(before, parts)
+            self._waiting, self._thinking, self._skip_blanks = after, not self._thinking, True
+        # the longest end of the text with which the mark starts
+        sizes = range(min(len(self._waiting), len(mark) - 1), 0, -1)
+        overlap = next((size for size in sizes if self._waiting.endswith(mark[:size])), 0)
+        self._append(self._waiting[: len(self._waiting) - overlap], parts)
+        self._waiting = self._waiting[len(self._waiting) - overlap :]
         return parts
 
     def finish(self) -> list[tuple[Kind, str]]:
-        """What was waiting."""
+        """Return the text that was waiting."""
         parts: list[tuple[Kind, str]] = []
-        self._hand_out(self._held, parts)
-        self._held = ""
+        self._append(self._waiting, parts)
+        self._waiting = ""
         return parts
 
-    def _hand_out(self, text: str, parts: list[tuple[Kind, str]]) -> None:
+    def _append(self, text: str, parts: list[tuple[Kind, str]]) -> None:
         if self._skip_blanks:
             text = text.lstrip()
             self._skip_blanks = not text
@@ -110,36 +112,31 @@ class ThoughtSplitter:
             parts.append(("thought" if self._thinking else "answer", text))
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that the mark begins with."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
-
-
 def split_thought(text: str, marks: tuple[str, str], *, thinking: bool = False) -> tuple[str, str]:
-    """(thought, answer) of a whole text."""
+    """Split a complete text into (thought, answer)."""
     splitter = ThoughtSplitter(marks, thinking=thinking)
-    parts = splitter.feed(text) + splitter.finish()
-    thought = "".join(piece for kind, piece in parts if kind == "thought")
-    return thought, "".join(piece for kind, piece in parts if kind == "answer")
+    parts = splitter.add(text) + splitter.finish()
+    thought = "".join(part for kind, part in parts if kind == "thought")
+    return thought, "".join(part for kind, part in parts if kind == "answer")
 
 
-def cut_at(text: str, stop_strings: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    ends = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """Return the text before the first stop string."""
+    ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
-class StopWatch:
-    """Of one answer."""
+class StopStringFinder:
+    """Finds a stop string in the text of one answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self._tokenizer, self._strings = tokenizer, strings
-        # a token has at least one byte, so a stop string lies in as many tokens as it has bytes
+        # a token has at least one byte, so a stop string has at most as many tokens as bytes
         self._window = max((len(text.encode()) for text in strings), default=0) + 1
         self._tail: list[int] = []
 
     def ends(self, token_ids: Sequence[int]) -> bool:
-        """True when the answer holds a stop string with these tokens added."""
+        """Return True when the answer has a stop string with these tokens added."""
         if not self._strings:
             return False
         self._tail += token_ids

@@ -1,4 +1,4 @@
-"""The rollout engine, with weights from disk, as an engine for texts: streaming, stop strings, next-token distributions.
+"""The rollout engine, with weights from disk, for inference: streaming, stop strings, next-token distributions.
 
 Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from mindspeed_rl.inference.engine_interface import Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
-from mindspeed_rl.inference.text_stream import StopWatch
+from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -30,36 +30,37 @@ class VllmTextEngine(VllmEngine):
     def __init__(
         self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase, *, run_id: str | None = None
     ) -> None:
-        """Builds the engine and loads the weights.
+        """Build the engine and load the weights.
 
         Args:
-            model: what `open_model(settings.model)` returned.
-            tokenizer: reads the end of an answer for stop strings.
+            settings: of the engine.
+            model: from `open_model(settings.model)`.
+            tokenizer: decodes the end of an answer for stop strings.
             run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
         """
-        config = settings.generate_config(model.dtype)
+        config = settings.build_generate_config(model.dtype)
         bytes_per_value = 4 if config.dtype == "float32" else 2
         super().__init__(
             model.hf_folder,
             config,
-            # a stand-in: every request here brings its own
+            # unused: every request has its own
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
             run_id=run_id or uuid.uuid4().hex[:12],
             kv_bytes_per_token=kv_bytes_per_token(model.model_config, bytes_per_value),
-            # log-probs are the untempered model's; vLLM refuses to give more of them than were announced
-            engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
+            # log-probs are the untempered model's; vLLM refuses to return more of them than were announced
+            engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.max_log_probs},
         )
         self._tokenizer = tokenizer
-        self._num_started = 0
+        self._num_requests = 0
         self.load_weights(model.named_tensors(), version=0)
 
     def stream(
         self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[Delta, None, None]:
         """See `Engine.stream`."""
         engine = self._llm.llm_engine
-        numbers: dict[str, int] = {}
-        ends = [StopWatch(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
+        indexes: dict[str, int] = {}
+        finders = [StopStringFinder(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
         for index, request in enumerate(requests):
             params = SamplingParams(
                 temperature=sampling.temperature,
@@ -71,29 +72,30 @@ class VllmTextEngine(VllmEngine):
                 # vLLM refuses an empty list
                 allowed_token_ids=list(request.allowed_ids) or None,
                 seed=request.seed,
-                # that of the drawn token alone
+                # that of the sampled token alone
                 logprobs=0,
-                # text and stop strings are made of tokens here, alike for every engine (text_stream, stop_watch)
+                # text_stream makes text and stop strings of tokens, alike for every engine
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            name = str(self._num_started)
-            self._num_started += 1
+            name = str(self._num_requests)
+            self._num_requests += 1
             engine.add_request(name, _prompt(request.prompt_ids), params)
-            numbers[name] = index
+            indexes[name] = index
         try:
-            while numbers:
+            while indexes:
                 for output in engine.step():
-                    piece = _piece(numbers[output.request_id], output)
-                    if piece.finish is None and ends and ends[piece.index].ends(piece.token_ids):
+                    assert isinstance(output, RequestOutput)
+                    delta = _build_delta(indexes[output.request_id], output)
+                    if delta.finish is None and finders and finders[delta.index].ends(delta.token_ids):
                         engine.abort_request([output.request_id])
-                        piece = Piece(piece.index, piece.token_ids, piece.log_probs, "stop")
-                    if piece.finish is not None:
-                        del numbers[output.request_id]
-                    yield piece
+                        delta = Delta(delta.index, delta.token_ids, delta.log_probs, "stop")
+                    if delta.finish is not None:
+                        del indexes[output.request_id]
+                    yield delta
         finally:
-            if numbers:
-                engine.abort_request(list(numbers))
+            if indexes:
+                engine.abort_request(list(indexes))
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
@@ -102,24 +104,24 @@ class VllmTextEngine(VllmEngine):
         found = []
         for output in outputs:
             log_probs = output.outputs[0].logprobs
-            assert log_probs is not None  # they were asked for
+            assert log_probs is not None  # they were requested
             ranked = sorted(((token, entry.logprob) for token, entry in log_probs[0].items()), key=lambda item: -item[1])
             found.append(ranked[:count])
         return found
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
-        """See `Engine.score`; one token less than the longest sequence fits, because vLLM wants to generate one."""
+        """See `Engine.score`; one token less than the longest sequence fits, because vLLM generates one."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._llm.generate([_prompt(list(ids)) for ids in sequences], params, use_tqdm=False)
         found = []
         for ids, start, output in zip(sequences, starts, outputs):
-            assert output.prompt_logprobs is not None  # they were asked for
-            entries = [(output.prompt_logprobs[place], ids[place]) for place in range(start, len(ids))]
+            assert output.prompt_logprobs is not None  # they were requested
+            entries = [(output.prompt_logprobs[index], ids[index]) for index in range(start, len(ids))]
             found.append([(entry[token].logprob, entry[token].rank == 1) for entry, token in entries if entry is not None])
         return found
 
     def close(self) -> None:
-        """Nothing to end: the engine lives in this process."""
+        """Do nothing: the engine ends with this process."""
 
 
 def _prompt(token_ids: list[int]) -> TokensPrompt:
@@ -127,9 +129,9 @@ def _prompt(token_ids: list[int]) -> TokensPrompt:
     return cast("TokensPrompt", {"prompt_token_ids": token_ids})
 
 
-def _piece(index: int, output: Any) -> Piece:
+def _build_delta(index: int, output: RequestOutput) -> Delta:
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(sample.logprobs or (), token_ids)]
+    log_probs = [step[token].logprob for step, token in zip(sample.logprobs or (), token_ids) if step is not None]
     finish = None if sample.finish_reason is None else "length" if sample.finish_reason == "length" else "stop"
-    return Piece(index, token_ids, log_probs, finish)
+    return Delta(index, token_ids, log_probs, finish)

@@ -26,11 +26,11 @@ TASKS: dict[str, str] = {
 }
 
 
-def task_class(name: str) -> type[Task]:
-    """The class of a task by name, or one of the user's own by "module:Class".
+def load_task_class(name: str) -> type[Task]:
+    """Load the class of a task by name, or your own by "module:Class".
 
     Raises:
-        ValueError: unknown name (the message lists the known ones and the nearest), or no such class, or one that is no task.
+        ValueError: unknown name (the message has the known ones and the nearest), no such class, or one that is no task.
     """
     subject = f"--task {name}"
     hint = "or module:Class of your own; jsonl takes any questions with labels"

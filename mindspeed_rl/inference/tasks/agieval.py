@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.files import column, data_files, rows_of, split_files, subject_of
+from mindspeed_rl.inference.tasks.files import column, find_data_files, find_split_files, parse_subject, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.rewards.answers.equality import is_same_answer
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer, list_accepted_answers
@@ -17,11 +17,11 @@ _CHINESE = ("gaokao", "jec-qa", "logiqa-zh")
 
 
 def score(response: str, label: Any, has_options: bool) -> float:
-    """1.0 if the chosen letters are the label's, or the final answer is the same as mathematics, else 0.0."""
+    """Return 1.0 if the chosen letters are the label's, or the final answer is mathematically equal, else 0.0."""
     if has_options:
         return multiple_choice(response, label)
     answer = extract_final_answer(response)
-    return float(bool(answer) and any(is_same_answer(answer, wanted) for wanted in list_accepted_answers(label)))
+    return float(bool(answer) and any(is_same_answer(answer, accepted) for accepted in list_accepted_answers(label)))
 
 
 class AgiEval(Task):
@@ -41,11 +41,11 @@ class AgiEval(Task):
 
     def questions(self) -> list[Question]:
         if self.num_shots:
-            raise ValueError(f"agieval: --num-shots {self.num_shots}; the data has no examples beside its questions")
-        files = [self.path] if self.path.is_file() else split_files(self.path, ("test",)) or data_files(self.path)
+            raise ValueError(f"agieval: --num-shots {self.num_shots}; the data has no examples")
+        files = [self.path] if self.path.is_file() else find_split_files(self.path, ("test",)) or find_data_files(self.path)
         if not files:
             raise ValueError(f"agieval: {self.path} has no <exam>.jsonl files")
-        return [self._question(row, where, subject_of(file)) for file in files for where, row in rows_of(file)]
+        return [self._question(row, where, parse_subject(file)) for file in files for where, row in read_data_rows(file)]
 
     def _question(self, row: Mapping[str, Any], where: str, exam: str) -> Question:
         chinese = (self.options.language or ("zh" if exam.startswith(_CHINESE) else "en")) == "zh"
@@ -63,7 +63,7 @@ class AgiEval(Task):
         label = "".join(sorted(set(str(column(row, ("label", "answer"), where)).upper()) & set(_LETTERS)))
         if not label or set(label) - set(letters):
             raise ValueError(f"{where}: the label {row.get('label')!r} is none of {', '.join(letters)}")
-        lines = [f"{letter}. {_without_letter(option, letter)}" for letter, option in zip(letters, options)]
+        lines = [f"{letter}. {_remove_letter(option, letter)}" for letter, option in zip(letters, options)]
         reasons = self.options.chain_of_thought
         in_words = len(label) > 1 or reasons or self.options.alternative_prompt
         return Question(
@@ -90,8 +90,8 @@ _REASONING = (
 _CLOZE = ("Answer the question. End with: the answer is ...", "请回答下面的问题，最后写出：答案是……")
 
 
-def _without_letter(option: str, letter: str) -> str:
-    """The option's text without its own "(A)" or "A."."""
+def _remove_letter(option: str, letter: str) -> str:
+    """Return the option's text without its own "(A)" or "A."."""
     for mark in (f"({letter})", f"（{letter}）", f"{letter}.", f"{letter}．", f"{letter}、"):
         if option.startswith(mark):
             return option[len(mark) :].strip()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.files import column, rows_of
+from mindspeed_rl.inference.tasks.files import column, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.rewards.answers.extraction import extract_closed_box
 
@@ -15,17 +15,17 @@ _PROMPT_BAR = "-----"
 
 
 def bbh_match(response: str, label: str) -> float:
-    """1.0 if the answer that the response states last ("the answer is ...", a box, or its last line) is the label, else 0.0.
+    """Return 1.0 if the last stated answer ("the answer is ...", a box, or the last line) is the label, else 0.0.
 
     Case, quotes, a closing full stop and the brackets around a single letter do not count.
     """
     stated = _STATED.split(response)
     lines = [line for line in (stated[-1] if len(stated) > 1 else response).splitlines() if line.strip()]
     answer = extract_closed_box(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
-    return float(_plain(answer) == _plain(label))
+    return float(_normalize(answer) == _normalize(label))
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     text = text.strip().strip("*\"'`").strip()
     text = text[:-1].strip() if text.endswith(".") else text
     text = text.strip("*\"'`").strip().lower()
@@ -34,9 +34,9 @@ def _plain(text: str) -> str:
 
 
 class Bbh(Task):
-    """arXiv:2210.09261: `bbh/<task>.json` with `cot-prompts/<task>.txt` beside it.
+    """arXiv:2210.09261: `bbh/<task>.json` with `cot-prompts/<task>.txt` next to it.
 
-    The prompts of the benchmark hold three worked examples each; `--num-shots 0` does without them.
+    The prompts of the benchmark have three worked examples each; `--num-shots 0` leaves them out.
     """
 
     name: ClassVar[str] = "bbh"
@@ -54,14 +54,14 @@ class Bbh(Task):
             raise ValueError(f"bbh: {self.path} has no <task>.json files")
         questions = []
         for file in files:
-            instruction = self._prompt(file) if self.num_shots else "Answer the question. End with: the answer is ..."
-            for where, row in rows_of(file):
-                for number, example in enumerate(column(row, ("examples",), where), start=1):
-                    place = f"{file}, example {number}"
+            instruction = self._read_prompt(file) if self.num_shots else "Answer the question. End with: the answer is ..."
+            for where, row in read_data_rows(file):
+                for index, example in enumerate(column(row, ("examples",), where), start=1):
+                    source = f"{file}, example {index}"
                     questions.append(
                         Question(
-                            text=f"Q: {column(example, ('input',), place)}",
-                            label=str(column(example, ("target",), place)),
+                            text=f"Q: {column(example, ('input',), source)}",
+                            label=str(column(example, ("target",), source)),
                             group=file.stem,
                             instruction=instruction,
                             cue="A: Let's think step by step.",
@@ -69,11 +69,11 @@ class Bbh(Task):
                     )
         return questions
 
-    def _prompt(self, file: Path) -> str:
-        """Instruction and examples of a task, as the benchmark's authors wrote them."""
-        places = [place / "cot-prompts" / f"{file.stem}.txt" for place in (file.parent, file.parent.parent)]
-        for place in places:
-            if place.is_file():
-                text = place.read_text(encoding="utf-8")
+    def _read_prompt(self, file: Path) -> str:
+        """Read instruction and examples of a task, as the benchmark's authors wrote them."""
+        paths = [folder / "cot-prompts" / f"{file.stem}.txt" for folder in (file.parent, file.parent.parent)]
+        for path in paths:
+            if path.is_file():
+                text = path.read_text(encoding="utf-8")
                 return text.partition(_PROMPT_BAR)[2].strip() if _PROMPT_BAR in text else text.strip()
-        raise ValueError(f"bbh: {places[-1]} is missing; add the benchmark's cot-prompts folder, or pass --num-shots 0")
+        raise ValueError(f"bbh: {paths[-1]} is missing; add the benchmark's cot-prompts folder, or pass --num-shots 0")

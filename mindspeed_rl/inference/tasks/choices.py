@@ -1,11 +1,12 @@
-"""Multiple choice: the letter with the highest probability, or the letter that a line of reasoning ends with."""
+"""Multiple choice: the letter with the highest probability, or the letter at the end of the reasoning."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.files import column, rows_of, sibling_files, split_files, subject_of
+from mindspeed_rl.inference.tasks.files import column, find_sibling_files, find_split_files, parse_subject, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Shot, Task
 from mindspeed_rl.rewards.text_scores import extract_chosen_letters
 
@@ -13,9 +14,9 @@ _LETTERS = "ABCDEFGHIJ"
 
 
 class MultipleChoice(Task):
-    """Rows of question, options (A, B, C, D or a list `choices`) and answer (a letter, or a place counted from 0).
+    """Rows of question, options (A, B, C, D or a list `choices`) and answer (a letter, or an index from 0).
 
-    Examples come from the `dev` split beside the questions, of the same subject.
+    Examples come from the `dev` split of the same data and subject.
     """
 
     name: ClassVar[str] = "multiple_choice"
@@ -34,22 +35,22 @@ class MultipleChoice(Task):
         return "".join(sorted(extract_chosen_letters(text)))
 
     def questions(self) -> list[Question]:
-        files = split_files(self.path, self.splits)
+        files = find_split_files(self.path, self.splits)
         if not files:
             raise ValueError(f"{self.name}: {self.path} has no {' or '.join(self.splits)} files (csv, jsonl, json, parquet)")
         if self.options.chain_of_thought and self.num_shots and self.options.num_shots is not None:
             raise ValueError(f"{self.name}: the dev split has no reasoning; --chain-of-thought needs --num-shots 0")
         with_shots = self.num_shots > 0 and not self.options.chain_of_thought
-        shots = self._shots_by_subject() if with_shots else {}
+        shots = self._read_shots() if with_shots else {}
         questions = []
         for file in files:
-            for where, row in rows_of(file):
-                subject = str(row.get("subject") or subject_of(file))
+            for where, row in read_data_rows(file):
+                subject = str(row.get("subject") or parse_subject(file))
                 text, label, letters = read_choice(row, where)
                 if with_shots and subject not in shots:
                     raise ValueError(
-                        f"{self.name}: {self.num_shots} examples are wanted, but there is no dev split with {subject} in or "
-                        f"beside {self.path}; add it, or pass --num-shots 0"
+                        f"{self.name}: {self.num_shots} examples are requested, but there is no dev split with {subject} in or "
+                        f"next to {self.path}; add it, or pass --num-shots 0"
                     )
                 questions.append(
                     Question(
@@ -57,7 +58,7 @@ class MultipleChoice(Task):
                         label=label,
                         group=subject,
                         instruction=self._instruction(subject),
-                        shots=self.some_shots(shots[subject], f"the dev split of {subject}") if with_shots else (),
+                        shots=self.take_shots(shots[subject], f"the dev split of {subject}") if with_shots else (),
                         cue=self._text("cue"),
                         choices=() if self.options.chain_of_thought or self.options.alternative_prompt else tuple(letters),
                     )
@@ -69,30 +70,30 @@ class MultipleChoice(Task):
         return self._text("reasoning" if self.options.chain_of_thought else "instruction").format(about=about)
 
     def _text(self, name: str) -> str:
-        """A text of the prompt in the language that is asked for."""
+        """Return a text of the prompt in the configured language."""
         if self.options.language is None:
             return getattr(self, name)
         kind = CEval if self.options.language == "zh" else MultipleChoice
         return getattr(kind, name)
 
-    def _shots_by_subject(self) -> dict[str, list[Shot]]:
+    def _read_shots(self) -> dict[str, list[Shot]]:
         shots: dict[str, list[Shot]] = {}
-        for file in sibling_files(self.path, "dev"):
-            for where, row in rows_of(file):
+        for file in find_sibling_files(self.path, "dev"):
+            for where, row in read_data_rows(file):
                 text, label, _ = read_choice(row, where)
-                shots.setdefault(str(row.get("subject") or subject_of(file)), []).append(Shot(text, label))
+                shots.setdefault(str(row.get("subject") or parse_subject(file)), []).append(Shot(text, label))
         return shots
 
 
 class Mmlu(MultipleChoice):
-    """MMLU, arXiv:2009.03300: `test/<subject>_test.csv` with `dev/` beside it, or parquet files of the same."""
+    """MMLU, arXiv:2009.03300: `test/<subject>_test.csv` with `dev/` next to it, or parquet files of the same."""
 
     name: ClassVar[str] = "mmlu"
     default_shots = 5
 
 
 class CEval(MultipleChoice):
-    """C-Eval, arXiv:2305.08322: `val/<subject>_val.csv` with `dev/` beside it."""
+    """C-Eval, arXiv:2305.08322: `val/<subject>_val.csv` with `dev/` next to it."""
 
     name: ClassVar[str] = "ceval"
     default_shots = 5
@@ -104,14 +105,14 @@ class CEval(MultipleChoice):
 
 
 class Cmmlu(CEval):
-    """CMMLU, arXiv:2306.09212: `test/<subject>.csv` with `dev/` beside it."""
+    """CMMLU, arXiv:2306.09212: `test/<subject>.csv` with `dev/` next to it."""
 
     name: ClassVar[str] = "cmmlu"
     splits = ("test", "val")
 
 
 def read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
-    """(question with its options, right letter, all letters) of a row.
+    """Read (question with its options, right letter, all letters) of a row.
 
     Raises:
         ValueError: options or answer are missing, or the answer is none of the options.
@@ -119,7 +120,11 @@ def read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
     listed = row.get("choices", row.get("options"))
     if isinstance(listed, Mapping):  # {"text": [...], "label": [...]}
         listed = listed.get("text")
-    options = _as_texts(listed) if listed is not None else _lettered(row)
+    if listed is None:
+        options = [str(row[letter]) for letter in itertools.takewhile(lambda letter: row.get(letter) is not None, _LETTERS)]
+    else:
+        is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+        options = [str(option) for option in listed] if is_list else []
     if not 2 <= len(options) <= len(_LETTERS):
         raise ValueError(f"{where}: has {len(options)} options; a question has 2 to {len(_LETTERS)}")
     letters = _LETTERS[: len(options)]
@@ -133,17 +138,3 @@ def read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
     lines = [str(column(row, ("question",), where)).strip()]
     lines += [f"{letter}. {option.strip()}" for letter, option in zip(letters, options)]
     return "\n".join(lines), label, letters
-
-
-def _as_texts(options: Any) -> list[str]:
-    return [str(option) for option in options] if isinstance(options, Sequence) and not isinstance(options, str) else []
-
-
-def _lettered(row: Mapping[str, Any]) -> list[str]:
-    options = []
-    for letter in _LETTERS:
-        value = row.get(letter)
-        if value is None:
-            break
-        options.append(str(value))
-    return options

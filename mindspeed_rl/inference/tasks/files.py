@@ -1,4 +1,4 @@
-"""Finding and reading the files of a benchmark, in the forms in which they are handed around."""
+"""Files of benchmarks in their published forms: finding and reading them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz")
 _CHOICE_COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
-def data_files(folder: Path) -> list[Path]:
-    """Data files right in a folder, by name."""
+def find_data_files(folder: Path) -> list[Path]:
+    """Return the data files directly in a folder, by name."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
 
 
-def split_files(path: Path, splits: Sequence[str]) -> list[Path]:
-    """The files of the first of these splits that is there.
+def find_split_files(path: Path, splits: Sequence[str]) -> list[Path]:
+    """Return the files of the first of these splits that exists.
 
     A split is a folder of that name, or files named `<subject>_<split>.*`, `<split>-*.*` or `<split>.*`. The path may be
     the split's folder itself, or a single file.
@@ -32,39 +32,38 @@ def split_files(path: Path, splits: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.name in splits:
-        return data_files(path)
+        return find_data_files(path)
     for split in splits:
-        found = data_files(path / split) or [file for file in data_files(path) if _is_of_split(file, split)]
-        if found:
-            return found
+        files = _find_split(path, split)
+        if files:
+            return files
     return []
 
 
-def sibling_files(path: Path, split: str) -> list[Path]:
-    """The files of another split of the same data: in the path, or beside it."""
-    places = [path, path.parent] if path.is_dir() else [path.parent, path.parent.parent]
-    for place in places:
-        found = data_files(place / split) or [file for file in data_files(place) if _is_of_split(file, split)]
-        if found:
-            return found
-    return []
+def find_sibling_files(path: Path, split: str) -> list[Path]:
+    """Return the files of another split of the same data: in the path, or next to it."""
+    folders = [path, path.parent] if path.is_dir() else [path.parent, path.parent.parent]
+    return next((files for folder in folders if (files := _find_split(folder, split))), [])
 
 
-def _is_of_split(file: Path, split: str) -> bool:
-    stem = file.name.partition(".")[0]
-    return stem == split or stem.endswith(f"_{split}") or stem.startswith(f"{split}-")
+def _find_split(folder: Path, split: str) -> list[Path]:
+    files = find_data_files(folder / split)
+    if files:
+        return files
+    stems = [(file, file.name.partition(".")[0]) for file in find_data_files(folder)]
+    return [file for file, stem in stems if stem == split or stem.endswith(f"_{split}") or stem.startswith(f"{split}-")]
 
 
-def subject_of(file: Path) -> str:
-    """The subject a file is named after."""
+def parse_subject(file: Path) -> str:
+    """Return the subject in a file's name."""
     stem = file.name.partition(".")[0]
     for split in ("_test", "_val", "_dev"):
         stem = stem.removesuffix(split)
     return stem
 
 
-def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place for messages, row) of every row; a csv file without a header has the columns of a multiple-choice question.
+def read_data_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (source for messages, row) of every row; a csv file without a header has the columns of a multiple-choice question.
 
     Raises:
         ValueError: a row cannot be read.
@@ -73,12 +72,12 @@ def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         with gzip.open(file, "rt", encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield f"{file}, row {number}", _json_object(line, f"{file}, row {number}")
+                    yield f"{file}, row {number}", _parse_object(line, f"{file}, row {number}")
         return
     if file.suffix.lower() == ".csv":
-        yield from _csv_rows(file)
+        yield from _read_csv(file)
         return
-    if file.suffix.lower() == ".json" and (content := _whole_json(file)) is not None:
+    if file.suffix.lower() == ".json" and (content := _read_json(file)) is not None:
         rows = content if isinstance(content, list) else [content]
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
@@ -93,16 +92,16 @@ def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{path}, row {number}", row
 
 
-def _whole_json(file: Path) -> Any | None:
-    """A file that is one JSON value; None for one that has a value on each line."""
+def _read_json(file: Path) -> Any | None:
+    """Read a file that is one JSON value; return None for one that has a value on each line."""
     try:
-        # editors on Windows put a mark in front, which JSON does not allow
+        # editors on Windows add a byte order mark, which JSON does not allow
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError:
         return None
 
 
-def _json_object(line: str, where: str) -> Mapping[str, Any]:
+def _parse_object(line: str, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -112,7 +111,7 @@ def _json_object(line: str, where: str) -> Mapping[str, Any]:
     return row
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with file.open(encoding="utf-8-sig", newline="") as stream:
         columns: Sequence[str] = _CHOICE_COLUMNS
         for number, cells in enumerate(csv.reader(stream), start=1):
@@ -127,10 +126,10 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def column(row: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value of the first of these columns that is there, whatever its case.
+    """Return the value of the first of these columns that exists, in any case.
 
     Raises:
-        ValueError: none is there.
+        ValueError: none exists.
     """
     folded = {str(name).lower(): value for name, value in row.items()}
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.inference.tasks.files import column, find_data_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.rewards.code import extract_program
 
@@ -16,28 +16,28 @@ class HumanEval(Task):
     scorer = "code"
     max_new_tokens = 512
     default_shots = 0
-    # what begins at the left margin after the function's body is no part of it
+    # text at the left margin after the function's body is no part of it
     stop_strings = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```")
 
     def vote(self, text: str) -> str | None:
-        return None  # two programs may do the same
+        return None  # two programs may be equivalent
 
     def questions(self) -> list[Question]:
         if self.num_shots:
             raise ValueError(f"human_eval: --num-shots {self.num_shots}; the benchmark has no examples")
-        files = [self.path] if self.path.is_file() else data_files(self.path)
+        files = [self.path] if self.path.is_file() else find_data_files(self.path)
         if not files:
             raise ValueError(f"human_eval: {self.path} has no HumanEval.jsonl")
         questions = []
         for file in files:
-            for where, row in rows_of(file):
+            for where, row in read_data_rows(file):
                 prompt, test = str(column(row, ("prompt",), where)), str(column(row, ("test",), where))
                 entry_point = str(column(row, ("entry_point",), where))
                 questions.append(Question(text=prompt, label=entry_point, columns={"tests": test, "entry_point": entry_point}))
         return questions
 
     def response(self, question: Question, text: str) -> str:
-        """A program: what was generated, with the prompt before it where it continues the prompt."""
+        """Return a program: the generated text, with the prompt before it where it continues the prompt."""
         block = extract_program(text) if "```" in text else text
         program = block if block is not None else text
         if f"def {question.label}" in program:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mindspeed_rl.data.conversation import BadRow
 from mindspeed_rl.inference.batch_generation import read_conversation
-from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.inference.tasks.files import column, find_data_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task, TaskOptions
 
 _LABELS = ("label", "labels", "answer", "solution")
@@ -29,13 +29,13 @@ class Jsonl(Task):
             raise ValueError(f"jsonl: --num-shots {self.num_shots}; write examples into the prompts")
 
     def questions(self) -> list[Question]:
-        files = [self.path] if self.path.is_file() else data_files(self.path)
+        files = [self.path] if self.path.is_file() else find_data_files(self.path)
         if not files:
             raise ValueError(f"jsonl: {self.path} has no data files")
         labels = _LABELS if self.options.label_key is None else (self.options.label_key,)
         questions = []
         for file in files:
-            for where, row in rows_of(file):
+            for where, row in read_data_rows(file):
                 try:
                     conversation = read_conversation(row, self.options.prompt_key)
                 except BadRow as error:

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.files import column, rows_of, split_files
+from mindspeed_rl.inference.tasks.files import column, find_split_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Shot, Task
 from mindspeed_rl.rewards.answers.extraction import extract_closed_box
 
 _SHOTS = Path(__file__).with_name("shots.json")
 
 
-def own_shots(name: str) -> list[Shot]:
-    """The examples that come with the project."""
+def load_shots(name: str) -> list[Shot]:
+    """Load the examples of this project."""
     return [Shot(**entry) for entry in json.loads(_SHOTS.read_text(encoding="utf-8"))[name]]
 
 
@@ -28,8 +28,8 @@ class Gsm8k(Task):
     stop_strings = ("\nQuestion:",)
 
     def questions(self) -> list[Question]:
-        shots = self.some_shots(own_shots("gsm8k"), "the project")
-        files = split_files(self.path, ("test",))
+        shots = self.take_shots(load_shots("gsm8k"), "the project")
+        files = find_split_files(self.path, ("test",))
         if not files:
             raise ValueError(f"gsm8k: {self.path} has no test.jsonl or other file of the test split")
         return [
@@ -41,7 +41,7 @@ class Gsm8k(Task):
                 cue="Answer:",
             )
             for file in files
-            for where, row in rows_of(file)
+            for where, row in read_data_rows(file)
         ]
 
 
@@ -55,8 +55,8 @@ class Math(Task):
     stop_strings = ("\nProblem:",)
 
     def questions(self) -> list[Question]:
-        shots = self.some_shots(own_shots("math"), "the project")
-        files = split_files(self.path, ("test",))
+        shots = self.take_shots(load_shots("math"), "the project")
+        files = find_split_files(self.path, ("test",))
         if not files and self.path.is_dir():  # the original: test/<subject>/<number>.json
             base = self.path / "test" if (self.path / "test").is_dir() else self.path
             files = sorted(base.glob("*/*.json"))
@@ -64,7 +64,7 @@ class Math(Task):
             raise ValueError(f"math: {self.path} has no file of the test split")
         questions = []
         for file in files:
-            for where, row in rows_of(file):
+            for where, row in read_data_rows(file):
                 label = row.get("answer") or extract_closed_box(str(column(row, ("solution",), where)))
                 if not label:
                     raise ValueError(f"{where}: has no answer, and its solution no \\boxed{{}}")

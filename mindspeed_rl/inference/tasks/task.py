@@ -1,4 +1,4 @@
-"""What a benchmark is: questions with labels, and how an answer is scored."""
+"""The base of benchmarks: questions with labels, and the scoring of answers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mindspeed_rl.data.conversation import Conversation, Message, assistant, use
 from mindspeed_rl.rewards import find
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 
-#: what an instruction template may name
+#: fields of an instruction template
 TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What the user says about a task; None takes the task's default.
+    """Configured options of a task; None takes the task's default.
 
     Attributes:
         num_shots: worked examples before each question.
-        chain_of_thought: the model reasons before it answers, where the task knows both ways.
-        scorer: name of a reward function, in place of the task's own.
+        chain_of_thought: the model reasons before it answers, where the task has both forms.
+        scorer: name of a reward function that replaces the task's own.
         external_plugins: Python files that register it.
-        max_new_tokens: longest answer.
+        max_new_tokens: limit of the answer's tokens.
         prompt_key, label_key: columns, for tasks with free columns.
         language: multiple choice: of the instruction; needlebench: of the needles. The data's own when None.
         alternative_prompt: multiple choice: the letter is read from an answer in words instead of the first token.
-        instruction_template: the prompt is put into this text; see `templated`.
-        context_lengths: needlebench: tokens of the text that is read.
-        depths: needlebench: where the needle lies, in percent of that text.
+        instruction_template: text around the prompt; see `fill_template`.
+        context_lengths: needlebench: tokens of the text.
+        depths: needlebench: position of the needle, in percent of that text.
     """
 
     num_shots: int | None = None
@@ -61,16 +61,16 @@ class Question:
     """One item of a benchmark.
 
     Attributes:
-        text: what is asked.
+        text: of the question.
         label: the right answer; one of `choices` where there are any.
         group: subject, for the table.
-        instruction: said once, before the first example.
+        instruction: once, before the first example.
         shots: examples, in order.
-        cue: where a plain prompt breaks off for the answer, such as "Answer:"; a chat has turns instead.
-        choices: words of which the answer is one; it is then read from the first token, no other token being allowed.
+        cue: end of a plain prompt, such as "Answer:"; a chat has turns instead.
+        choices: words of which the answer is one; it is then read from the first token, and no other token is allowed.
         columns: further columns, for the scorer.
-        conversation: asks in place of text, instruction and shots.
-        template: the prompt is put into it; see `templated`.
+        conversation: replaces text, instruction and shots.
+        template: text around the prompt; see `fill_template`.
     """
 
     text: str
@@ -85,9 +85,10 @@ class Question:
     template: str = ""
 
     def as_conversation(self, *, chat: bool, num_shots: int | None = None) -> Conversation:
-        """The prompt: turns in a chat, one text otherwise.
+        """Return the prompt: turns in a chat, one text otherwise.
 
         Args:
+            chat: a template separates the speakers.
             num_shots: only the last so many examples; None takes all.
         """
         if self.conversation is not None:
@@ -100,24 +101,24 @@ class Question:
             messages: list[Message] = []
             for shot, text in zip(shots, texts):
                 messages += [user(text), assistant(shot.answer)]
-            return Conversation([*messages, user(self._templated(texts[-1], ""))])
+            return Conversation([*messages, user(self._fill_template(texts[-1], ""))])
         cues = [f"{text}\n{self.cue}" if self.cue else text for text in texts]
         blocks = [f"{cue} {shot.answer}" for cue, shot in zip(cues, shots)] + [cues[-1]]
-        whole = "\n\n".join([self.instruction, *blocks] if self.instruction else blocks)
-        return Conversation([user(self._templated(whole, "\n\n".join(blocks[:-1])))])
+        full = "\n\n".join([self.instruction, *blocks] if self.instruction else blocks)
+        return Conversation([user(self._fill_template(full, "\n\n".join(blocks[:-1])))])
 
-    def _templated(self, prompt: str, examples: str) -> str:
+    def _fill_template(self, prompt: str, examples: str) -> str:
         if not self.template:
             return prompt
         values = (prompt, self.text, self.group.replace("_", " "), examples, examples)
-        return templated(self.template, dict(zip(TEMPLATE_NAMES, values, strict=True)))
+        return fill_template(self.template, dict(zip(TEMPLATE_NAMES, values, strict=True)))
 
 
-def templated(template: str, values: Mapping[str, str]) -> str:
-    """The template with the names in braces filled in; braces in the values stay as they are.
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """Fill in the fields in braces; braces in the values stay as they are.
 
     Raises:
-        ValueError: it names something else, or neither the prompt nor the question.
+        ValueError: it has another field, or neither the prompt nor the question.
     """
     names = set(re.findall(r"{([a-z_]+)}", template))
     if unknown := names - set(values):
@@ -133,9 +134,9 @@ class Task:
     Attributes:
         name: in tables.
         scorer: reward function of an answer; 1.0 or more is right. Not used for questions with choices.
-        max_new_tokens: longest answer.
+        max_new_tokens: limit of the answer's tokens.
         default_shots: examples before each question.
-        stop_strings: what ends the answer of a model that only continues text.
+        stop_strings: texts that end the answer of a model that only continues text.
     """
 
     name: ClassVar[str]
@@ -145,7 +146,7 @@ class Task:
     stop_strings: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: TaskOptions) -> None:
-        """Checks the options; `questions` reads the data.
+        """Check the options; `questions` reads the data.
 
         Raises:
             ValueError: the path does not exist, or an option does not fit the task.
@@ -158,7 +159,7 @@ class Task:
         self.options = options
         self.num_shots = self.default_shots if options.num_shots is None else options.num_shots
         if options.scorer is not None:
-            # what a plug-in registers is known only once the pool has loaded it
+            # functions of a plug-in are registered only once the pool has loaded it
             if not options.external_plugins:
                 find(options.scorer)
             self.scorer = options.scorer
@@ -166,26 +167,26 @@ class Task:
             self.max_new_tokens = options.max_new_tokens
 
     def questions(self) -> list[Question]:
-        """All questions, in the order of the data.
+        """Return all questions, in the order of the data.
 
         Raises:
-            ValueError: a file or a row is not as the task needs it.
+            ValueError: a file or a row does not have the form that the task needs.
         """
         raise NotImplementedError
 
     def response(self, question: Question, text: str) -> str:
-        """What is scored, made of what was generated."""
+        """Return the text to score, made of the generated text."""
         return text
 
     def vote(self, text: str) -> str | None:
-        """What an answer is counted as in a majority vote; None where answers cannot agree."""
+        """Return the answer as it counts in a majority vote; None where answers cannot agree."""
         return extract_final_answer(text)
 
-    def some_shots(self, shots: Sequence[Shot], where: str) -> tuple[Shot, ...]:
-        """The first `num_shots` examples.
+    def take_shots(self, shots: Sequence[Shot], where: str) -> tuple[Shot, ...]:
+        """Return the first `num_shots` examples.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer.
         """
         if len(shots) < self.num_shots:
             raise ValueError(f"{self.name}: --num-shots {self.num_shots}, but {where} has {len(shots)} examples")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.engine_interface import Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.rollout.requests import Sampling
 
 
@@ -27,7 +27,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.temperatures: list[float] = []
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
         answers = []
         for request in requests:
             self.asked.append(self.tokenizer.decode(request.prompt_ids))
@@ -39,7 +39,7 @@ class ScriptedEngine:
             for index, ids in enumerate(answers):
                 if place < len(ids):
                     last = place == len(ids) - 1
-                    yield Piece(index, [ids[place]], [-1.0], ("stop" if self.ends else "length") if last else None)
+                    yield Delta(index, [ids[place]], [-1.0], ("stop" if self.ends else "length") if last else None)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         raise NotImplementedError

@@ -34,7 +34,7 @@ def prompt_format(tokenizer: PreTrainedTokenizerFast) -> PromptFormat:
 @pytest.fixture
 def agents(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerFast) -> Iterator[AgentEngine]:
     engine = AgentEngine(CALCULATOR, prompt_format, 2000)
-    yield engine.around(ScriptedEngine(tokenizer))
+    yield engine.wrap(ScriptedEngine(tokenizer))
     engine.close()
 
 
@@ -102,7 +102,7 @@ def test_tokens_come_as_they_are_drawn(agents: AgentEngine, prompt_format: Promp
     begun = next(piece for piece in pieces if piece.token_ids)
     assert len(begun.token_ids) == 1 and begun.finish is None and len(engine.asked) == 1  # and the turn goes on
     left = [piece for piece in pieces if piece.token_ids]
-    (told,) = [piece for piece in left if piece.aside]
+    (told,) = [piece for piece in left if piece.from_tools]
     place = left.index(told)
     call = prompt_format.decode([token for piece in [begun, *left[:place]] for token in piece.token_ids])
     assert call == CALL and "42" in prompt_format.decode(told.token_ids)
@@ -125,7 +125,7 @@ async def sleepy() -> str:
 
 def test_ctrl_c_ends_an_answer_whose_tool_hangs(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerFast) -> None:
     agents = AgentEngine(AgentSettings(f"{__name__}:sleepy", None, None, None, None, None), prompt_format, 2000)
-    agents.around(ScriptedEngine(tokenizer))
+    agents.wrap(ScriptedEngine(tokenizer))
     scripted(agents, '<tool_call>\n{"name": "sleepy", "arguments": {}}\n</tool_call>', "never asked")
     typed, shown = iter(["Go.", "quit"]), list[str]()
     pressed = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -158,7 +158,7 @@ def test_a_tool_file_that_is_none_and_answers_of_one_token_are_told(
 
 def test_calls_are_read_as_the_template_has_them_written(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt_format = PromptFormat(tokenizer, "qwen")  # it tells the model to write lines Action: and Action Input:
-    agents = AgentEngine(CALCULATOR, prompt_format, 2000).around(ScriptedEngine(tokenizer))
+    agents = AgentEngine(CALCULATOR, prompt_format, 2000).wrap(ScriptedEngine(tokenizer))
     scripted(agents, 'Action: calculator\nAction Input: {"expression": "6*7"}', "42, then.")
     (answer,) = collect(agents.stream([Request(asking(prompt_format, "6 times 7?"))], sampling(prompt_format)), 1)
     assert prompt_format.decode(answer.token_ids) == "42, then."

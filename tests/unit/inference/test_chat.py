@@ -37,7 +37,7 @@ def talk(engine: ScriptedEngine, history: History, lines: list[str], *, show_thi
 def test_the_newest_turns_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     history = make_history(tokenizer, max_turns=2)
     for number in range(5):
-        history.add(f"q{number}", f"a{number}")
+        history.turns.append((f"q{number}", f"a{number}"))
     ids = history.prompt("now")
     text = tokenizer.decode(ids)
     assert len(history.turns) == 2
@@ -47,7 +47,7 @@ def test_the_newest_turns_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_no_history_asks_each_question_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     history = make_history(tokenizer, max_turns=0)
-    history.add("q0", "a0")
+    history.turns.append(("q0", "a0"))
     ids = history.prompt("now")
     assert len(history.turns) == 0
     assert "q0" not in tokenizer.decode(ids)
@@ -55,8 +55,8 @@ def test_no_history_asks_each_question_alone(tokenizer: PreTrainedTokenizerFast)
 
 def test_oldest_turns_go_first_when_the_prompt_is_too_long(tokenizer: PreTrainedTokenizerFast) -> None:
     history = make_history(tokenizer, max_turns=9)
-    history.add("old" * 20, "x")
-    history.add("new", "y")
+    history.turns.append(("old" * 20, "x"))
+    history.turns.append(("new", "y"))
     whole = len(history.prompt("now"))
     history.max_prompt_tokens = whole - 1
     ids = history.prompt("now")

@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from mindspeed_rl.inference.engine_interface import Piece, Request
+from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.lm_harness import HarnessModel, HarnessSettings, run_harness
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -30,11 +30,11 @@ class Unigram:
         self.scored: list[tuple[str, str]] = []
         self.asked: list[tuple[str, Sampling, tuple[str, ...]]] = []
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
         for index, request in enumerate(requests):
             self.asked.append((self.tokenizer.decode(request.prompt_ids), sampling, tuple(stop_strings)))
             ids = self.tokenizer("x= 4\nand more", add_special_tokens=False)["input_ids"]
-            yield Piece(index, ids, [-1.0] * len(ids), "length")
+            yield Delta(index, ids, [-1.0] * len(ids), "length")
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         raise NotImplementedError

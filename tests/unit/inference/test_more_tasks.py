@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.cli.evaluate import main
 from mindspeed_rl.inference.prompt_format import PromptFormat
-from mindspeed_rl.inference.task_evaluation import pass_at, prepare
+from mindspeed_rl.inference.task_evaluation import pass_at, prepare_task
 from mindspeed_rl.inference.tasks.agieval import score as agieval_score
-from mindspeed_rl.inference.tasks.needlebench import found
-from mindspeed_rl.inference.tasks.task import templated
+from mindspeed_rl.inference.tasks.needlebench import score
+from mindspeed_rl.inference.tasks.task import fill_template
 from mindspeed_rl.rollout.requests import Sampling
 
 AGIEVAL: list[dict[str, Any]] = [
@@ -104,7 +104,7 @@ def test_a_needle_is_found_where_its_words_are_said(engine: ScriptedEngine, need
     task = open_task("needlebench", needles, context_lengths=(100,), depths=(50,))
     result, _ = evaluate(task, engine, ["It is Under the  mat!", "在桌上"], max_model_len=4096)
     assert (result.right, result.total) == (1, 2) and engine.asked[1].endswith("钥匙在哪里？\n答案：")
-    assert found("UNDER\nthe mat", "under the mat") == 1.0 and found("the mat", "under the mat") == 0.0
+    assert score("UNDER\nthe mat", "under the mat") == 1.0 and score("the mat", "under the mat") == 0.0
 
 
 def test_a_folder_without_needles_or_texts_is_an_error(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ CHOICE = {"question": "Which is even?", "A": "1", "B": "2", "answer": "B"}
 
 def plain(tokenizer: PreTrainedTokenizerFast, path: Path, **options: Any) -> str:
     task = open_task("multiple_choice", path, **options)
-    return tokenizer.decode(prepare(task, PromptFormat(tokenizer, None), settings()).prompts[0])
+    return tokenizer.decode(prepare_task(task, PromptFormat(tokenizer, None), settings()).prompts[0])
 
 
 def test_the_language_of_the_instruction_can_be_chosen(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_an_instruction_template_is_put_around_the_prompt(tokenizer: PreTrainedT
         == "On maths:\nWhich is even?\nA. 1\nB. 2\n>"
     )
     assert plain(tokenizer, path, instruction_template="{prompt}") == plain(tokenizer, path)
-    assert templated("{question}", {"question": "{prompt}", "prompt": "p"}) == "{prompt}"
+    assert fill_template("{question}", {"question": "{prompt}", "prompt": "p"}) == "{prompt}"
 
 
 @pytest.mark.parametrize(

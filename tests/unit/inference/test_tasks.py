@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
-    TaskFailed,
-    choice_tokens,
-    prepare,
+    TaskError,
+    find_choice_tokens,
+    prepare_task,
     run_task,
     summary_table,
 )
-from mindspeed_rl.inference.tasks import TASKS, task_class
+from mindspeed_rl.inference.tasks import TASKS, load_task_class
 from mindspeed_rl.inference.tasks.bbh import bbh_match
 from mindspeed_rl.inference.tasks.task import Task, TaskOptions
 from mindspeed_rl.rewards.scorer import import_scorer
@@ -36,7 +36,7 @@ STARS = ["Which star is seen by day?", "Vega", "Sirius", "the Sun", "Rigel", "C"
 
 
 def open_task(name: str, path: Path, **options: Any) -> Task:
-    return task_class(name)(path, TaskOptions(**options))
+    return load_task_class(name)(path, TaskOptions(**options))
 
 
 def settings(**changes: Any) -> EvaluationSettings:
@@ -49,7 +49,7 @@ def evaluate(
     prompt_format = PromptFormat(engine.tokenizer, template)
     engine.script = script
     used = settings(**changes)
-    return run_task(engine, prepare(task, prompt_format, used), prompt_format, used)
+    return run_task(engine, prepare_task(task, prompt_format, used), prompt_format, used)
 
 
 def write_csv(path: Path, rows: list[list[str]], header: list[str] | None = None) -> None:
@@ -102,7 +102,7 @@ def test_the_projects_examples_are_right_by_the_projects_scorers() -> None:
     from mindspeed_rl.rewards.math_scores import gsm8k
 
     labels = {"gsm8k": [138, 41, 215, 600], "math": ["7", "\\frac{5}{14}", "54", "2"]}
-    path = Path(task_class("gsm8k").__module__.replace(".", "/"))
+    path = Path(load_task_class("gsm8k").__module__.replace(".", "/"))
     shots = json.loads((Path(__file__).parents[3] / path.parent / "shots.json").read_text(encoding="utf-8"))
     assert [gsm8k(shot["answer"], label) for shot, label in zip(shots["gsm8k"], labels["gsm8k"])] == [1.0] * 4
     assert [extract_closed_box(shot["answer"]) for shot in shots["math"]] == labels["math"]
@@ -230,9 +230,9 @@ def test_boolq_answers_with_a_word_that_is_told_by_its_first_token(engine: Scrip
 
 def test_choices_that_begin_with_the_same_token_cannot_be_told_apart(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt_format = PromptFormat(tokenizer, None)
-    assert set(choice_tokens(prompt_format, ("yes", "no")).values()) == {"yes", "no"}
+    assert set(find_choice_tokens(prompt_format, ("yes", "no")).values()) == {"yes", "no"}
     with pytest.raises(ValueError, match="with the same token"):
-        choice_tokens(prompt_format, ("true", "too"))
+        find_choice_tokens(prompt_format, ("true", "too"))
 
 
 # ---------------------------------------------------------------------- programs and the rest
@@ -310,9 +310,9 @@ def test_jsonl_needs_a_scorer_that_exists(tmp_path: Path) -> None:
 
 
 def test_every_registered_task_has_a_class() -> None:
-    assert all(issubclass(task_class(name), Task) for name in TASKS)
+    assert all(issubclass(load_task_class(name), Task) for name in TASKS)
     with pytest.raises(ValueError, match="--task gsm8 is unknown; did you mean gsm8k"):
-        task_class("gsm8")
+        load_task_class("gsm8")
 
 
 def test_samples_are_spread_over_subjects(engine: ScriptedEngine, mmlu: Path) -> None:
@@ -326,13 +326,13 @@ def test_examples_are_left_out_where_a_prompt_would_be_too_long(engine: Scripted
     score, _ = evaluate(open_task("mmlu", mmlu, num_shots=2), engine, ["A", "C", "C"], max_model_len=230)
     assert score.dropped_shots == 4  # each prompt has room for one of two or for none
     assert all(len(request.prompt_ids) < 230 for request in engine.requests)
-    with pytest.raises(ValueError, match="fit beside the answer in 100"):
-        prepare(open_task("mmlu", mmlu, num_shots=2), PromptFormat(engine.tokenizer, None), settings(max_model_len=100))
+    with pytest.raises(ValueError, match="fit with the answer in 100"):
+        prepare_task(open_task("mmlu", mmlu, num_shots=2), PromptFormat(engine.tokenizer, None), settings(max_model_len=100))
 
 
 def test_a_scorer_that_cannot_score_at_all_fails_the_task(engine: ScriptedEngine, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "label": "l", "tests": 5}])
-    with pytest.raises(TaskFailed, match="code could score no answer"):
+    with pytest.raises(TaskError, match="code could score no answer"):
         evaluate(open_task("jsonl", path, scorer="code"), engine, ["print(1)"])
 
 
@@ -340,7 +340,7 @@ def test_a_scorer_that_cannot_score_at_all_fails_the_task(engine: ScriptedEngine
 
 TASK = '''
 from mindspeed_rl.inference.tasks.task import Question, Task
-from mindspeed_rl.inference.tasks.files import rows_of
+from mindspeed_rl.inference.tasks.files import read_data_rows
 
 class Riddles(Task):
     """Rows of riddle and solution."""
@@ -349,7 +349,7 @@ class Riddles(Task):
     scorer = "my_tasks:said"
 
     def questions(self):
-        return [Question(text=row["riddle"], label=row["solution"], cue="It is") for _, row in rows_of(self.path)]
+        return [Question(text=row["riddle"], label=row["solution"], cue="It is") for _, row in read_data_rows(self.path)]
 
 def said(response, label):
     return float(label in response)
@@ -361,7 +361,7 @@ class NoTask:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_has_the_interface(name: str, tmp_path: Path) -> None:
-    kind = task_class(name)
+    kind = load_task_class(name)
     assert issubclass(kind, Task) and kind.questions is not Task.questions and kind.__doc__
     task = kind(tmp_path, TaskOptions(scorer="exact_match"))
     assert task.name in TASKS and task.scorer == "exact_match"
@@ -380,8 +380,8 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(
     assert engine.asked[0] == "White, falls?\nIt is"
     assert (score.task, score.right, score.total) == ("riddles", 1, 2)
     with pytest.raises(ValueError, match="my_tasks:NoTask is no subclass of mindspeed_rl.inference.tasks.task:Task"):
-        task_class("my_tasks:NoTask")
+        load_task_class("my_tasks:NoTask")
     monkeypatch.setitem(TASKS, "riddles", "my_tasks:Riddles")
-    assert task_class("riddles") is task_class("my_tasks:Riddles")
+    assert load_task_class("riddles") is load_task_class("my_tasks:Riddles")
     with pytest.raises(ValueError, match="--task ridles is unknown; did you mean riddles"):
-        task_class("ridles")
+        load_task_class("ridles")

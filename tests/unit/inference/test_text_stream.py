@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.text_stream import IncrementalText, TextDecoder, ThoughtSplitter, cut_at, split_thought
+from mindspeed_rl.inference.text_stream import IncrementalText, TextDecoder, ThoughtSplitter, cut_at_stop, split_thought
 
 MARKS = ("<think>", "</think>")
 
@@ -16,7 +16,7 @@ def test_pieces_of_a_stream_add_up_to_the_decoded_whole_and_hold_whole_character
 ) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     stream = IncrementalText(TextDecoder(tokenizer))
-    pieces = [stream.feed([token]) for token in ids] + [stream.finish()]
+    pieces = [stream.add([token]) for token in ids] + [stream.finish()]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
@@ -24,7 +24,7 @@ def test_pieces_of_a_stream_add_up_to_the_decoded_whole_and_hold_whole_character
 def test_a_character_whose_bytes_never_come_is_not_shown(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer("好你", add_special_tokens=False)["input_ids"]
     stream = IncrementalText(TextDecoder(tokenizer))
-    assert "".join([stream.feed([token]) for token in ids[:-1]]) + stream.finish() == "好"
+    assert "".join([stream.add([token]) for token in ids[:-1]]) + stream.finish() == "好"
 
 
 def test_special_tokens_are_left_out_but_for_those_that_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -33,7 +33,7 @@ def test_special_tokens_are_left_out_but_for_those_that_are_kept(tokenizer: PreT
     kept = TextDecoder(tokenizer, keep=("<think>", "</think>"))
     assert kept.decode(ids) == "<think>a</think>b"
     stream = IncrementalText(kept)
-    assert "".join(stream.feed([token]) for token in ids) == "<think>a</think>b"
+    assert "".join(stream.add([token]) for token in ids) == "<think>a</think>b"
 
 
 def test_thoughts_are_told_apart_wherever_the_stream_is_cut() -> None:
@@ -42,7 +42,7 @@ def test_thoughts_are_told_apart_wherever_the_stream_is_cut() -> None:
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
             splitter = ThoughtSplitter(MARKS)
-            parts = [part for piece in (text[:first], text[first:second], text[second:]) for part in splitter.feed(piece)]
+            parts = [part for piece in (text[:first], text[first:second], text[second:]) for part in splitter.add(piece)]
             joined: list[tuple[str, str]] = []
             for kind, piece in parts + splitter.finish():
                 if joined and joined[-1][0] == kind:
@@ -59,6 +59,6 @@ def test_an_answer_may_begin_inside_a_thought_that_the_prompt_opened() -> None:
 
 
 def test_text_is_cut_at_the_first_stop_string_whichever_it_is() -> None:
-    assert cut_at("one\nQ: two\nA: three", ["\nA:", "\nQ:"]) == "one"
-    assert cut_at("one", ["\nQ:"]) == "one"
-    assert cut_at("one", []) == "one"
+    assert cut_at_stop("one\nQ: two\nA: three", ["\nA:", "\nQ:"]) == "one"
+    assert cut_at_stop("one", ["\nQ:"]) == "one"
+    assert cut_at_stop("one", []) == "one"
