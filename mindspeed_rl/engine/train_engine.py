@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def metrics(self) -> Metrics:
-        """Those of the losses, merged over micro-batches."""
+        """Metrics of the losses, merged over micro-batches."""
         return merge(loss.metrics for loss in self.losses)
 
 
