@@ -13,7 +13,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
+from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import GENERATE, GENERATE_RESPONSES, JOIN_SERVERS, LEAVE_SERVERS, SEND_WEIGHTS, Phase
 from mindspeed_rl.data.prompts import PromptItem
@@ -58,7 +58,7 @@ class ServerRollout:
         """
         self._run, self._plane, self._trainers = run, plane, trainers
         actor = run.config.actor_config
-        source = find_model(actor, "actor_config")
+        source = run.models["actor"].source
         tokenizer = load_tokenizer_of(actor, source)
         self.sampling = build_sampling(run.generate.sampling_config, source, tokenizer)
         self.agents = build_agents(run, tokenizer)
