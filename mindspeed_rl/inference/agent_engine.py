@@ -83,25 +83,25 @@ class AgentEngine:
             )
         rl = settings.build_rl_config()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
-        box = None if settings.tools is None else build_toolbox(rl, prompt_format.tokenizer, turns)
+        toolbox = None if settings.tools is None else build_toolbox(rl, prompt_format.tokenizer, turns)
         limits = TrajectoryLimits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
             prompt_format.tokenizer,
             turns,
             limits,
-            box,
+            toolbox,
             settings.multi_turn_scheduler,
             settings.environment,
             choose_parser(rl, turns),
         )
-        self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), box)
+        self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), toolbox)
         self._inner: Engine | None = None
         # one loop for all streams, since tools have open connections in it
         self._events = asyncio.new_event_loop()
         try:
             self._run(self._agents.start())
-            if box is not None:
-                prompt_format.tools = self._run(_read_schemas(box))
+            if toolbox is not None:
+                prompt_format.tools = self._run(_read_schemas(toolbox))
         except BaseException:
             self.close()
             raise
@@ -287,8 +287,8 @@ class _Batches:
                 await asyncio.sleep(0)  # tools run, and deltas are read, while the engine works
 
 
-async def _read_schemas(box: Toolbox) -> list[dict[str, Any]]:
-    tools = box.open({})
+async def _read_schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
+    tools = toolbox.open({})
     schemas = tools.schemas
     await tools.close()
     return schemas

@@ -125,7 +125,7 @@ class Tools(Protocol):
         ...
 
 
-class ToolBox(Protocol):
+class Toolbox(Protocol):
     """All tools of a run: started once, before the first trajectory."""
 
     parser: ToolParser

@@ -57,8 +57,8 @@ class _Function:
     slots: asyncio.Semaphore
 
 
-class LoadedToolBox:
-    """See `ToolBox`.
+class LoadedToolbox:
+    """See `Toolbox`.
 
     Args:
         tools: from `tool_file.build_tools`.
@@ -81,7 +81,7 @@ class LoadedToolBox:
         self.parser: ToolParser
 
     async def start(self) -> None:
-        """See `ToolBox`; if a tool does not start, the others are closed.
+        """See `Toolbox`; if a tool does not start, the others are closed.
 
         Raises:
             ValueError: a tool cannot be started, or two have the same name.
@@ -130,7 +130,7 @@ class LoadedToolBox:
         return by_tool, [name for name in names if name in selection]
 
     def open(self, columns: Mapping[str, object]) -> _TrajectoryTools:
-        """See `ToolBox`.
+        """See `Toolbox`.
 
         Raises:
             ValueError: see `read_row`.
@@ -142,7 +142,7 @@ class LoadedToolBox:
         return tools
 
     async def close(self) -> None:
-        """See `ToolBox`."""
+        """See `Toolbox`."""
         await asyncio.gather(*(tools.close() for tools in list(self._open)))
         for tool in self._tools:
             try:

@@ -17,10 +17,10 @@ from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
-from mindspeed_rl.tools.interface import ToolBox
+from mindspeed_rl.tools.interface import Toolbox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolBox
+from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolbox
 from mindspeed_rl.workers.responses import get_sampling_seed
 
 if TYPE_CHECKING:
@@ -43,20 +43,20 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     if name == "single_turn":
         return AgentRunner(SingleTurn())
     turns = _build_chat_turns(run, tokenizer)
-    tool_box = None if rl.tool_config_path is None else build_tool_box(rl, tokenizer, turns)
+    toolbox = None if rl.tool_config_path is None else build_toolbox(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
         turns=turns,
         limits=TrajectoryLimits(run.config.response_limit, rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
-        tool_box=tool_box,
+        toolbox=toolbox,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
         tool_parser=choose_parser(rl, turns),
     )
-    return AgentRunner(load_agent_loop(name)(settings), tool_box)
+    return AgentRunner(load_agent_loop(name)(settings), toolbox)
 
 
-def build_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> ToolBox:
+def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> Toolbox:
     """Build the tools of `tool_config_path`. Nothing is started yet.
 
     Args:
@@ -73,7 +73,7 @@ def build_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: Chat
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
     )
-    return LoadedToolBox(
+    return LoadedToolbox(
         build_tools(read_tools(rl.tool_config_path, rl.deadlines.tool or DEFAULTS["tool"])),
         lambda schemas: make_parser(name, schemas, tokenizer, thinks=thinks),
         limits,
@@ -135,10 +135,10 @@ def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
         return
 
-    async def check(box: ToolBox) -> None:
+    async def check(toolbox: Toolbox) -> None:
         for index in range(len(prompts)):
             try:
-                box.read_row(prompts[index]["columns"])
+                toolbox.read_row(prompts[index]["columns"])
             except ValueError as error:
                 raise ValueError(f"{prompts.where(index)}: {error}") from error
 
@@ -154,8 +154,8 @@ def read_tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[
     if rl.tool_config_path is None or not rl.multi_turn_enable:
         return []
 
-    async def read(box: ToolBox) -> list[dict[str, Any]]:
-        tools = box.open({})
+    async def read(toolbox: Toolbox) -> list[dict[str, Any]]:
+        tools = toolbox.open({})
         schemas = tools.schemas
         await tools.close()
         return schemas
@@ -164,17 +164,17 @@ def read_tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _run_with_tools(
-    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[ToolBox], Coroutine[Any, Any, _Result]]
+    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[Toolbox], Coroutine[Any, Any, _Result]]
 ) -> _Result:
     """Return the result of the coroutine, during which the tools run."""
 
     async def run() -> _Result:
-        box = build_tool_box(rl, tokenizer)
-        await box.start()
+        toolbox = build_toolbox(rl, tokenizer)
+        await toolbox.start()
         try:
-            return await work(box)
+            return await work(toolbox)
         finally:
-            await box.close()
+            await toolbox.close()
 
     return asyncio.run(run())
 

@@ -12,7 +12,7 @@ from mindspeed_rl.rollout.agents.conversation import AgentConversation, Trajecto
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
-from mindspeed_rl.tools.interface import ToolBox, Tools
+from mindspeed_rl.tools.interface import Toolbox, Tools
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ class LoopSettings:
     Attributes:
         turns: renders messages by the chat template.
         limits: of a trajectory.
-        tool_box: None without tools; its parser exists once it was started.
+        toolbox: None without tools; its parser exists once it was started.
         multi_turn_scheduler: "module:Class", of the loop `scheduler`.
         environment: the key of this name, of the loop `environment`.
-        tool_parser: the format in which the model writes calls; for tools that do not come from the tool box.
+        tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
     """
 
     tokenizer: PreTrainedTokenizerBase
     turns: ChatTurns
     limits: TrajectoryLimits
-    tool_box: ToolBox | None = None
+    toolbox: Toolbox | None = None
     multi_turn_scheduler: str | None = None
     environment: str | None = None
     tool_parser: str = DEFAULT_PARSER
@@ -119,8 +119,8 @@ class AgentRunner:
         reads_rows: tasks need the other columns of their rows.
     """
 
-    def __init__(self, loop: AgentLoop, tool_box: ToolBox | None = None) -> None:
-        self._loop, self._tool_box = loop, tool_box
+    def __init__(self, loop: AgentLoop, toolbox: Toolbox | None = None) -> None:
+        self._loop, self._toolbox = loop, toolbox
         self.reads_rows = not isinstance(loop, SingleTurn)
 
     async def start(self) -> None:
@@ -129,14 +129,14 @@ class AgentRunner:
         Raises:
             ValueError: a tool cannot be started.
         """
-        if self._tool_box is not None:
-            await self._tool_box.start()
+        if self._toolbox is not None:
+            await self._toolbox.start()
         await self._loop.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
         """Return one trajectory and close its tools. Where its columns are no valid tool options, the trajectory has failed."""
         try:
-            tools = None if self._tool_box is None else self._tool_box.open(task.columns)
+            tools = None if self._toolbox is None else self._toolbox.open(task.columns)
         except ValueError as error:
             return Trajectory((TokenSequence(task.prompt_ids, ()),), "stop", failure=f"tools: {error}")
         try:
@@ -150,5 +150,5 @@ class AgentRunner:
         try:
             await self._loop.close()
         finally:
-            if self._tool_box is not None:
-                await self._tool_box.close()
+            if self._toolbox is not None:
+                await self._toolbox.close()

@@ -19,13 +19,13 @@ class ToolAgent(AgentLoop):
 
     def __init__(self, settings: LoopSettings) -> None:
         super().__init__(settings)
-        if settings.tool_box is None:
+        if settings.toolbox is None:
             raise ValueError("rl_config.agent_loop tool_agent needs tools: set rl_config.tool_config_path")
-        self._tool_box = settings.tool_box
+        self._toolbox = settings.toolbox
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
-        assert tools is not None  # there is a tool box
-        parser = self._tool_box.parser
+        assert tools is not None  # there is a toolbox
+        parser = self._toolbox.parser
         conversation = self.start_conversation(task, engine)
         # also where nothing is called: means are over the trajectories that have the metric
         conversation.metrics |= {"tool_seconds": 0.0, "tool_calls_failed": 0.0}

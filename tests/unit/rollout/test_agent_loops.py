@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolbox
 
 END = 1
 SAMPLING = Sampling(1.0, 400, (END,))
@@ -75,9 +75,9 @@ def task(**columns: Any) -> Task:
     return Task(PROMPT, SAMPLING, 5, "42", columns)
 
 
-def calculator(limits: CallLimits | None = None) -> LoadedToolBox:
+def calculator(limits: CallLimits | None = None) -> LoadedToolbox:
     tools = build_tools(read_tools("calculator"))
-    return LoadedToolBox(tools, lambda schemas: make_parser("hermes", schemas, TOKENIZER), limits or CallLimits(), len)
+    return LoadedToolbox(tools, lambda schemas: make_parser("hermes", schemas, TOKENIZER), limits or CallLimits(), len)
 
 
 def with_tools(engine: Speaker, calls: CallLimits | None = None, **changes: Any) -> Trajectory:
@@ -85,7 +85,7 @@ def with_tools(engine: Speaker, calls: CallLimits | None = None, **changes: Any)
         box = calculator(calls)
         await box.start()
         try:
-            loop = load_agent_loop("tool_agent")(settings(tool_box=box, **changes))
+            loop = load_agent_loop("tool_agent")(settings(toolbox=box, **changes))
             return await AgentRunner(loop, box).sample(engine, task())
         finally:
             await box.close()
@@ -223,7 +223,7 @@ def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory(
         box = calculator()
         await box.start()
         try:
-            loop = load_agent_loop("tool_agent")(settings(tool_box=box))
+            loop = load_agent_loop("tool_agent")(settings(toolbox=box))
             return await AgentRunner(loop, box).sample(engine, task(tool_selection=["calculater"]))
         finally:
             await box.close()
