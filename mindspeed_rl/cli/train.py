@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config_name is None and arguments.from_swift is None:
         parser.error("--config-name or --from-swift is needed")
-    run, begun = None, time.time() - 1.0  # file systems may count in whole seconds
+    run, launched_s = None, time.time() - 1.0  # file systems may count in whole seconds
     try:
         if arguments.from_swift is not None:
             if arguments.config_dir is not None:
@@ -55,12 +55,12 @@ def main(argv: list[str]) -> int:
                         trainer.fit()
             except Terminated as error:
                 print(error, file=sys.stderr)
-                _say_describe_resume(run, begun)
+                _print_resume(run, launched_s)
                 return Terminated.exit_code
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
         code = say_failure(error)
         if not isinstance(error, ValueError):
-            _say_describe_resume(run, begun)
+            _print_resume(run, launched_s)
         return code
     print(f"finished: {run.folder}")
     return 0
@@ -75,13 +75,13 @@ def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
     return resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
 
 
-def _say_describe_resume(run: Run | None, begun: float) -> None:
-    """The last line of a run that ended before its time; none for one that never began."""
+def _print_resume(run: Run | None, launched_s: float) -> None:
+    """Print how to resume a run that has ended early, if it was launched."""
     if run is not None:
         # as in main: it brings torch
         from mindspeed_rl.trainers.resume import describe_resume
 
-        print(describe_resume(run, begun), file=sys.stderr)
+        print(describe_resume(run, launched_s), file=sys.stderr)
 
 
 def prepare_environment() -> None:

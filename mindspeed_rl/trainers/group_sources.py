@@ -30,7 +30,7 @@ _Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
 class _Runner(Protocol):
     """Run coroutines next to the training loop."""
 
-    def run(self, work: Coroutine[None, None, _Result]) -> _Result:
+    def run(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Return the result of `work`."""
         ...
 
@@ -74,7 +74,7 @@ class StreamingSource:
         num_warmup_batches: int = 1,
         timeout_s: float,
         keep_alive: Callable[[], None] = lambda: None,
-        generating: Callable[[], Coroutine[None, None, list[Interval]]] | None = None,
+        generating: Callable[[], Coroutine[object, object, list[Interval]]] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -156,7 +156,7 @@ class StreamingSource:
         self._groups = {group.index: group for group in groups}
         self._next, self._taken = next_prompt, num_taken
 
-    def _wait(self, poll: Callable[[], Coroutine[None, None, _Result | None]], purpose: str, detail: str = "") -> _Result:
+    def _wait(self, poll: Callable[[], Coroutine[object, object, _Result | None]], purpose: str, detail: str = "") -> _Result:
         """Return the result of `poll` once it is not None.
 
         Raises:
@@ -181,7 +181,7 @@ class StreamingSource:
 
     # ------------------------------------------------------------------ run where the engine's coroutines do
 
-    async def _poll(self, poll: Callable[[], Coroutine[None, None, _Result | None]], seconds: float) -> _Result | None:
+    async def _poll(self, poll: Callable[[], Coroutine[object, object, _Result | None]], seconds: float) -> _Result | None:
         """Return the result of `poll`, called after every change within so many seconds."""
         assert self._changed is not None
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The models of a run on the driver, before anything is started: shapes only, no weight is read."""
+"""Models of a run, planned on the driver before anything is started: shapes only, no weight is read."""
 
 from __future__ import annotations
 
@@ -25,27 +25,34 @@ _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
-    """Return the run file with the model keys that it does not write as the roles' models have them.
+    """Return the run file with the model keys that it omits filled from the config.json of each role's model.
 
-    A role whose weights are not there stays as it is; who loads them says so.
+    A role whose weights are missing stays as it is: loading them fails later.
 
     Raises:
         ConfigError: a written key contradicts the config.json of its role's model, or a model is not supported.
     """
     shared = cfg.set_keys.get("megatron_training", frozenset())
     changes: dict[str, MegatronConfig] = {}
-    mistakes: list[str] = []
+    violations: list[str] = []
     for name in _ROLES:
         role = getattr(cfg, name)
-        # without a group of its own the reference is the actor
+        # without ref_config the reference is the actor
         if role is None or (name != "actor_config" and role is cfg.actor_config):
             continue
         try:
-            changes[name] = _described(role, name, shared | cfg.set_keys.get(name, frozenset()))
+            folder = find_model(role, name).hf_folder
+        except ValueError:
+            changes[name] = role
+            continue
+        try:
+            _, model_config, _ = read_model(folder)
+            written = shared | cfg.set_keys.get(name, frozenset())
+            changes[name] = fill_model_keys(role, model_config, Path(folder, "config.json"), written)
         except ValueError as error:
-            mistakes.append(f"{name}: {error}")
-    if mistakes:
-        raise ConfigError(mistakes)
+            violations.append(f"{name}: {error}")
+    if violations:
+        raise ConfigError(violations)
     actor = changes["actor_config"]
     return dataclasses.replace(
         cfg,
@@ -54,15 +61,6 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
         reward_config=changes.get("reward_config"),
         critic_config=changes.get("critic_config"),
     )
-
-
-def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> MegatronConfig:
-    try:
-        folder = find_model(role, name).hf_folder
-    except ValueError:
-        return role
-    _, model_config, _ = read_model(folder)
-    return fill_model_keys(role, model_config, Path(folder, "config.json"), written)
 
 
 def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], ModelSource]]:

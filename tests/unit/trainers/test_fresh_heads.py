@@ -100,7 +100,8 @@ def _forget_stage(folder: Path) -> None:
     """Make the checkpoint one of an earlier version, which has neither its stage nor checksums."""
     path = folder / "run_state.json"
     record = json.loads(path.read_text())
-    del record["stage"], record["checksums"], record["checksums"]
+    del record["stage"]
+    record.pop("checksums", None)
     path.write_text(json.dumps(record))
     for sums in folder.glob("*checksums*"):
         sums.unlink()
