@@ -76,15 +76,16 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
-    "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad offload_train_param",
+    "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
+    "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
     # the last ones act with a Megatron-LM source tree alone; without it a warning says that they are left off
     "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "coc_mode coc_parallel_num coc_fused_kernel recompute_activation_function swap_attention reuse_fp32_param",
     "adaptors/vllm_ascend.py": "expert_map_path",
-    "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource critic_resource "
-    "rollout_resource use_integrated_worker vllm_server_port infer_pipeline_parallel_size num_npus",
+    "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
+    "critic_resource rollout_resource use_integrated_worker vllm_server_port infer_pipeline_parallel_size num_npus",
     "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
