@@ -264,7 +264,7 @@ def test_split_holds_back_rows_at_the_end(start: Callable[..., Any], tmp_path: P
     assert str(stage.data()) == "16 samples to train on, 3 to evaluate on"
     assert stage.held_out[0]["input_ids"].tolist() == rows[16]["input_ids"]
     assert start("sft", tmp_path / "sft").held_out is None
-    with pytest.raises(ValueError, match="split: 'most' must give shares"):
+    with pytest.raises(ValueError, match="split: 'most' must have fractions"):
         start("sft", tmp_path / "sft", split="most")
 
 
