@@ -233,7 +233,7 @@ def _run_rank(job: CountJob, rank: int, port: str, sender: Connection) -> None:
         platform.select(job.platform)
         prepare_process(("train",), job.config)
         result = registry.load("mindspeed_rl.diagnostics.cost_worker:count", "what is counted")(job)
-    except Exception as error:  # noqa: BLE001 - the boundary of a process: any failure is reported to its parent
+    except Exception as error:  # the boundary of a process: any failure is reported to its parent
         sender.send(f"{type(error).__name__}: {error}")
         raise
     sender.send(result)
