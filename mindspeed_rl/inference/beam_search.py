@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: prompts -> for each, (token, log-prob) of its most likely next tokens, most likely first
-NextTokens = Callable[[Sequence[list[int]], int], list[list[tuple[int, float]]]]
+_NextTokens = Callable[[Sequence[list[int]], int], list[list[tuple[int, float]]]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Beam:
     finished: bool = False
 
 
-def beam_search(prompt_ids: list[int], next_tokens: NextTokens, settings: BeamSettings) -> list[Beam]:
+def beam_search(prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings) -> list[Beam]:
     """Return the best `num_beams` sequences, best first.
 
     Each step ranks the 2 x num_beams best extensions of all beams: those that end become results if they rank among the first
@@ -75,7 +75,7 @@ def beam_search(prompt_ids: list[int], next_tokens: NextTokens, settings: BeamSe
 
 
 def _extend_beams(
-    running: Sequence[Beam], prompt_ids: list[int], next_tokens: NextTokens, settings: BeamSettings, generator: random.Random
+    running: Sequence[Beam], prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings, generator: random.Random
 ) -> list[Beam]:
     """Return the best extensions, best first; at most 2 x num_beams."""
     # twice as many, so that num_beams can continue where as many end

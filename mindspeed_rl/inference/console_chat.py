@@ -17,7 +17,7 @@ _QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
 _CLEAR_WORDS = ("clear", "new", "/clear", "/new")
 _HISTORY_WORD = "/history"
 _COMMANDS = ("/new", "/history", "/exit")
-ASK = "You >> "
+_ASK = "You >> "
 _ANSWER_HEADER = "MindSpeed-RL:"
 
 
@@ -59,11 +59,11 @@ class History:
     def render(self) -> str:
         """Return the turns before the next question as text for the user."""
         turns = self.turns[max(0, len(self.turns) - self.max_turns) :]
-        lines = [f"{ASK}{question}\n{_ANSWER_HEADER} {answer}\n" for question, answer in turns]
+        lines = [f"{_ASK}{question}\n{_ANSWER_HEADER} {answer}\n" for question, answer in turns]
         return "".join(lines) or "Nothing was said yet.\n"
 
 
-def stream_answer(
+def _stream_answer(
     engine: Engine, prompt_format: PromptFormat, prompt_ids: list[int], sampling: Sampling, seed: int
 ) -> Generator[tuple[Kind, str], None, None]:
     """Yield the answer in parts as they are generated, by kind; an empty part where nothing is generated for a while."""
@@ -116,7 +116,7 @@ def run_chat(
     index = 0
     while True:
         try:
-            question = read(ASK).strip()
+            question = read(_ASK).strip()
         except (EOFError, KeyboardInterrupt):
             write("\n")
             return
@@ -144,7 +144,7 @@ def run_chat(
             continue
         write(f"{_ANSWER_HEADER} ")
         answer = _show_answer(
-            stream_answer(engine, history.prompt_format, prompt_ids, sampling, sample_seed(seed, 0, index, 0)),
+            _stream_answer(engine, history.prompt_format, prompt_ids, sampling, sample_seed(seed, 0, index, 0)),
             write,
             show_thinking,
         )

@@ -84,7 +84,7 @@ class MegatronEngine:
         self._joined = not dist.is_initialized()
         init_distributed(config, 1)
         built = build_model(config, plan, trainable=False)
-        fill_parameters(built, model.named_tensors())
+        _fill_parameters(built, model.named_tensors())
         self._model = CachedModel(built)
         self._tokenizer, self._most_rows, self._most_tokens = tokenizer, keys.max_num_seqs, settings.max_model_len
 
@@ -133,7 +133,7 @@ class MegatronEngine:
             read += 1
 
     def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
-        token, log_prob = sample_token(logits, sampling, answer.generator, answer.request.allowed_ids)
+        token, log_prob = _sample_token(logits, sampling, answer.generator, answer.request.allowed_ids)
         answer.count, answer.last = answer.count + 1, token
         finish: Finish | None = None
         if token in sampling.stop_token_ids or answer.finder.ends([token]):
@@ -172,7 +172,7 @@ class MegatronEngine:
 
 
 @torch.no_grad()
-def fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
+def _fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
     """Fill this rank's parameters from full tensors under HF names, of which few are in memory at a time.
 
     Raises:
@@ -199,7 +199,7 @@ def fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> N
         raise ValueError(f"the model has no tensor for {len(missing)} weights, for example {missing[0]}")
 
 
-def sample_token(
+def _sample_token(
     logits: Tensor, sampling: Sampling, generator: torch.Generator, allowed_ids: tuple[int, ...] = ()
 ) -> tuple[int, float]:
     """Sample (token, its log-prob under the untempered model) of one sequence.
@@ -218,11 +218,13 @@ def sample_token(
     if sampling.temperature == 0.0:
         token = int(allowed.argmax())
     else:
-        token = int(torch.multinomial(cut_logits(allowed / sampling.temperature, sampling).softmax(-1), 1, generator=generator))
+        token = int(
+            torch.multinomial(_cut_logits(allowed / sampling.temperature, sampling).softmax(-1), 1, generator=generator)
+        )
     return token, float(log_probs[token])
 
 
-def cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+def _cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     """Set tempered logits to minus infinity where top-k, top-p and min-p leave them out, as vLLM's sampler does."""
     if 0 < sampling.top_k < logits.numel():
         least = logits.topk(sampling.top_k).values[-1]

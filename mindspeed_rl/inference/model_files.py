@@ -94,7 +94,7 @@ class ModelFiles:
                         yield copy, tensor
 
 
-class MegatronMerge:
+class _MegatronMerge:
     """A transform that adds Megatron adapters to their Hugging Face weights, in float32."""
 
     def __init__(self, adapters: Adapters, scale: float) -> None:
@@ -188,7 +188,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
         raise ValueError(f"--lora-load {path} is not a folder")
     adapters, stated = _megatron_adapters(path, source)
     check_target_modules(settings.lora_target_modules, adapters)
-    return source, MegatronMerge(adapters, checked_scale(r, alpha, adapters, stated))
+    return source, _MegatronMerge(adapters, checked_scale(r, alpha, adapters, stated))
 
 
 def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int | None, float | None]]:

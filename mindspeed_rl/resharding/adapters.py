@@ -101,7 +101,7 @@ class AdapterFolder:
 _WRAPPED = "base_layer"
 
 #: HF module -> sums over the bits of A and of B
-AdapterSums = Mapping[str, tuple[int, int]]
+_AdapterSums = Mapping[str, tuple[int, int]]
 
 
 def build_adapter_arguments(rank: int) -> dict[str, int | bool]:
@@ -135,7 +135,7 @@ class BaseLoader:
                 parent._modules[name] = child
 
 
-def sum_loaded_adapters(model: nn.Module) -> AdapterSums:
+def sum_loaded_adapters(model: nn.Module) -> _AdapterSums:
     """Sum the matrices that the kernels of this rank read; of split matrices it has a part."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     sums: dict[str, tuple[int, int]] = {}
@@ -149,7 +149,7 @@ def sum_loaded_adapters(model: nn.Module) -> AdapterSums:
     return sums
 
 
-def sum_sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> AdapterSums:
+def sum_sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> _AdapterSums:
     """Sum the tensors of a PEFT adapter as an engine that stores `dtype` has them: the scale is in B."""
     sums: dict[str, tuple[int, int]] = {}
     for key, a in tensors.items():
@@ -161,7 +161,7 @@ def sum_sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.
     return sums
 
 
-def find_differing_adapters(loaded: Sequence[AdapterSums], sent: AdapterSums) -> list[str]:
+def find_differing_adapters(loaded: Sequence[_AdapterSums], sent: _AdapterSums) -> list[str]:
     """Return the modules of an engine without the adapter that was sent.
 
     A matrix is on each rank in full, or on all together once or, where heads are repeated, several times.

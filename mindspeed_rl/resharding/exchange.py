@@ -18,7 +18,7 @@ from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relati
 from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
 
-class SliceReader(Protocol):
+class _SliceReader(Protocol):
     """The slices of a sending rank."""
 
     def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
@@ -121,7 +121,7 @@ def execute_plan(
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
     *,
-    sources: SliceReader | None = None,
+    sources: _SliceReader | None = None,
     sinks: Sinks | None = None,
     chunks: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ class _PlanExecution:
         exchange: Exchange,
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
-        sources: SliceReader | None,
+        sources: _SliceReader | None,
         sinks: Sinks,
         chunks: Collection[int] | None,
     ) -> None:

@@ -122,7 +122,7 @@ def _sum_chunks(
     return ChunkSums(sums.to(device), exchange)
 
 
-def compute_expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
+def _compute_expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
     """Return the sum that each parameter of an engine rank with entries must have."""
     expected: dict[str, int] = {}
     indexes = plan.tensor_indexes
@@ -166,7 +166,7 @@ def compare(
         count = len(parameters)
         actual = bit_sums(parameters.values())  # while the other ranks' sums are transferred
         sums = trained.wait()
-        expected, indexes = compute_expected_sums(plan, sums, destinations), plan.tensor_indexes
+        expected, indexes = _compute_expected_sums(plan, sums, destinations), plan.tensor_indexes
         for name, total in zip(parameters, actual):
             if tensors := destinations.loaded.get(name):
                 slices = [(indexes[tensor], full_slice(destinations.shapes[tensor])) for tensor in tensors]

@@ -46,7 +46,7 @@ class MultipleChoice(Task):
         for file in files:
             for where, row in read_data_rows(file):
                 subject = str(row.get("subject") or parse_subject(file))
-                text, label, letters = read_choice(row, where)
+                text, label, letters = _read_choice(row, where)
                 if with_shots and subject not in shots:
                     raise ValueError(
                         f"{self.name}: {self.num_shots} examples are requested, but there is no dev split with {subject} in or "
@@ -80,7 +80,7 @@ class MultipleChoice(Task):
         shots: dict[str, list[Shot]] = {}
         for file in find_sibling_files(self.path, "dev"):
             for where, row in read_data_rows(file):
-                text, label, _ = read_choice(row, where)
+                text, label, _ = _read_choice(row, where)
                 shots.setdefault(str(row.get("subject") or parse_subject(file)), []).append(Shot(text, label))
         return shots
 
@@ -111,7 +111,7 @@ class Cmmlu(CEval):
     splits = ("test", "val")
 
 
-def read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
+def _read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
     """Read (question with its options, right letter, all letters) of a row.
 
     Raises:

@@ -13,7 +13,7 @@ from mindspeed_rl.rewards.answers.extraction import extract_closed_box
 _SHOTS = Path(__file__).with_name("shots.json")
 
 
-def load_shots(name: str) -> list[Shot]:
+def _load_shots(name: str) -> list[Shot]:
     """Load the examples of this project."""
     return [Shot(**entry) for entry in json.loads(_SHOTS.read_text(encoding="utf-8"))[name]]
 
@@ -28,7 +28,7 @@ class Gsm8k(Task):
     stop_strings = ("\nQuestion:",)
 
     def questions(self) -> list[Question]:
-        shots = self.take_shots(load_shots("gsm8k"), "the project")
+        shots = self.take_shots(_load_shots("gsm8k"), "the project")
         files = find_split_files(self.path, ("test",))
         if not files:
             raise ValueError(f"gsm8k: {self.path} has no test.jsonl or other file of the test split")
@@ -55,7 +55,7 @@ class Math(Task):
     stop_strings = ("\nProblem:",)
 
     def questions(self) -> list[Question]:
-        shots = self.take_shots(load_shots("math"), "the project")
+        shots = self.take_shots(_load_shots("math"), "the project")
         files = find_split_files(self.path, ("test",))
         if not files and self.path.is_dir():  # the original: test/<subject>/<number>.json
             base = self.path / "test" if (self.path / "test").is_dir() else self.path
