@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from megatron_release import GROUPED_EXPERTS, RELEASE
-from ports import free_port
+from ports import find_free_port
 
 #: folders whose tests build Megatron's modules; elsewhere "grouped" says how a checkpoint's files are laid out
 _BUILDING = ("unit/engine", "dist", "e2e")
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def one_process_world() -> Iterator[None]:
     """The environment of rank 0 of 1; the process groups that a test makes are gone after its module."""
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in rank.items():
             patch.setenv(name, value)

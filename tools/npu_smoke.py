@@ -60,9 +60,9 @@ def device() -> str:
 def _ranks(count: int, arguments: list[str]) -> list[str]:
     """Runs this file once a rank and returns the last line of each; when one fails, the others are ended."""
     sys.path.insert(0, str(SIMULATOR))
-    from ranks import free_port, wait_for_all
+    from ranks import find_free_port, wait_for_all
 
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(Path(folder, f"rank{rank}.txt"), "w+") for rank in range(count)]
         processes = [

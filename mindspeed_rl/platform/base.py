@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from mindspeed_rl.observability.operators import OperatorTime, operator_table
+from mindspeed_rl.observability.timers import OperatorTime, format_operators
 from mindspeed_rl.platform.streams import SideStream
 
 #: bytes between the beginnings of tensors that travel together: what device allocators align to
@@ -253,7 +253,7 @@ class Platform(ABC):
             with_stack=settings.stacks,
         ) as profiler:
             yield profiler
-        Path(directory, "operators.md").write_text(operator_table(_operators(profiler)), encoding="utf-8")
+        Path(directory, "operators.md").write_text(format_operators(_operators(profiler)), encoding="utf-8")
 
 
 def _operators(profiler: torch.profiler.profile) -> list[OperatorTime]:

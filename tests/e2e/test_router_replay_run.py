@@ -8,7 +8,7 @@ import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
 from tiny_task import make_expert_task, make_task
 
-from mindspeed_rl.observability.expert_load import read_folder
+from mindspeed_rl.observability.expert_load import sum_counts
 
 _MODEL = ["+model.tiny_qwen25.num_experts=4", "megatron_training.train_iters=2"]
 _STEPS = ["rl_config.mini_batch_size=4"]  # two optimizer steps an iteration: there is a pass of the old log-probs
@@ -46,7 +46,7 @@ def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
 def test_tokens_are_counted_for_each_expert(task: Path, tmp_path: Path) -> None:
     keys = ["generate_config.eplb_token_collects=true", f"generate_config.eplb_token_save_path={tmp_path / 'counts'}"]
     command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *keys)
-    counts = read_folder(tmp_path / "counts")
+    counts = sum_counts(tmp_path / "counts")
     # every token but the last of a response is sent to two of the four experts, in both layers
     tokens = sum(32 * (record["prompt_length/mean"] + record["response_length/mean"] - 1) for record in command.metrics)
     assert [len(layer) for layer in counts] == [4, 4] and [sum(layer) for layer in counts] == [round(2 * tokens)] * 2

@@ -56,7 +56,7 @@ def examine(platform: str, line: str, environment: Mapping[str, str], *, probe_t
         environment: variables to check.
         probe_torch: also import torch in another process.
     """
-    installed = checks.installed_versions()
+    installed = checks.list_package_versions()
     if platform == "auto":
         platform = "npu" if checks.npu_devices() or installed["torch-npu"] else "cpu"
     chosen = matrix.line_for(installed) if line == "auto" else next(known for known in matrix.LINES if known.name == line)
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(found.as_plain(), indent=2, ensure_ascii=False) if arguments.json else found.as_text())
         return 0 if found.ok else 1
     if arguments.stack:
-        installed = stack.examine_stack(checks.installed_versions())
+        installed = stack.examine_stack(checks.list_package_versions())
         print(json.dumps({**asdict(installed), "ok": installed.ok}, indent=2) if arguments.json else installed.as_text())
         return 0 if installed.ok else 1
     if arguments.log:

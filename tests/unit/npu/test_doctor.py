@@ -156,7 +156,7 @@ The above exception was the direct cause of the following exception:
 Traceback (most recent call last):
   File "/work/train.py", line 9, in main
     run()
-mindspeed_rl.runtime.futures.WorkerFailed: reward worker 0 raised ValueError
+mindspeed_rl.runtime.futures.WorkerError: reward worker 0 raised ValueError
 """
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from ports import find_free_port
 
 from mindspeed_rl.cli import launch
 from mindspeed_rl.cli.launch import Fingerprint, LaunchSettings
@@ -192,7 +192,7 @@ def processes_with(text: str) -> list[int]:
 @pytest.mark.slow
 def test_two_ray_nodes_share_a_run_and_both_return_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    port = free_port()
+    port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", "--check-path", str(tmp_path)) for rank in (1, 0)]
     worker, head = (process.communicate(timeout=180)[0] for process in processes)
     assert "RESULT [2, 2] {'lo'} 0" in head, head + worker
@@ -201,14 +201,14 @@ def test_two_ray_nodes_share_a_run_and_both_return_its_exit_code(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_node_that_never_joins_is_named_and_ends_the_launch(tmp_path: Path) -> None:
-    head = start(0, free_port(), tmp_path, "--timeout", "25")
+    head = start(0, find_free_port(), tmp_path, "--timeout", "25")
     text = head.communicate(timeout=120)[0]
     assert head.returncode == 1 and "after 25 s these nodes are missing: node 1." in text
 
 
 @pytest.mark.slow
 def test_a_path_that_a_node_does_not_see_ends_the_launch_everywhere(tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", "--check-path", f"{tmp_path}/weights") for rank in (1, 0)]
     worker, head = (process.communicate(timeout=180)[0] for process in processes)
     assert f"{tmp_path}/weights does not exist" in head, head + worker
@@ -221,7 +221,7 @@ def test_a_node_with_other_sources_ends_the_launch_everywhere(tmp_path: Path) ->
     shutil.copytree(Path(launch.__file__).parents[1], other / "mindspeed_rl", ignore=shutil.ignore_patterns("__pycache__"))
     with open(other / "mindspeed_rl" / "trainers" / "rl.py", "a") as file:
         file.write("# edited on this node only\n")
-    port = free_port()
+    port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", sources=sources) for rank, sources in ((1, other), (0, None))]
     worker, head = (process.communicate(timeout=180)[0] for process in processes)
     assert re.search(r"node 1 \(.*\): the suite's code differs from the head's", head), head + worker
@@ -232,7 +232,7 @@ def test_a_node_with_other_sources_ends_the_launch_everywhere(tmp_path: Path) ->
 def test_a_head_that_is_ended_takes_its_cluster_along_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint('running', flush=True)\ntime.sleep(600)\n")
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    port = free_port()
+    port = find_free_port()
     worker, head = (start(rank, port, tmp_path, "--timeout", "90") for rank in (1, 0))
     try:
         assert any("running" in line for line in head.stdout)

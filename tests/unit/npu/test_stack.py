@@ -125,6 +125,6 @@ def test_the_command_prints_the_table_and_fails_for_what_is_refused(
 ) -> None:
     assert doctor.main(["--stack"]) == 0
     assert "Nothing is refused." in capsys.readouterr().out
-    monkeypatch.setattr(doctor.checks, "installed_versions", lambda: {"megatron-core": "0.19.2"})
+    monkeypatch.setattr(doctor.checks, "list_package_versions", lambda: {"megatron-core": "0.19.2"})
     assert doctor.main(["--stack", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False

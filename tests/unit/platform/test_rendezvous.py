@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from ports import free_port
+from ports import find_free_port
 
 from mindspeed_rl.platform.rendezvous import meeting_store
 
@@ -16,7 +16,7 @@ def addresses(port: int) -> set[str]:
 
 
 def test_a_store_on_loopback_is_out_of_reach_of_other_machines() -> None:
-    port = free_port()
+    port = find_free_port()
     first = meeting_store("127.0.0.1", port, 2, serves=True, timeout_s=10)
     second = meeting_store("127.0.0.1", port, 2, serves=False, timeout_s=10)
     first.set("said", "by the first")
@@ -25,14 +25,14 @@ def test_a_store_on_loopback_is_out_of_reach_of_other_machines() -> None:
 
 
 def test_a_store_for_several_machines_is_in_reach() -> None:
-    port = free_port()
+    port = find_free_port()
     store = meeting_store("0.0.0.0", port, 1, serves=True, timeout_s=10)
     store.set("said", "")
     assert addresses(port) & {"0.0.0.0", "::"}
 
 
 def test_a_taken_port_is_an_error_at_once() -> None:
-    port = free_port()
+    port = find_free_port()
     store = meeting_store("127.0.0.1", port, 1, serves=True, timeout_s=10)
     with pytest.raises(OSError, match="in use"):
         meeting_store("127.0.0.1", port, 1, serves=True, timeout_s=10)
