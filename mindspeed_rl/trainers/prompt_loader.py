@@ -13,7 +13,7 @@ import torch
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
-from mindspeed_rl.data.samplers import BatchSampler
+from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.trainers.model_plans import plan_models

@@ -12,7 +12,7 @@ import torch
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
-from mindspeed_rl.data.sft import InstructionDataset, InstructionSample
+from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
 

@@ -11,7 +11,7 @@ import torch
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBatch, SimPOSettings, dpo_loss, simpo_loss
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.data.preference import PreferenceDataset, PreferencePair
+from mindspeed_rl.data.datasets import PreferenceDataset, PreferencePair
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import build_labelled_rows
 from mindspeed_rl.workers.stages.stage import Stage

@@ -12,9 +12,8 @@ import torch
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.preference_losses import pairwise_reward_loss, process_reward_loss
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.datasets import PreferencePair, ProcessRewardDataset, ProcessRewardSample
 from mindspeed_rl.data.indexed import IGNORE_INDEX
-from mindspeed_rl.data.preference import PreferencePair
-from mindspeed_rl.data.process_reward import ProcessRewardDataset, ProcessRewardSample
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import token_loss

@@ -13,7 +13,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
-from mindspeed_rl.data.samplers import BatchSampler
+from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.update_plan import split_rows

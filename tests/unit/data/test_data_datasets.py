@@ -11,14 +11,11 @@ from byte_tokenizer import build_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data.datasets import BatchSampler, InstructionDataset, PreferenceDataset, ProcessRewardDataset
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, open_indexed
-from mindspeed_rl.data.preference import PreferenceDataset
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
-from mindspeed_rl.data.process_reward import ProcessRewardDataset
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
-from mindspeed_rl.data.samplers import BatchSampler, epoch_order
-from mindspeed_rl.data.sft import InstructionDataset
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 
 BYTES = build_tokenizer()
@@ -299,9 +296,9 @@ def test_a_batch_larger_than_the_dataset_wraps_over_several_epochs():
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
-    orders = {tuple(epoch_order(20, seed=seed, epoch=epoch, shuffle=True)) for seed in (1, 2) for epoch in (0, 1)}
+    orders = {tuple(BatchSampler(20, seed=seed).permute(epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(orders) == 4
-    assert np.array_equal(epoch_order(20, seed=1, epoch=1, shuffle=True), epoch_order(20, seed=1, epoch=1, shuffle=True))
+    assert np.array_equal(BatchSampler(20, seed=1).permute(1), BatchSampler(20, seed=1).permute(1))
 
 
 def test_wrong_samplers_are_errors():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rl.data.encoding import fit_lengths, join_turns
-from mindspeed_rl.data.packing import greedy_packs, pack_row
+from mindspeed_rl.data.preprocess import greedy_packs, pack_row
 
 
 def naive_packs(lengths, capacity):

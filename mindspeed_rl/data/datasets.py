@@ -1,0 +1,206 @@
+"""Datasets of supervised, preference and process reward training, read by memory map, and the order of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns
+
+
+class InstructionSample(TypedDict):
+    """One row of supervised tuning.
+
+    input_ids, labels: [tokens] int64, padding cut off; labels are unshifted, IGNORE_INDEX where nothing is learnt.
+    sample_lengths: [samples] int64, the lengths of the samples in a pack; they add up to `tokens`. One entry for a plain row.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    sample_lengths: np.ndarray
+
+
+class InstructionDataset:
+    """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
+
+    The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); with `split_at_eos`, a plain
+    pack is split after each end token that closes an answer. A row that is no pack is one sample either way.
+
+    Args:
+        prefix: the --output-prefix of preprocessing.
+        seq_length: rows longer than this are cut at the end when read; None reads full rows.
+        eos_id: the end token (of the template, where that replaces the tokenizer's); needed for `split_at_eos`.
+        split_at_eos: keep the samples of a plain pack separate.
+        pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        seq_length: int | None = None,
+        pad_id: int | None = None,
+        eos_id: int | None = None,
+        split_at_eos: bool = False,
+    ) -> None:
+        if split_at_eos and eos_id is None:
+            raise ValueError("split_at_eos needs eos_id, the id of the end token")
+        columns = ("input_ids", "attention_mask", "labels")
+        self._rows = IndexedColumns(prefix, columns, same_length=[columns])
+        self._seq_length = seq_length
+        self._pad_id = pad_id
+        self._eos_id = eos_id
+        self._split_at_eos = split_at_eos
+        #: [rows] int32: stored tokens per row, padding included, without reading the rows
+        self.lengths = self._rows.lengths("input_ids")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> InstructionSample:
+        input_ids = self._rows.row(index, "input_ids").astype(np.int64)
+        labels = self._rows.row(index, "labels").astype(np.int64)
+        mask = self._rows.row(index, "attention_mask")
+        # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is no pack at all
+        neat = bool(mask[-1] != 1)
+        used = np.flatnonzero((mask != 0) & ((labels != IGNORE_INDEX) | (input_ids != self._pad_id) if not neat else True))
+        end = int(used[-1]) + 1 if len(used) else 0
+        if self._seq_length is not None:
+            end = min(end, self._seq_length)
+        input_ids, labels, mask = input_ids[:end], labels[:end], mask[:end]
+        if neat:
+            ends = np.append(np.flatnonzero(np.diff(mask)) + 1, end)
+        elif self._split_at_eos:
+            # samples close with a trained end token; the tokens after the last one are a sample too
+            ends = np.flatnonzero((input_ids == self._eos_id) & (labels == self._eos_id)) + 1
+            if not len(ends) or ends[-1] != end:
+                ends = np.append(ends, end)
+        else:
+            ends = np.array([end])
+        return InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=np.diff(ends, prepend=0).astype(np.int64))
+
+
+class PreferencePair(TypedDict):
+    """One pair; each array is [tokens] int64. Labels are unshifted and hold IGNORE_INDEX on the full prompt."""
+
+    chosen_input_ids: np.ndarray
+    chosen_labels: np.ndarray
+    rejected_input_ids: np.ndarray
+    rejected_labels: np.ndarray
+
+
+class _ShortRows:
+    """Rows with at most `seq_length` tokens; None keeps all. `num_too_long` counts the others."""
+
+    def __init__(self, rows: IndexedColumns, lengths: np.ndarray, seq_length: int | None) -> None:
+        self._rows = rows
+        limit = np.iinfo(np.int32).max if seq_length is None else seq_length
+        self._row_indices = np.flatnonzero(lengths <= limit)
+        self.num_too_long = len(lengths) - len(self._row_indices)
+
+    def __len__(self) -> int:
+        return len(self._row_indices)
+
+    def _column(self, index: int, name: str) -> np.ndarray:
+        return self._rows.row(int(self._row_indices[index]), name).astype(np.int64)
+
+
+class PreferenceDataset(_ShortRows):
+    """Rows of `<prefix>_packed_{chosen,rejected}_{input_ids,labels}_document`.
+
+    Args:
+        prefix: the --output-prefix of preprocessing.
+        seq_length: pairs with a longer sample are left out; `num_too_long` counts them. None keeps all.
+    """
+
+    def __init__(self, prefix: str | Path, *, seq_length: int | None = None) -> None:
+        sides = [(f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")]
+        rows = IndexedColumns(prefix, [name for pair in sides for name in pair], same_length=sides)
+        super().__init__(rows, np.maximum(rows.lengths("chosen_input_ids"), rows.lengths("rejected_input_ids")), seq_length)
+
+    def __getitem__(self, index: int) -> PreferencePair:
+        return PreferencePair(**{name: self._column(index, name) for name in PreferencePair.__annotations__})
+
+
+class ProcessRewardSample(TypedDict):
+    """One solution.
+
+    input_ids, labels: [tokens] int64; the label at each placeholder is its reward token, IGNORE_INDEX elsewhere. The model's
+    output at the placeholder itself is compared with it: unlike in language modelling, nothing is shifted.
+    step_positions: [steps] int64, the positions of the placeholders.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    step_positions: np.ndarray
+
+
+class ProcessRewardDataset(_ShortRows):
+    """Rows of `<prefix>_packed_{input_ids,labels}_document` that AlpacaStyleProcessRewardHandler wrote.
+
+    Args:
+        prefix: the --output-prefix of preprocessing.
+        seq_length: longer samples are left out; `num_too_long` counts them. None keeps all.
+    """
+
+    def __init__(self, prefix: str | Path, *, seq_length: int | None = None) -> None:
+        rows = IndexedColumns(prefix, ("input_ids", "labels"), same_length=[("input_ids", "labels")])
+        super().__init__(rows, rows.lengths("input_ids"), seq_length)
+
+    def __getitem__(self, index: int) -> ProcessRewardSample:
+        labels = self._column(index, "labels")
+        return ProcessRewardSample(
+            input_ids=self._column(index, "input_ids"), labels=labels, step_positions=np.flatnonzero(labels != IGNORE_INDEX)
+        )
+
+
+class BatchSampler:
+    """Endless batches of dataset indices, the same on every rank; each rank takes its slice.
+
+    The order is a function of (seed, epoch) alone, so a run resumes by counting samples. Every epoch has its own order and
+    uses every sample: a batch at the end of one is filled from the next.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int = 1234, shuffle: bool = True) -> None:
+        if num_samples < 1:
+            raise ValueError("the dataset holds no samples (were all of them filtered out?)")
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def permute(self, epoch: int) -> np.ndarray:
+        """Return the dataset indices in the order of this epoch, [num_samples] int64; the same on every machine."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        # RandomState, because numpy promises never to change its stream
+        bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
+        return np.random.RandomState(bits).permutation(self.num_samples)
+
+    def batches(self, start_sample: int, batch_size: int) -> Iterator[list[int]]:
+        """Yield endless batches, starting after `start_sample` consumed samples (counted over all epochs).
+
+        A resumed run yields what the uninterrupted one would have: batches(k * b, b) continues batches(0, b) after k batches.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch size must be at least 1, not {batch_size}")
+        if start_sample < 0:
+            raise ValueError(f"consumed samples must not be negative, not {start_sample}")
+        epoch, position = divmod(start_sample, self.num_samples)
+        order = self.permute(epoch)
+        while True:
+            batch: list[int] = []
+            # a batch may span several epochs where the dataset is smaller than it
+            while len(batch) < batch_size:
+                if position == self.num_samples:
+                    epoch, position = epoch + 1, 0
+                    order = self.permute(epoch)
+                indices = order[position : position + batch_size - len(batch)]
+                batch.extend(indices.tolist())
+                position += len(indices)
+            yield batch
