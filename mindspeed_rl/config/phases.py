@@ -37,143 +37,139 @@ class Phase:
     dispatch_key: str = ""
 
 
-# ---------------------------------------------------------------------- the rollout
+class Phases:
+    """The phases, by the names that the package uses."""
 
-GENERATE = Phase(
-    "generate",
-    deadline="generate",
-    timer="rollout",
-    memory="generate",
-    transient="engine step",
-    profiler_stage="actor_generate",
-    consumer="actor_rollout",
-    columns=(
-        "responses",
-        "response_mask",
-        "rollout_log_probs",
-        "weight_versions",
-        "input_ids",
-        "sequence_lengths",
-        "truncated",
-        "trajectories",
-    ),
-    dispatch_key="actor_rollout_dispatch_size",
-)
-#: responses that grow over several rollouts
-CONTINUE_RESPONSES = replace(GENERATE, name="continue_responses", consumer="", columns=())
-#: responses to given prompts, which no row trains on
-GENERATE_RESPONSES = Phase("generate_responses", deadline="generate")
-FINISH_ROLLOUT = Phase("finish_rollout", deadline="generate", timer="resharding_to_train")
-PUSH_WEIGHTS = Phase(
-    "push_weights", deadline="weights", timer="resharding_to_infer", memory="update_weights", transient="push buckets"
-)
-JOIN_SERVERS = Phase("join_servers", deadline="weights")
-SEND_WEIGHTS = replace(PUSH_WEIGHTS, name="send_weights")
-LEAVE_SERVERS = Phase("leave_servers", deadline="weights")
+    # ---------------------------------------------------------------------- the rollout
 
-# ---------------------------------------------------------------------- rewards
+    GENERATE = Phase(
+        "generate",
+        deadline="generate",
+        timer="rollout",
+        memory="generate",
+        transient="engine step",
+        profiler_stage="actor_generate",
+        consumer="actor_rollout",
+        columns=(
+            "responses",
+            "response_mask",
+            "rollout_log_probs",
+            "weight_versions",
+            "input_ids",
+            "sequence_lengths",
+            "truncated",
+            "trajectories",
+        ),
+        dispatch_key="actor_rollout_dispatch_size",
+    )
+    #: responses that grow over several rollouts
+    CONTINUE_RESPONSES = replace(GENERATE, name="continue_responses", consumer="", columns=())
+    #: responses to given prompts, which no row trains on
+    GENERATE_RESPONSES = Phase("generate_responses", deadline="generate")
+    FINISH_ROLLOUT = Phase("finish_rollout", deadline="generate", timer="resharding_to_train")
+    PUSH_WEIGHTS = Phase(
+        "push_weights", deadline="weights", timer="resharding_to_infer", memory="update_weights", transient="push buckets"
+    )
+    JOIN_SERVERS = Phase("join_servers", deadline="weights")
+    SEND_WEIGHTS = replace(PUSH_WEIGHTS, name="send_weights")
+    LEAVE_SERVERS = Phase("leave_servers", deadline="weights")
 
-RULE_REWARDS = Phase(
-    "score",
-    deadline="rewards",
-    timer="rule_reward",
-    consumer="rule_reward",
-    columns=("rewards", "reward_results"),
-    dispatch_key="reward_dispatch_size",
-)
-SCORE_NOW = Phase("score_now", deadline="rewards")
-MODEL_REWARDS = Phase(
-    "compute_model_rewards",
-    deadline="rewards",
-    timer="reward_model",
-    memory="reward model pass",
-    consumer="reward_scores",
-    columns=("rm_scores",),
-)
-#: the reward model's scores of given responses
-MODEL_SCORES = Phase("score", deadline="rewards")
+    # ---------------------------------------------------------------------- rewards
 
-# ---------------------------------------------------------------------- passes and updates of the trained models
+    RULE_REWARDS = Phase(
+        "score",
+        deadline="rewards",
+        timer="rule_reward",
+        consumer="rule_reward",
+        columns=("rewards", "reward_results"),
+        dispatch_key="reward_dispatch_size",
+    )
+    SCORE_NOW = Phase("score_now", deadline="rewards")
+    MODEL_REWARDS = Phase(
+        "compute_model_rewards",
+        deadline="rewards",
+        timer="reward_model",
+        memory="reward model pass",
+        consumer="reward_scores",
+        columns=("rm_scores",),
+    )
+    #: the reward model's scores of given responses
+    MODEL_SCORES = Phase("score", deadline="rewards")
 
-ACTOR_LOG_PROBS = Phase(
-    "compute_log_probs",
-    deadline="log_probs",
-    timer="old_log_p",
-    memory="log-probs",
-    profiler_stage="actor_compute_log_prob",
-    consumer="actor_log_prob",
-    columns=("old_log_probs", "entropies"),
-    dispatch_key="actor_logprob_dispatch_size",
-)
-UPDATE_ACTOR = Phase(
-    "update_actor",
-    timer="update",
-    memory="update",
-    profiler_stage="actor_update",
-    consumer="actor_train",
-    columns=("update_log_probs",),  # in iterations whose completions are written
-)
-REFERENCE_LOG_PROBS = Phase(
-    "compute_log_probs",
-    deadline="log_probs",
-    timer="reference_model",
-    memory="reference pass",
-    profiler_stage="reference_compute_log_prob",
-    consumer="ref_log_prob",
-    columns=("ref_log_probs",),
-    dispatch_key="ref_dispatch_size",
-)
-VALUES = Phase(
-    "compute_values",
-    deadline="log_probs",
-    timer="critic_model",
-    memory="critic pass",
-    profiler_stage="critic_compute_values",
-    consumer="critic_compute_values",
-    columns=("values",),
-    dispatch_key="critic_value_dispatch_size",
-)
-UPDATE_CRITIC = Phase(
-    "update_critic", timer="update_critic", memory="update critic", profiler_stage="critic_update", consumer="critic_train"
-)
-SYNC_REFERENCE = Phase("sync_reference")
-#: an iteration of a supervised stage: the pass of its reference, and a step
-TRAIN = replace(UPDATE_ACTOR, name="train", timer="", consumer="", columns=())
-TRAIN_STEP = Phase("train", timer=UPDATE_ACTOR.timer)
-EVALUATE = Phase("evaluate", deadline="evaluate", timer="evaluate", memory="evaluate")
+    # ---------------------------------------------------------------------- passes and updates of the trained models
 
-# ---------------------------------------------------------------------- start, checkpoints
+    ACTOR_LOG_PROBS = Phase(
+        "compute_log_probs",
+        deadline="log_probs",
+        timer="old_log_p",
+        memory="log-probs",
+        profiler_stage="actor_compute_log_prob",
+        consumer="actor_log_prob",
+        columns=("old_log_probs", "entropies"),
+        dispatch_key="actor_logprob_dispatch_size",
+    )
+    UPDATE_ACTOR = Phase(
+        "update_actor",
+        timer="update",
+        memory="update",
+        profiler_stage="actor_update",
+        consumer="actor_train",
+        columns=("update_log_probs",),  # in iterations whose completions are written
+    )
+    REFERENCE_LOG_PROBS = Phase(
+        "compute_log_probs",
+        deadline="log_probs",
+        timer="reference_model",
+        memory="reference pass",
+        profiler_stage="reference_compute_log_prob",
+        consumer="ref_log_prob",
+        columns=("ref_log_probs",),
+        dispatch_key="ref_dispatch_size",
+    )
+    VALUES = Phase(
+        "compute_values",
+        deadline="log_probs",
+        timer="critic_model",
+        memory="critic pass",
+        profiler_stage="critic_compute_values",
+        consumer="critic_compute_values",
+        columns=("values",),
+        dispatch_key="critic_value_dispatch_size",
+    )
+    UPDATE_CRITIC = Phase(
+        "update_critic", timer="update_critic", memory="update critic", profiler_stage="critic_update", consumer="critic_train"
+    )
+    SYNC_REFERENCE = Phase("sync_reference")
+    #: an iteration of a supervised stage: the pass of its reference, and a step
+    TRAIN = replace(UPDATE_ACTOR, name="train", timer="", consumer="", columns=())
+    TRAIN_STEP = Phase("train", timer=UPDATE_ACTOR.timer)
+    EVALUATE = Phase("evaluate", deadline="evaluate", timer="evaluate", memory="evaluate")
 
-SET_UP = Phase("set_up", deadline="start")
-RESUMED_STATE = Phase("resumed_state", deadline="start")
-DATA = Phase("data", deadline="start")
-CHECK_REWARDS = Phase("check", deadline="start")
-SAVE = Phase("save", deadline="save", timer="save", memory="save", transient="copies")
-FINISH = Phase("finish", deadline="save")
+    # ---------------------------------------------------------------------- start, checkpoints
 
-# ---------------------------------------------------------------------- engines that generate for a user
+    SET_UP = Phase("set_up", deadline="start")
+    RESUMED_STATE = Phase("resumed_state", deadline="start")
+    DATA = Phase("data", deadline="start")
+    CHECK_REWARDS = Phase("check", deadline="start")
+    SAVE = Phase("save", deadline="save", timer="save", memory="save", transient="copies")
+    FINISH = Phase("finish", deadline="save")
 
-ADD_REQUESTS = Phase("add_requests", deadline="generate")
-TAKE_TOKENS = Phase("take_tokens", deadline="generate")
-CANCEL = Phase("cancel", deadline="generate")
-NEXT_TOKENS = Phase("next_tokens", deadline="generate")
+    # ---------------------------------------------------------------------- engines that generate for a user
 
-_ALL = (
-    *(SET_UP, RESUMED_STATE, DATA, CHECK_REWARDS),
-    *(GENERATE, CONTINUE_RESPONSES, GENERATE_RESPONSES, FINISH_ROLLOUT),
-    *(PUSH_WEIGHTS, JOIN_SERVERS, SEND_WEIGHTS, LEAVE_SERVERS),
-    *(RULE_REWARDS, SCORE_NOW, MODEL_REWARDS, MODEL_SCORES),
-    *(ACTOR_LOG_PROBS, UPDATE_ACTOR, REFERENCE_LOG_PROBS, VALUES, UPDATE_CRITIC, SYNC_REFERENCE),
-    *(TRAIN, EVALUATE, SAVE, FINISH),
-    *(ADD_REQUESTS, TAKE_TOKENS, CANCEL, NEXT_TOKENS),
-)
+    ADD_REQUESTS = Phase("add_requests", deadline="generate")
+    TAKE_TOKENS = Phase("take_tokens", deadline="generate")
+    CANCEL = Phase("cancel", deadline="generate")
+    NEXT_TOKENS = Phase("next_tokens", deadline="generate")
+
+
+_ALL = tuple(phase for phase in vars(Phases).values() if isinstance(phase, Phase))
 #: name of a phase -> key of `rl_config.deadlines`; phases of other workers have that of an update
 PHASE_DEADLINES: Mapping[str, str] = {phase.name: phase.deadline for phase in _ALL}
 #: values of `profiler_config.integrated.stage` except "all"
 PROFILED_STAGES = tuple(dict.fromkeys(phase.profiler_stage for phase in _ALL if phase.profiler_stage))
 
 #: mode of router replay -> phase that puts the experts of tokens
-_ROUTING_FROM = {"R2": ACTOR_LOG_PROBS, "R3": GENERATE}
+_ROUTING_FROM = {"R2": Phases.ACTOR_LOG_PROBS, "R3": Phases.GENERATE}
 #: tokens of each sequence of a row whose experts are known: the first ones
 ROUTED_LENGTHS = "routed_lengths"
 

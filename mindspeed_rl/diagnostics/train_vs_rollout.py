@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run, RunConfig, resolve
-from mindspeed_rl.config.phases import GENERATE, Phase
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dumps.causes import (
     ActivationGap,
     Cause,
@@ -62,7 +62,7 @@ def compare_run(
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
     cfg = with_model_configs(cfg)
-    run = resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
+    run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform))
     run = replace(run, folder=folder)
     if run.placement.disaggregated:
         raise ValueError(
@@ -113,7 +113,7 @@ class Comparison:
         # all responses first: `check_weights` leaves nothing of use in the engine
         engine: list[EngineOutputs] = []
         for index, prompt in enumerate(prompts):
-            outputs = self._workers.call(GENERATE, prompt, num_tokens, index)
+            outputs = self._workers.call(Phases.GENERATE, prompt, num_tokens, index)
             engine += [output for output in outputs if output is not None]  # of one rank
         checked: list[tuple[list[WeightFinding], list[str]]] = self._workers.call(Phase("check_weights"))
         weights = {finding.parameter: finding for findings, _ in checked for finding in findings}

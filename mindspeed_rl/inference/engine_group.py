@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
-from mindspeed_rl.config.phases import ADD_REQUESTS, CANCEL, MODEL_SCORES, NEXT_TOKENS, TAKE_TOKENS
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.inference.engine_interface import Delta, Engine, Request
 from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
@@ -57,13 +57,13 @@ class InferenceEngineGroup:
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
         """See `Engine.stream`."""
-        self._group.call(ADD_REQUESTS, list(requests), sampling, tuple(stop_strings))
+        self._group.call(Phases.ADD_REQUESTS, list(requests), sampling, tuple(stop_strings))
         open_requests = set(range(len(requests)))
         try:
             while open_requests:
                 # a single answer is shown while it is generated
                 count = min(_DELTAS_PER_CALL * len(open_requests), _MAX_DELTAS_PER_CALL) if len(requests) > 1 else 1
-                deltas = self._group.call(TAKE_TOKENS, count)
+                deltas = self._group.call(Phases.TAKE_TOKENS, count)
                 for replica in range(self._num_replicas):
                     for delta in deltas[replica * self._tp]:
                         # the inverse of `ReplicaWorker.add_requests`, which gives a replica every n-th request
@@ -73,16 +73,16 @@ class InferenceEngineGroup:
                         yield Delta(index, delta.token_ids, delta.log_probs, delta.finish)
         finally:
             if open_requests:
-                self._group.call(CANCEL)
+                self._group.call(Phases.CANCEL)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         # every replica computes all of them: one result is taken
-        return self._group.call(NEXT_TOKENS, [list(ids) for ids in prompts], count)[0]
+        return self._group.call(Phases.NEXT_TOKENS, [list(ids) for ids in prompts], count)[0]
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
         """See `Engine.score`."""
-        return self._group.call(MODEL_SCORES, [list(ids) for ids in sequences], list(starts))[0]
+        return self._group.call(Phases.MODEL_SCORES, [list(ids) for ids in sequences], list(starts))[0]
 
     def close(self) -> None:
         """End all workers."""

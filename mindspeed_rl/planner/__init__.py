@@ -5,7 +5,7 @@
 | run_shape.py, engine.py | models of a run on its devices; bytes of a rollout rank |
 | shapes.py | elements of a rank, from the same weight tables that build and load the models |
 | activations.py | bytes of activations of a micro-batch, and of the vocabulary head |
-| devices.py, efficiency.py | memory, operations and links of the device kinds; fractions that a run reaches, fitted in published.py |
+| devices.py, efficiency.py | memory, operations and links of a device; fractions that a run reaches, fitted in published.py |
 | memory.py | bytes of a device, by owner and phase |
 | advice.py | changes after which a run fits, nearest first |
 | seconds.py, samples.py | seconds by phase; lengths, turns and tools of the samples |

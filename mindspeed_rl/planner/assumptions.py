@@ -17,7 +17,7 @@ from mindspeed_rl.planner.samples import SIGMA
 from mindspeed_rl.planner.seconds import TimePlan
 
 #: label of a number that no run on an NPU has confirmed
-UNVERIFIED = "not verified on NPU"
+_UNVERIFIED = "not verified on NPU"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Assumption:
     is_unverified: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value}: {self.source}{f'; {UNVERIFIED}' if self.is_unverified else ''}"
+        return f"{self.name} {self.value}: {self.source}{f'; {_UNVERIFIED}' if self.is_unverified else ''}"
 
 
 def list_memory_assumptions(cfg: RunConfig, device: Device) -> Iterator[Assumption]:

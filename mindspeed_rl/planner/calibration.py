@@ -15,7 +15,7 @@ from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.observability.run_files import read_metrics
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import plan_time
@@ -43,7 +43,7 @@ def read_measured(folder: str | Path) -> _Measured:
     """
     path = Path(folder)
     try:
-        history = read_metrics(path / "metrics.jsonl")
+        history = History(read_lines(path / "metrics.jsonl"))
         report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None

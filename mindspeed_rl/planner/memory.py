@@ -10,15 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
-from mindspeed_rl.config.phases import (
-    ACTOR_LOG_PROBS,
-    GENERATE,
-    PUSH_WEIGHTS,
-    REFERENCE_LOG_PROBS,
-    SAVE,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-)
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.planner.activations import compute_forward_bytes, compute_head_bytes, compute_stage_activations
 from mindspeed_rl.planner.devices import Device
@@ -174,7 +166,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     start = _make_phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(elements, stepped=False)}, fresh)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     if engine is None:
-        return [start, _make_phase(UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
+        return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
     generate, objective = run.generate, run.cfg.objective
     assert generate is not None and run.cfg.rl_config is not None and objective is not None
     resident = _resident_bytes(run, weights, state, others)
@@ -183,30 +175,34 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
-    phases = [start, _make_phase(GENERATE.memory, fixed, resident, generating)]
+    phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
     for name in ("reward model", "reference", "critic"):
         if name in others:
             transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
             phases.append(_make_phase(f"{name} pass", fixed, resident, {name: totals[name]}, also, transient))
     if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
         phases.append(
-            _make_phase(REFERENCE_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "ref"))
+            _make_phase(
+                Phases.REFERENCE_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "ref")
+            )
         )
     if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
         phases.append(
-            _make_phase(ACTOR_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "actor"))
+            _make_phase(Phases.ACTOR_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "actor"))
         )
     if "critic" in others:
         critic = run.others["critic"]
         update = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
-        phases.append(_make_phase(UPDATE_CRITIC.memory, fixed, resident, weights, {"critic": totals["critic"]}, also, update))
-    phases.append(_make_phase(UPDATE_ACTOR.memory, fixed, resident, weights, state, also, activations))
+        phases.append(
+            _make_phase(Phases.UPDATE_CRITIC.memory, fixed, resident, weights, {"critic": totals["critic"]}, also, update)
+        )
+    phases.append(_make_phase(Phases.UPDATE_ACTOR.memory, fixed, resident, weights, state, also, activations))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:
         push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters}
-    phases.append(_make_phase(PUSH_WEIGHTS.memory, fixed, resident, weights, push))
+    phases.append(_make_phase(Phases.PUSH_WEIGHTS.memory, fixed, resident, weights, push))
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
-        phases.append(_make_phase(SAVE.memory, fixed, weights, state, totals, serving))
+        phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
 
 
@@ -225,8 +221,8 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
     count = run.cfg.placement.dedicated.get("rollout")
     if engine is not None and count is not None:
         serving = _serving_bytes(engine)
-        generate = _make_phase(GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
-        push = _make_phase(PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
+        generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
+        push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
     for name, model in run.dedicated.items():
         layout = model.plan.layout

@@ -32,7 +32,7 @@ class _Range:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class _Prediction:
     """The plan of a run, an advisor of `trainers.launch.launch`.
 
     Attributes:
@@ -107,7 +107,7 @@ class Prediction:
         return f"Nearest settings with more room: {'; '.join(settings)}."
 
 
-def predict(run: Run) -> Prediction:
+def predict(run: Run) -> _Prediction:
     """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason."""
     cfg = run.config
     try:
@@ -115,8 +115,8 @@ def predict(run: Run) -> Prediction:
         memory, time = plan_memory(cfg, device, run.num_nodes), plan_time(cfg, device, run.num_nodes)
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
-        return Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
-    return Prediction(
+        return _Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
+    return _Prediction(
         cfg,
         run.num_nodes,
         device=device.name,

@@ -81,7 +81,7 @@ _R1: dict[str, object] = {
 
 #: the sources are in docs/planner.md. The cann recipes publish no maximum response: about one and a half mean ones are assumed,
 #: and captured graphs in the engine; random weights seldom end a response, so that the mean is the limit
-FIGURES: tuple[_Figure, ...] = (
+_FIGURES: tuple[_Figure, ...] = (
     _Figure("GRPO Qwen2.5-7B, A3, 2k", "A3", "grpo_qwen25_7b_A3", per_card=220),
     _Figure("GRPO Qwen2.5-32B, A3, 2k", "A3", "grpo_qwen25_32b_A3", per_card=220),
     _Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, devices_per_card=1),
@@ -121,22 +121,22 @@ FIGURES: tuple[_Figure, ...] = (
 
 @lru_cache(maxsize=64)
 def _read_figure(index: int) -> tuple[RunConfig, RunShape]:
-    figure = FIGURES[index]
+    figure = _FIGURES[index]
     tree = apply_values(compose(find_project_configs(), figure.config, []), figure.changes)
     cfg = build_run_config(tree, config_name=figure.config)
     return cfg, read_shape(cfg, DEVICES[figure.device], 1)
 
 
-def predict_figure(index: int, efficiency: Efficiency) -> TimePlan:
+def _predict_figure(index: int, efficiency: Efficiency) -> TimePlan:
     """Predict a published run with an efficiency."""
     cfg, shape = _read_figure(index)
-    means = SampleMeans(FIGURES[index].mean_response, _PROMPT)
+    means = SampleMeans(_FIGURES[index].mean_response, _PROMPT)
     return plan_time(cfg, shape.device, samples=means, efficiency=efficiency, shape=shape)
 
 
-def find_published(index: int, plan: TimePlan) -> dict[str, float]:
+def _find_published(index: int, plan: TimePlan) -> dict[str, float]:
     """Return the published seconds, by phase, or of the iteration as {"all": ...}."""
-    figure = FIGURES[index]
+    figure = _FIGURES[index]
     if figure.per_card is None:
         return figure.seconds
     cfg, shape = _read_figure(index)
@@ -151,10 +151,10 @@ def _compute_loss(indexes: Sequence[int], efficiency: Efficiency) -> float:
     """Return the squared errors of logarithms (half as long is as wrong as twice as long); each figure counts once."""
     total = 0.0
     for index in indexes:
-        plan = predict_figure(index, efficiency)
+        plan = _predict_figure(index, efficiency)
         total += statistics.fmean(
             math.log((plan.total if name == "all" else plan.phases[name]) / seconds) ** 2
-            for name, seconds in find_published(index, plan).items()
+            for name, seconds in _find_published(index, plan).items()
         )
     return total
 
@@ -196,16 +196,16 @@ class _LeftOut:
     predicted: dict[str, float]
 
 
-def leave_one_out() -> Iterator[_LeftOut]:
+def _leave_one_out() -> Iterator[_LeftOut]:
     """Yield each figure with the prediction by the fit to all others."""
-    for index, figure in enumerate(FIGURES):
-        plan = predict_figure(index, fit_efficiency([other for other in range(len(FIGURES)) if other != index]))
-        seconds = find_published(index, plan)
+    for index, figure in enumerate(_FIGURES):
+        plan = _predict_figure(index, fit_efficiency([other for other in range(len(_FIGURES)) if other != index]))
+        seconds = _find_published(index, plan)
         predicted = {name: plan.total if name == "all" else plan.phases[name] for name in seconds}
         yield _LeftOut(figure.name, seconds, predicted)
 
 
-def compute_spread(figures: Sequence[_LeftOut]) -> float:
+def _compute_spread(figures: Sequence[_LeftOut]) -> float:
     """Return the factor that bounds the error of two thirds of the predictions, by phase."""
     errors = sorted(abs(math.log(one.predicted[name] / seconds)) for one in figures for name, seconds in one.published.items())
     return math.exp(errors[math.ceil(len(errors) * 2 / 3) - 1])

@@ -14,16 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mindspeed_rl.config.phases import (
-    ACTOR_LOG_PROBS,
-    GENERATE,
-    MODEL_REWARDS,
-    PUSH_WEIGHTS,
-    REFERENCE_LOG_PROBS,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-    VALUES,
-)
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops
@@ -67,7 +58,7 @@ class TimePlan:
         total = sum(self.phases.values())
         if not self.overlaps:
             return total
-        push, rollout = self.phases[PUSH_WEIGHTS.timer], self.phases[GENERATE.timer]
+        push, rollout = self.phases[Phases.PUSH_WEIGHTS.timer], self.phases[Phases.GENERATE.timer]
         return max(rollout, total - rollout - push) + push
 
     def bounds(self, seconds: float) -> tuple[float, float]:
@@ -163,7 +154,7 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     """Return the seconds of the parts of every phase, by phase in order."""
     sizes, objective = run.sizes, run.cfg.objective
     assert objective is not None
-    parts = {GENERATE.timer: _plan_rollout(run, efficiency, samples)}
+    parts = {Phases.GENERATE.timer: _plan_rollout(run, efficiency, samples)}
     actor = _Passes(run, run.actor, efficiency, samples)
     trained = sizes.train_samples * sizes.epochs
     # the actor is its own reference where they share a backbone
@@ -172,18 +163,18 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         for model in (run.find_model("reward model"), run.find_model("reference"), run.find_model("critic"))
     )
     if reward is not None:
-        parts[MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
     if objective.needs_reference:
-        parts[REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        parts[ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0)
+        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0)
     if critic is not None:
-        parts[VALUES.timer] = critic.seconds(sizes.train_samples, 1.0)
-        parts[UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
-    parts[UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
+        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0)
+        parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
+    parts[Phases.UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
     if moved := _offloaded_bytes(run):
         parts["offload"] = {"both ways": moved / (run.device.host * efficiency.host)}
-    parts[PUSH_WEIGHTS.timer] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
+    parts[Phases.PUSH_WEIGHTS.timer] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
     return parts
 
 
@@ -379,8 +370,8 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
     samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
     # the reference makes one forward pass over the same samples
     passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
-    parts = {UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
-    phases = {UPDATE_ACTOR.timer: sum(parts[UPDATE_ACTOR.timer].values())}
+    parts = {Phases.UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
+    phases = {Phases.UPDATE_ACTOR.timer: sum(parts[Phases.UPDATE_ACTOR.timer].values())}
     return TimePlan(
         run.device.name,
         phases,

@@ -158,7 +158,7 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
     return stages
 
 
-def count_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
+def _count_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
     """Count the parameters of a model, tied ones once, without padding."""
     model_config = model_config.pad_vocab(1, 1)
     ops = _ops(architecture, model_config)

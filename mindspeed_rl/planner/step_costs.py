@@ -103,7 +103,7 @@ def _count_kernels(model_config: ModelConfig, has_experts: bool) -> tuple[int, i
     return norms + products + others + (7 if has_experts else 3), norms + 2 * products + others + (10 if has_experts else 5)
 
 
-def group_by_phase(record: _Record) -> dict[str, dict[str, float]]:
+def _group_by_phase(record: _Record) -> dict[str, dict[str, float]]:
     """Sum the counts of each phase; an outer phase includes the phases inside it."""
     phases: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -138,7 +138,7 @@ def encode_costs(
     trainers = {"ours": ours} if plain is None else {"ours": ours, "plain": plain}
     return {
         **settings,
-        "phases": {name: group_by_phase(record) for name, record in trainers.items()},
+        "phases": {name: _group_by_phase(record) for name, record in trainers.items()},
         "least": {phase: asdict(value) for phase, value in bounds.items()},
         "counted": trainers,
     }
@@ -147,7 +147,7 @@ def encode_costs(
 def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]) -> str:
     """Return the tables of `mindspeed-rl npu-cost`."""
     lines = [f"{name}: {value}" for name, value in settings.items()]
-    mine, theirs = group_by_phase(ours), {} if plain is None else group_by_phase(plain)
+    mine, theirs = _group_by_phase(ours), {} if plain is None else _group_by_phase(plain)
     formats: dict[str, Callable[[float], str]] = {
         "kernels": "{:.0f}".format,
         "waits": "{:.0f}".format,

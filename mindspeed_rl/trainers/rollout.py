@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_rl.algorithms.masks import find_groups_with_signal, list_group_rows
 from mindspeed_rl.config import RLConfig, Run
-from mindspeed_rl.config.phases import GENERATE, RULE_REWARDS, list_worker_columns
+from mindspeed_rl.config.phases import Phases, list_worker_columns
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
@@ -22,7 +22,7 @@ from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: columns of a scored row
-SCORED_COLUMNS = (*PromptLoader.COLUMNS, *GENERATE.columns, *RULE_REWARDS.columns)
+SCORED_COLUMNS = (*PromptLoader.COLUMNS, *Phases.GENERATE.columns, *Phases.RULE_REWARDS.columns)
 
 
 class Rollout:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import CONTINUE_RESPONSES, FINISH_ROLLOUT, GENERATE, PUSH_WEIGHTS
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -50,7 +50,7 @@ class ActorWorker(ActorPhases):
     def push_weights(self, version: int) -> WorkerReport:
         """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it."""
         metrics = Metrics()
-        with self.phase(PUSH_WEIGHTS, metrics):
+        with self.phase(Phases.PUSH_WEIGHTS, metrics):
             num_proven = self._load_engine(version)
         self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", num_proven)
@@ -76,7 +76,7 @@ class ActorWorker(ActorPhases):
     def generate(self, rollout_index: int) -> WorkerReport:
         """Generate a response for each of this replica's rows."""
         metrics = Metrics()
-        with self.phase(GENERATE, metrics, self.rollout):
+        with self.phase(Phases.GENERATE, metrics, self.rollout):
             metrics.merge(self.rollout.generate(rollout_index))
         return self._report_generation(metrics)
 
@@ -85,7 +85,7 @@ class ActorWorker(ActorPhases):
     ) -> tuple[WorkerReport, list[Generated] | None]:
         """Continue this replica's share of the responses; see `RolloutReplica.continue_responses`."""
         metrics = Metrics()
-        with self.phase(CONTINUE_RESPONSES, metrics, self.rollout):
+        with self.phase(Phases.CONTINUE_RESPONSES, metrics, self.rollout):
             continued = self.rollout.continue_responses(responses, num_tokens)
         return self._report_generation(metrics), continued
 
@@ -96,7 +96,7 @@ class ActorWorker(ActorPhases):
     def finish_rollout(self) -> WorkerReport:
         """Give the engine's memory to training, where the device is short of it: this iteration's responses are complete."""
         swaps = self.rollout.swaps_memory
-        with self.phase(FINISH_ROLLOUT, Metrics(), self.rollout, timed=swaps):
+        with self.phase(Phases.FINISH_ROLLOUT, Metrics(), self.rollout, timed=swaps):
             if swaps:
                 self.rollout.engine.release_memory()
         return self._report()

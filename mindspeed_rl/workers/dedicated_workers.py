@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import SAVE
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -50,7 +50,7 @@ class CriticWorker(CriticPhases):
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
         """Write the critic's checkpoint."""
-        with self.timers(SAVE.timer):
+        with self.timers(Phases.SAVE.timer):
             self._critic().save(iteration, run_state)
         return self._report()
 

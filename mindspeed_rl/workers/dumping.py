@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import MsprobeConfig
-from mindspeed_rl.config.phases import (
-    CONTINUE_RESPONSES,
-    FINISH_ROLLOUT,
-    GENERATE,
-    REFERENCE_LOG_PROBS,
-    TRAIN_STEP,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-    Phase,
-)
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dumps.record import Record
 from mindspeed_rl.engine.probe import ModelProbe, get_coordinates
 from mindspeed_rl.rollout.engine_probe import EngineProbe
@@ -52,20 +43,20 @@ class PhaseDumps:
     ) -> Iterator[LossObserver | None]:
         """Dump what a block computes; yields the observer of its losses, None where nothing is dumped."""
         config, record, modules = self._config, None, False
-        if phase == FINISH_ROLLOUT:
+        if phase == Phases.FINISH_ROLLOUT:
             # responses from now on belong to the next iteration
             self._runs["rollout"] += 1
         elif isinstance(target, Role):
-            if phase in (UPDATE_ACTOR, TRAIN_STEP):
+            if phase in (Phases.UPDATE_ACTOR, Phases.TRAIN_STEP):
                 modules = config.actor_train_dump
                 record = self._record_model("actor", "update", modules or config.key_data_dump, iteration)
-            elif phase == UPDATE_CRITIC:
+            elif phase == Phases.UPDATE_CRITIC:
                 modules = config.critic_train_dump
                 record = self._record_model("critic", "update", modules or config.key_data_dump, iteration)
-            elif phase == REFERENCE_LOG_PROBS:
+            elif phase == Phases.REFERENCE_LOG_PROBS:
                 modules = config.reference_dump
                 record = self._record_model("reference", "forward", modules, iteration)
-        elif target is not None and phase in (GENERATE, CONTINUE_RESPONSES) and config.actor_infer_dump:
+        elif target is not None and phase in (Phases.GENERATE, Phases.CONTINUE_RESPONSES) and config.actor_infer_dump:
             record = self._record_rollout(target)
         if record is None:
             yield None

@@ -11,23 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import (
-    ACTOR_LOG_PROBS,
-    CONTINUE_RESPONSES,
-    FINISH,
-    FINISH_ROLLOUT,
-    GENERATE,
-    GENERATE_RESPONSES,
-    MODEL_REWARDS,
-    MODEL_SCORES,
-    PUSH_WEIGHTS,
-    RESUMED_STATE,
-    SAVE,
-    SYNC_REFERENCE,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-    VALUES,
-)
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
@@ -48,9 +32,7 @@ KINDS = {
         built="the models are loaded, the rollout engines are built",
     ),
     "trainer": WorkerKind("mindspeed_rl.workers.trainer_worker:TrainerWorker", saves=("actor_config", "critic_config")),
-    "ref": WorkerKind(
-        "mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference"
-    ),
+    "ref": WorkerKind("mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference"),
     "critic": WorkerKind(
         "mindspeed_rl.workers.dedicated_workers:CriticWorker",
         title="critic worker",
@@ -70,16 +52,16 @@ class _ColocatedRollout:
         self._actor = actor
 
     def push_weights(self, version: int) -> list[WorkerReport]:
-        return self._actor.call(PUSH_WEIGHTS, version)
+        return self._actor.call(Phases.PUSH_WEIGHTS, version)
 
     def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
-        return self._actor.start(GENERATE, rollout_index)
+        return self._actor.start(Phases.GENERATE, rollout_index)
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
-        return self._actor.call(GENERATE_RESPONSES, items, seed, greedy)
+        return self._actor.call(Phases.GENERATE_RESPONSES, items, seed, greedy)
 
     def finish_rollout(self) -> list[WorkerReport]:
-        return self._actor.call(FINISH_ROLLOUT)
+        return self._actor.call(Phases.FINISH_ROLLOUT)
 
 
 class Fleet:
@@ -126,7 +108,7 @@ class Fleet:
         # a name for the engines in the workers, which meet on each machine
         run_id = [uuid.uuid4().hex[:12]] if self.servers is None else []
         self.actor.start_workers(run, plane, *run_id, steps=steps)
-        resumed = self.actor.call(RESUMED_STATE)[0]
+        resumed = self.actor.call(Phases.RESUMED_STATE)[0]
         for role in ("ref", "critic"):
             if role in self.dedicated:
                 # these resume where the actor does
@@ -162,17 +144,17 @@ class Fleet:
             return
         count, actor = self._run.plan.num_train_samples, self.actor
         if objective.needs_reference and ("ref" in self.dedicated or idle):
-            self._early["ref"] = self.dedicated.get("ref", actor).start(ACTOR_LOG_PROBS, "ref", count)
+            self._early["ref"] = self.dedicated.get("ref", actor).start(Phases.ACTOR_LOG_PROBS, "ref", count)
         if objective.needs_old_log_probs(on_policy=self._run.plan.on_policy) and idle:
-            self._early["actor"] = actor.start(ACTOR_LOG_PROBS, "actor", count)
+            self._early["actor"] = actor.start(Phases.ACTOR_LOG_PROBS, "actor", count)
         if objective.has_critic and ("critic" in self.dedicated or idle):
-            self._early["values"] = self.dedicated.get("critic", actor).start(VALUES, count)
+            self._early["values"] = self.dedicated.get("critic", actor).start(Phases.VALUES, count)
 
     def continue_responses(
         self, responses: Sequence[PartialResponse], num_tokens: int
     ) -> list[tuple[WorkerReport, list[Generated] | None]]:
         """Continue responses by up to `num_tokens` tokens: each replica's share; None from ranks that return no results."""
-        return self.actor.call(CONTINUE_RESPONSES, responses, num_tokens)
+        return self.actor.call(Phases.CONTINUE_RESPONSES, responses, num_tokens)
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, each replica's share; None from ranks that return no results."""
@@ -186,50 +168,50 @@ class Fleet:
 
     def compute_model_rewards(self, count: int) -> list[WorkerReport]:
         """Give the first `count` rows the reward model's score."""
-        return self.dedicated.get("reward", self.actor).call(MODEL_REWARDS, count)
+        return self.dedicated.get("reward", self.actor).call(Phases.MODEL_REWARDS, count)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float] | None]:
         """Return the reward model's scores, each replica's share; None from ranks that return no results."""
-        return self.dedicated.get("reward", self.actor).call(MODEL_SCORES, prompts, responses)
+        return self.dedicated.get("reward", self.actor).call(Phases.MODEL_SCORES, prompts, responses)
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """Compute the log-probs of this role, "actor" or "ref", for the first `count` rows."""
         if role in self._early:
             return self._early.pop(role).wait()
-        return self.dedicated.get(role, self.actor).call(ACTOR_LOG_PROBS, role, count)
+        return self.dedicated.get(role, self.actor).call(Phases.ACTOR_LOG_PROBS, role, count)
 
     def compute_values(self, count: int) -> list[WorkerReport]:
         """Compute the critic's values for the first `count` rows."""
         if "values" in self._early:
             return self._early.pop("values").wait()
-        return self.dedicated.get("critic", self.actor).call(VALUES, count)
+        return self.dedicated.get("critic", self.actor).call(Phases.VALUES, count)
 
     # ------------------------------------------------------------------ updates and checkpoints
 
     def update_actor(self, plan: UpdatePlan) -> list[WorkerReport]:
         """Make all optimizer steps of the iteration."""
         # called from here, not by `RemoteGroup.call`: the way to the loss has one call less
-        futures = [process.call.remote(UPDATE_ACTOR.name, plan) for process in self.actor.processes]
-        return self.actor.wait(UPDATE_ACTOR, futures)
+        futures = [process.call.remote(Phases.UPDATE_ACTOR.name, plan) for process in self.actor.processes]
+        return self.actor.wait(Phases.UPDATE_ACTOR, futures)
 
     def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
         """Make all steps of the critic of the iteration."""
-        return self.dedicated.get("critic", self.actor).call(UPDATE_CRITIC, steps)
+        return self.dedicated.get("critic", self.actor).call(Phases.UPDATE_CRITIC, steps)
 
     def sync_reference(self, alpha: float) -> list[WorkerReport]:
         """Move the reference towards the actor: ref = alpha * actor + (1 - alpha) * ref."""
-        return self.actor.call(SYNC_REFERENCE, alpha)
+        return self.actor.call(Phases.SYNC_REFERENCE, alpha)
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> list[WorkerReport]:
         """Write, or start to, a checkpoint of every role that changes; the actor's is last: a run resumes where it does."""
         reports = []
         if "critic" in self.dedicated:
-            reports += self.dedicated["critic"].call(SAVE, iteration, run_state)
+            reports += self.dedicated["critic"].call(Phases.SAVE, iteration, run_state)
             # complete, not only started: a run that resumes with the actor's checkpoint needs all of this one
-            reports += self.dedicated["critic"].call(FINISH)
-        return reports + self.actor.call(SAVE, iteration, run_state)
+            reports += self.dedicated["critic"].call(Phases.FINISH)
+        return reports + self.actor.call(Phases.SAVE, iteration, run_state)
 
     def finish(self) -> list[WorkerReport]:
         """Wait until all checkpoints are complete."""
         groups = [self.dedicated["critic"]] if "critic" in self.dedicated else []
-        return [report for group in (*groups, self.actor) for report in group.call(FINISH)]
+        return [report for group in (*groups, self.actor) for report in group.call(Phases.FINISH)]

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.policy_losses import value_loss
-from mindspeed_rl.config.phases import (
-    MODEL_REWARDS,
-    REFERENCE_LOG_PROBS,
-    UPDATE_ACTOR,
-    UPDATE_CRITIC,
-    VALUES,
-    Phase,
-)
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
@@ -77,7 +70,7 @@ class _ModelWorker(DeviceWorker):
             lengths = None
             if rl.use_dp_batch_balance and self.replica.count > 1:
                 # lengths of all rows of the step: every replica divides the same rows in the same way
-                batch = self.replica.fetch(UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
+                batch = self.replica.fetch(Phases.UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
             # adjacent rows that one replica computes faster
             indexes = self.replica.select(step, lengths, rl.n_samples_per_prompt if rl.use_prefix_grouper else 1)
@@ -103,8 +96,8 @@ class ReferencePhases(_ModelWorker):
         weights = nullcontext() if self.roles.reference else adapters_disabled(target.model)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
-        with self.phase(REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
-            self._forward(REFERENCE_LOG_PROBS, target, batching, count)
+        with self.phase(Phases.REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
+            self._forward(Phases.REFERENCE_LOG_PROBS, target, batching, count)
         return self._report(metrics)
 
 
@@ -118,8 +111,8 @@ class CriticPhases(_ModelWorker):
     def compute_values(self, count: int) -> WorkerReport:
         """Compute the critic's value before each response token."""
         critic, metrics = self._critic(), Metrics()
-        with self.phase(VALUES, metrics, critic, timed=False):
-            self._forward(VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
+        with self.phase(Phases.VALUES, metrics, critic, timed=False):
+            self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
@@ -127,8 +120,8 @@ class CriticPhases(_ModelWorker):
         critic, metrics = self._critic(), Metrics()
         loss = partial(_critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
-        with self.phase(UPDATE_CRITIC, metrics, critic) as observer:
-            for rows in self._mini_batches(UPDATE_CRITIC, steps, ["returns", "values", "loss_mask"]):
+        with self.phase(Phases.UPDATE_CRITIC, metrics, critic) as observer:
+            for rows in self._mini_batches(Phases.UPDATE_CRITIC, steps, ["returns", "values", "loss_mask"]):
                 self._prepare_step(critic)
                 result = critic.engine.train_step(rows, batching, observer.loss(observer.inputs(loss)))
                 add_step(metrics, "critic", result)
@@ -144,11 +137,11 @@ class RewardModelPhases(_ModelWorker):
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """Give the first `count` rows of the data plane the reward model's score of prompt and response."""
         metrics = Metrics()
-        with self.phase(MODEL_REWARDS, metrics, self.roles.reward):
+        with self.phase(Phases.MODEL_REWARDS, metrics, self.roles.reward):
             for rows in self.replica.dispatches(count):
-                batch = self.replica.fetch(MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
+                batch = self.replica.fetch(Phases.MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
                 scores = self._scores(list(batch["prompt_ids"]), list(batch["responses"]))
-                self.replica.put(dict.fromkeys(MODEL_REWARDS.columns, scores), rows)
+                self.replica.put(dict.fromkeys(Phases.MODEL_REWARDS.columns, scores), rows)
         return self._report(metrics)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:

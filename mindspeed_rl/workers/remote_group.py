@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.phases import DATA, EVALUATE, FINISH, RESUMED_STATE, SAVE, SET_UP, TRAIN, Phase
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
@@ -85,8 +85,7 @@ class RemoteGroup:
         self._placement = placement_group([needs] * size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=limit_s):
             raise TimeoutError(
-                f"Ray could not place {size} {title}s with {needs} each within {limit_s:.0f} s "
-                "(rl_config.deadlines.placement)."
+                f"Ray could not place {size} {title}s with {needs} each within {limit_s:.0f} s (rl_config.deadlines.placement)."
             )
         options = {
             "num_cpus": cpus,
@@ -112,7 +111,9 @@ class RemoteGroup:
         if self._check_files is not None:
             warnings = self._check_files(
                 self.names,
-                lambda paths: self.wait(SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes]),
+                lambda paths: self.wait(
+                    Phases.SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes]
+                ),
             )
             for warning in warnings:
                 _LOG.warning(warning)
@@ -129,12 +130,12 @@ class RemoteGroup:
         if self._address is None:
             self.prepare_workers()
         assert self._address is not None
-        wait_all([self._address], self.names[:1], SET_UP.name, self.plane, self.monitor)
+        wait_all([self._address], self.names[:1], Phases.SET_UP.name, self.plane, self.monitor)
         show = steps.done if steps is not None else lambda step: None
         show(f"{self.names[0]} and its peers are started" if len(self.names) > 1 else f"{self.names[0]} is started")
-        self.wait(SET_UP, self._prepared)
+        self.wait(Phases.SET_UP, self._prepared)
         show("their libraries are loaded")
-        self.wait(SET_UP, [process.start.remote(arguments) for process in self.processes])
+        self.wait(Phases.SET_UP, [process.start.remote(arguments) for process in self.processes])
         show(self._built)
 
     def start(self, phase: Phase, *arguments: object) -> Pending:
@@ -258,24 +259,24 @@ class SupervisedGroup:
     def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """Open the data and build the models; return {"iteration", "run_state"} of a resumed run, else nothing."""
         self.workers.start_workers(self._run, steps=steps)
-        return self.workers.call(RESUMED_STATE)[0]
+        return self.workers.call(Phases.RESUMED_STATE)[0]
 
     def data(self) -> DataSummary:
         """Return the summary of the data."""
-        return self.workers.call(DATA)[0]
+        return self.workers.call(Phases.DATA)[0]
 
     def train(self) -> list[WorkerReport]:
         """Make one optimizer step on the next global batch."""
-        return self.workers.call(TRAIN)
+        return self.workers.call(Phases.TRAIN)
 
     def evaluate(self) -> list[WorkerReport]:
         """Compute the loss on the held-out items."""
-        return self.workers.call(EVALUATE)
+        return self.workers.call(Phases.EVALUATE)
 
     def save(self, iteration: int) -> list[WorkerReport]:
         """Write a checkpoint, or start to."""
-        return self.workers.call(SAVE, iteration)
+        return self.workers.call(Phases.SAVE, iteration)
 
     def finish(self) -> list[WorkerReport]:
         """Wait until all checkpoints are complete."""
-        return self.workers.call(FINISH)
+        return self.workers.call(Phases.FINISH)

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import CHECK_REWARDS, RULE_REWARDS, SCORE_NOW, Phase
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -77,13 +77,13 @@ class RewardWorker:
             rows: indexes at the data plane.
             again: a worker that was lost may have scored some of them.
         """
-        size = max(1, self.plan.dispatch_sizes[RULE_REWARDS.dispatch_key])
+        size = max(1, self.plan.dispatch_sizes[Phases.RULE_REWARDS.dispatch_key])
         names = ["prompt_ids", "responses", "labels", "extra", "truncated", "trajectories"]
         for start in range(0, len(rows), size):
             indexes = rows[start : start + size]
-            batch, _ = self.plane.get(RULE_REWARDS.consumer, names, indexes=indexes, timeout_s=self.run.deadlines.rows_s)
+            batch, _ = self.plane.get(Phases.RULE_REWARDS.consumer, names, indexes=indexes, timeout_s=self.run.deadlines.rows_s)
             # without the wait for responses
-            with self.timers(RULE_REWARDS.timer), heartbeat.doing(f"scoring {len(indexes)} responses"):
+            with self.timers(Phases.RULE_REWARDS.timer), heartbeat.doing(f"scoring {len(indexes)} responses"):
                 samples = [
                     self._sample(prompt.tolist(), response.tolist(), label, {**extra, **columns}, bool(truncated))
                     for prompt, response, label, extra, truncated, columns in zip(*(batch[name] for name in names))
@@ -165,7 +165,7 @@ class RewardGroup:
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Score a sample with every reward function."""
         futures = [self._actors[0].check.remote(prompt_ids, label, columns)]
-        (accuracies,) = wait_all(futures, ["reward worker"], CHECK_REWARDS.name, None, self._monitor)
+        (accuracies,) = wait_all(futures, ["reward worker"], Phases.CHECK_REWARDS.name, None, self._monitor)
         self.accuracies |= frozenset(accuracies)
 
     def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
@@ -176,7 +176,7 @@ class RewardGroup:
             mine = slice(index * size, (index + 1) * size)
             return self._actors[index].score_now.remote(items[mine], trajectories[mine])
 
-        by_worker: list[Any] = self._call_all(SCORE_NOW, call).wait()
+        by_worker: list[Any] = self._call_all(Phases.SCORE_NOW, call).wait()
         return [result for results in by_worker for result in results]
 
     def start(self, num_rows: int) -> Pending:
@@ -187,7 +187,7 @@ class RewardGroup:
             rows = list(range(num_rows)[index * size : (index + 1) * size])
             return self._actors[index].score.remote(rows, again)
 
-        return self._call_all(RULE_REWARDS, call)
+        return self._call_all(Phases.RULE_REWARDS, call)
 
     def _call_all(self, phase: Phase, call: Callable[[int, bool], ObjectRef[Any]]) -> Pending:
         """Run a phase on all workers, and again on one that is replaced: no score is lost with a worker."""

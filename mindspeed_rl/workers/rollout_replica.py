@@ -16,7 +16,7 @@ from torch import nn
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import GENERATE
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
@@ -213,19 +213,19 @@ class RolloutReplica:
         run, plane = self.run, self.plane
         assert plane is not None
         columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
-        size = run.plan.dispatch_sizes[GENERATE.dispatch_key]
+        size = run.plan.dispatch_sizes[Phases.GENERATE.dispatch_key]
         if run.rl.guarantee_order:
             count = run.plan.num_samples // self.num_replicas
             mine = range(self.replica * count, (self.replica + 1) * count)
             started = []
             for start in range(0, count, size):
                 rows = list(mine[start : start + size])
-                batch = plane.get(GENERATE.consumer, columns, indexes=rows, timeout_s=run.deadlines.rows_s)[0]
+                batch = plane.get(Phases.GENERATE.consumer, columns, indexes=rows, timeout_s=run.deadlines.rows_s)[0]
                 started.append(asyncio.ensure_future(self._generate_batch(rollout_index, rows, batch)))
             yield from started
             return
         while True:
-            batch, rows = plane.get(GENERATE.consumer, columns, size)
+            batch, rows = plane.get(Phases.GENERATE.consumer, columns, size)
             if batch is None or rows is None:
                 return
             yield self._generate_batch(rollout_index, rows, batch)

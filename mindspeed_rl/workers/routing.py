@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, ROUTED_LENGTHS, UPDATE_ACTOR, name_routed_column
+from mindspeed_rl.config.phases import ROUTED_LENGTHS, Phases, name_routed_column
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -53,7 +53,7 @@ class _Replay(Routing):
         self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
     def for_update(self, rows: Rows) -> Rows:
-        return self._add_experts(UPDATE_ACTOR.consumer, rows, [int(index) for index in rows.columns["row"]])
+        return self._add_experts(Phases.UPDATE_ACTOR.consumer, rows, [int(index) for index in rows.columns["row"]])
 
     def add_to(self, metrics: Metrics) -> None:
         agreed, compared = self._layers.take_agreement()
@@ -90,7 +90,7 @@ class RolloutRouting(_Replay):
     """R3: both passes send tokens to the experts of the rollout engine."""
 
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
-        return engine.forward(self._add_experts(ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
+        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
 
 
 #: rl_config.router_replay.mode -> class

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import GENERATE, GENERATE_RESPONSES, JOIN_SERVERS, LEAVE_SERVERS, SEND_WEIGHTS, Phase
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
@@ -118,7 +118,7 @@ class ServerRollout:
 
     def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
         """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""
-        leave = partial(self._trainers.call, LEAVE_SERVERS)
+        leave = partial(self._trainers.call, Phases.LEAVE_SERVERS)
         result = self.servers.weights.run(version, self._join, lambda: self._send(version), leave)
         self._version = version
         return result
@@ -127,24 +127,24 @@ class ServerRollout:
         """Make a group of the trainers and the servers of these names."""
         trainers, placement = self._trainers, self._run.placement
         address = [trainers.processes[0].address.remote()]
-        ((host, port),) = wait_all(address, trainers.names[:1], JOIN_SERVERS.name, self._plane, trainers.monitor)
+        ((host, port),) = wait_all(address, trainers.names[:1], Phases.JOIN_SERVERS.name, self._plane, trainers.monitor)
         # the address of a run on one node is 127.0.0.1, at which servers elsewhere do not find it
         remote = any(server not in ("127.0.0.1", "localhost", "::1") for server, _ in placement.servers)
         if remote and self._run.num_nodes == 1:
             host = ray.util.get_node_ip_address()
         rendezvous = self.servers.weights.make_rendezvous(host, port, names)
         # a join ends when all members are there: it starts before servers are invited, and is awaited after that
-        joined = trainers.start(JOIN_SERVERS, rendezvous)
+        joined = trainers.start(Phases.JOIN_SERVERS, rendezvous)
         invite(rendezvous)
         joined.wait()
 
     def _send(self, version: int) -> tuple[list[WorkerReport], Exception | None]:
         """Return the reports and None, or no reports and the error that broke the group."""
         trainers, errors = self._trainers, []
-        futures = [process.call.remote(SEND_WEIGHTS.name, version) for process in trainers.processes]
+        futures = [process.call.remote(Phases.SEND_WEIGHTS.name, version) for process in trainers.processes]
         for future, name in zip(futures, trainers.names):
             # each is awaited by itself: when the group breaks all of them fail, and none of them is the cause
-            waiting = trainers.monitor.start(SEND_WEIGHTS.name, [name])
+            waiting = trainers.monitor.start(Phases.SEND_WEIGHTS.name, [name])
             while not ray.wait([future], timeout=1.0)[0]:
                 waiting.check([name])
             waiting.finish()
@@ -152,7 +152,7 @@ class ServerRollout:
                 errors.append(error)
         # a dead trainer ends the run; a group that broke around living ones can be made again without a server
         if not errors or any(isinstance(error, RayActorError) for error in errors):
-            return trainers.wait(SEND_WEIGHTS, futures), None
+            return trainers.wait(Phases.SEND_WEIGHTS, futures), None
         return [], errors[0]
 
     # ------------------------------------------------------------------ responses
@@ -176,7 +176,7 @@ class ServerRollout:
         columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
         batch, _ = await loop.run_in_executor(
             self._writer,
-            lambda: self._plane.get(GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),
+            lambda: self._plane.get(Phases.GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),
         )
         # evaluations have used the servers too, and are no part of the rollout
         pool.drain_busy()
@@ -194,7 +194,7 @@ class ServerRollout:
         finally:
             for task in running:
                 task.cancel()
-        self._timers.record(GENERATE.timer, start_s, time.time())
+        self._timers.record(Phases.GENERATE.timer, start_s, time.time())
         return [WorkerReport(metrics, [*self._timers.drain(), *await self.generating()])]
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
@@ -204,7 +204,7 @@ class ServerRollout:
         async def sample_all() -> list[Trajectory]:
             return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))
 
-        return [self.wait_for(self.servers.loop.start(sample_all()), GENERATE_RESPONSES)]
+        return [self.wait_for(self.servers.loop.start(sample_all()), Phases.GENERATE_RESPONSES)]
 
     def wait_for(self, future: Future[_Result], phase: Phase, others: Sequence[Pending] = ()) -> _Result:
         """Return the result of work in the loop of the servers. When no server is left, one is started and given the weights.
@@ -242,7 +242,7 @@ class ServerRollout:
     async def generating(self) -> list[Interval]:
         """Return when servers had requests, since the last call."""
         busy = self.servers.pool.drain_busy()
-        return [Interval(GENERATE.name, start_s, end_s, worker=name) for name, start_s, end_s in busy]
+        return [Interval(Phases.GENERATE.name, start_s, end_s, worker=name) for name, start_s, end_s in busy]
 
 
 class _ServerPending(Pending):
@@ -251,13 +251,13 @@ class _ServerPending(Pending):
     def __init__(
         self, rollout: ServerRollout, future: Future[list[WorkerReport]], plane: DataPlane, meanwhile: Sequence[Pending]
     ) -> None:
-        super().__init__([], [], GENERATE.name, plane)
+        super().__init__([], [], Phases.GENERATE.name, plane)
         self._rollout, self._future, self._meanwhile = rollout, future, meanwhile
 
     def wait(self) -> list[WorkerReport]:
         """Return the report of the rollout; see `ServerRollout.wait_for`."""
-        return self._rollout.wait_for(self._future, GENERATE, self._meanwhile)
+        return self._rollout.wait_for(self._future, Phases.GENERATE, self._meanwhile)
 
     def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
         """Return the reports of both; a failure of either is raised at once."""
-        return self._rollout.wait_for(self._future, GENERATE, [other, *self._meanwhile]), other.wait()
+        return self._rollout.wait_for(self._future, Phases.GENERATE, [other, *self._meanwhile]), other.wait()

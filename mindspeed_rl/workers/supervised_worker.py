@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import EVALUATE, REFERENCE_LOG_PROBS, SAVE, TRAIN, TRAIN_STEP
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
@@ -89,9 +89,9 @@ class SupervisedWorker(DeviceWorker):
     def train(self) -> WorkerReport:
         """Make one optimizer step on this replica's share of the next global batch."""
         metrics, num_samples = Metrics(), self.run.plan.num_samples
-        with self.phase(TRAIN, metrics):
+        with self.phase(Phases.TRAIN, metrics):
             rows = self._rows(next(self._batches))
-            with self.phase(TRAIN_STEP, metrics, self.role) as observer:
+            with self.phase(Phases.TRAIN_STEP, metrics, self.role) as observer:
                 loss = observer.loss(observer.inputs(self.stage.loss))
                 result = self.role.engine.train_step(rows, self.batching, loss)
                 self.role.poll_save()
@@ -114,7 +114,7 @@ class SupervisedWorker(DeviceWorker):
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
         batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
         metrics = Metrics()
-        with self.phase(EVALUATE, metrics):
+        with self.phase(Phases.EVALUATE, metrics):
             for items in split_batches(batches, held_out, *self.replica):
                 losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
                 metrics.merge(_name_metrics("eval/", losses))
@@ -122,7 +122,7 @@ class SupervisedWorker(DeviceWorker):
 
     def save(self, iteration: int) -> WorkerReport:
         """Write a checkpoint from which a run can resume after `iteration` steps."""
-        with self.timers(SAVE.timer):
+        with self.timers(Phases.SAVE.timer):
             self.role.save(iteration, {"consumed_samples": self.consumed})
         return self._report()
 
@@ -138,7 +138,7 @@ class SupervisedWorker(DeviceWorker):
         rows = self.stage.rows(items)
         if not self.stage.needs_reference:
             return rows
-        with self.timers(REFERENCE_LOG_PROBS.timer):
+        with self.timers(Phases.REFERENCE_LOG_PROBS.timer):
             # without a model of its own the reference is the policy without its adapters
             with adapters_disabled(self.role.model) if self.reference is None else nullcontext():
                 result = (self.reference or self.role).engine.forward(rows, self.batching)

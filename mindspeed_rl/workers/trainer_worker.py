@@ -19,7 +19,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import ACTOR_LOG_PROBS, SAVE, SEND_WEIGHTS, UPDATE_ACTOR
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
@@ -108,8 +108,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         if role != "actor":
             return super().compute_log_probs(role, count)
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
-        with self.phase(ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
-            self._forward(ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
+        with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
+            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
         self.routing.add_to(metrics)
         return self._report(metrics)
 
@@ -123,8 +123,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         if plan.records_log_probs:
             batch = recorded.inputs(batch)
         batching = self._batching("update", actor.config.micro_batch_size)
-        with self.phase(UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
-            for rows in self._mini_batches(UPDATE_ACTOR, plan.steps, plan.columns):
+        with self.phase(Phases.UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
+            for rows in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, plan.columns):
                 self._prepare_step(actor)
                 routed = self.routing.for_update(rows)
                 result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
@@ -134,7 +134,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
             # the weight sync is next, which needs none of it
             actor.offloader.start_offload(optimizer=self.run.generate.offload_train_optimizer)
         if plan.records_log_probs:
-            self.replica.put(dict.fromkeys(UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
+            self.replica.put(dict.fromkeys(Phases.UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         metrics.add_max("memory/update_gib", platform.current().memory_stats().allocated_gib)
@@ -157,7 +157,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
     def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
         """Write checkpoints of everything that changes; the actor's is last, since a run resumes where the actor does."""
         metrics = Metrics()
-        with self.phase(SAVE, metrics):
+        with self.phase(Phases.SAVE, metrics):
             self._save_roles(iteration, run_state)
         return self._report(metrics)
 
@@ -210,7 +210,7 @@ class TrainerWorker(ActorPhases):
         """
         generate, metrics = self.run.generate, Metrics()
         assert self._group is not None, "join_servers comes before send_weights"
-        with self.phase(SEND_WEIGHTS, metrics, self.actor):
+        with self.phase(Phases.SEND_WEIGHTS, metrics, self.actor):
             self.actor.offloader.onload(params=True)
             try:
                 if self._push is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mindspeed_rl
-from mindspeed_rl.config import phases
+from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 
@@ -36,8 +36,8 @@ def text_outside_declarations() -> set[str]:
 
 def consumers_of_named_phases() -> set[str]:
     """The consumers of the phases that trainers and workers name."""
-    names = {node.id for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {phase.consumer for name, phase in vars(phases).items() if isinstance(phase, phases.Phase) and name in names}
+    names = {node.attr for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {phase.consumer for name, phase in vars(Phases).items() if isinstance(phase, Phase) and name in names}
 
 
 def test_every_column_that_is_put_by_name_is_declared_once() -> None:

@@ -15,7 +15,7 @@ from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
-from mindspeed_rl.config.run_files import apply_values, compose, locate, find_project_configs
+from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs, locate
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
@@ -23,7 +23,7 @@ from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
-from mindspeed_rl.planner.shapes import count_parameters, count_rollout_elements, count_stage_elements
+from mindspeed_rl.planner.shapes import _count_parameters, count_rollout_elements, count_stage_elements
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
 PARAMETERS = {
@@ -71,7 +71,7 @@ def owners(plan: MemoryPlan, owner: str) -> int:
 def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) -> None:
     architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS[name]))
     # the blocks name the rows of the published checkpoints
-    assert count_parameters(architecture, model_config) == PARAMETERS[name]
+    assert _count_parameters(architecture, model_config) == PARAMETERS[name]
 
 
 def test_every_shipped_model_block_is_counted() -> None:
@@ -101,7 +101,7 @@ def test_a_block_is_counted_as_the_model_that_transformers_builds(block: str, ch
     )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
-    assert count_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
+    assert _count_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 1)])

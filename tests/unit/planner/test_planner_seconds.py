@@ -83,7 +83,7 @@ def test_a_calibrated_plan_takes_as_long_as_was_measured() -> None:
 
 
 def test_the_shipped_efficiencies_are_the_fit_to_the_published_figures() -> None:
-    found = published.fit_efficiency(range(len(published.FIGURES)))
+    found = published.fit_efficiency(range(len(published._FIGURES)))
     for name in ("train", "prefill", "layer_s", "graph_layer_s"):
         assert getattr(NPU, name) == pytest.approx(getattr(found, name), rel=0.1), name
     assert EFFICIENCIES["A2"] is NPU
@@ -92,7 +92,7 @@ def test_the_shipped_efficiencies_are_the_fit_to_the_published_figures() -> None
 def test_two_of_three_published_figures_lie_within_the_range_of_the_fit_to_the_others() -> None:
     errors = [
         abs(math.log(one.predicted[name] / seconds))
-        for one in published.leave_one_out()
+        for one in published._leave_one_out()
         for name, seconds in one.published.items()
     ]
     within = sum(error <= math.log(NPU.spread) for error in errors)
@@ -103,11 +103,11 @@ def test_the_fit_recovers_efficiencies_that_made_the_figures(monkeypatch: pytest
     truth = replace(NPU, train=0.3, prefill=0.45, layer_s=2e-3)
     numbers = [0, 3]
 
-    def find_published(number: int, plan: TimePlan) -> dict[str, float]:
-        made = published.predict_figure(number, truth)
+    def _find_published(number: int, plan: TimePlan) -> dict[str, float]:
+        made = published._predict_figure(number, truth)
         return {"rollout": made.phases["rollout"], "update": made.phases["update"]}
 
-    monkeypatch.setattr(published, "find_published", find_published)
+    monkeypatch.setattr(published, "_find_published", _find_published)
     found = published.fit_efficiency(numbers)
     assert found.train == pytest.approx(0.3, rel=0.05) and found.layer_s == pytest.approx(2e-3, rel=0.05)
 

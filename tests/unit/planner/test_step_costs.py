@@ -4,7 +4,7 @@ import pytest
 
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.planner.shapes import plan_role
-from mindspeed_rl.planner.step_costs import compute_lower_bounds, encode_costs, format_costs, group_by_phase
+from mindspeed_rl.planner.step_costs import _group_by_phase, compute_lower_bounds, encode_costs, format_costs
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ RECORD = {
 
 
 def test_an_outer_phase_has_what_is_counted_inside_it():
-    found = group_by_phase(RECORD)
+    found = _group_by_phase(RECORD)
     assert list(found) == ["log-probs", "update", "update / forward"]
     assert found["update"] == {"kernels": 5, "waits": 4, "copies": 1, "collective_mib": 3.0, "peak_mib": 2.0}
     assert found["update / forward"]["kernels"] == 3 and found["update / forward"]["peak_mib"] == 1.0
@@ -51,4 +51,4 @@ def test_the_text_names_the_line_that_a_wait_comes_from(actor):
     text = format_costs(RECORD, None, {}, {"counted on": "a simulated NPU"})
     assert "4  update / forward: _local_scalar_dense, mindspeed_rl/engine/vocab.py:96" in text
     assert "5 / - / -" in text and text.startswith("counted on: a simulated NPU")
-    assert encode_costs(RECORD, RECORD, {}, {"model": "m"})["phases"]["plain"] == group_by_phase(RECORD)
+    assert encode_costs(RECORD, RECORD, {}, {"model": "m"})["phases"]["plain"] == _group_by_phase(RECORD)

@@ -57,7 +57,7 @@ def phase_calls(node: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
             continue
         first = ast.unparse(call.args[0])
-        if call.func.attr in ("call", "start") and (first.isupper() or first.startswith("Phase(")):
+        if call.func.attr in ("call", "start") and (first.removeprefix("Phases.").isupper() or first.startswith("Phase(")):
             yield eval(first, vars(phases)).name, [ast.unparse(argument) for argument in call.args[1:]]
 
 
@@ -77,7 +77,15 @@ def test_a_phase_of_the_fleet_has_the_parameters_of_its_workers() -> None:
     ours, kinds = methods("Fleet", classes("mindspeed_rl.workers.fleet")), CALLERS["Fleet"][1]
     theirs = [known for known in map(worker_methods, kinds)]
     shared = {phase for known in theirs for phase in known} & set(phases.PHASE_DEADLINES) & set(ours)
-    assert {"generate", "compute_log_probs", "compute_values", "update_actor", "update_critic", "push_weights", "save"} <= shared
+    assert {
+        "generate",
+        "compute_log_probs",
+        "compute_values",
+        "update_actor",
+        "update_critic",
+        "push_weights",
+        "save",
+    } <= shared
     for phase in shared:
         for known in theirs:
             assert phase not in known or ast.unparse(known[phase].args) == ast.unparse(ours[phase].args), phase
@@ -85,7 +93,13 @@ def test_a_phase_of_the_fleet_has_the_parameters_of_its_workers() -> None:
 
 def test_the_phases_of_an_engine_for_users_are_methods_of_its_workers() -> None:
     known = classes("mindspeed_rl.inference.replica_worker")
-    for phase in (phases.ADD_REQUESTS, phases.TAKE_TOKENS, phases.CANCEL, phases.NEXT_TOKENS, phases.MODEL_SCORES):
+    for phase in (
+        phases.Phases.ADD_REQUESTS,
+        phases.Phases.TAKE_TOKENS,
+        phases.Phases.CANCEL,
+        phases.Phases.NEXT_TOKENS,
+        phases.Phases.MODEL_SCORES,
+    ):
         for worker in ("InferenceWorker", "MegatronInferenceWorker"):
             assert phase.name in methods(worker, known)
 

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
-from mindspeed_rl.config.phases import GENERATE, UPDATE_ACTOR
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
 from mindspeed_rl.workers.device_worker import PhaseProfiler
 
@@ -24,7 +24,7 @@ def run(config: ProfilerConfig, folder: Path, rank: int = 0) -> set[str]:
     platform.select("cpu")
     profiler = PhaseProfiler(config, folder, rank)
     for _ in range(4):
-        for phase in (GENERATE, UPDATE_ACTOR):
+        for phase in (Phases.GENERATE, Phases.UPDATE_ACTOR):
             with profiler(phase):
                 torch.ones(3).sum()
     return traces(folder)
