@@ -38,23 +38,17 @@ def bit_sum(tensor: Tensor) -> int:
 
 def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     """Return the `bit_sum` of each tensor; synchronizes a device once."""
-    return [value & MASK for value in grouped_sums([tensor] for tensor in tensors).tolist()]
+    return [value & MASK for value in sum_groups([tensor] for tensor in tensors).tolist()]
 
 
-def grouped_sums(groups: Iterable[Iterable[Tensor]]) -> Tensor:
-    """Return the sum of the `bit_sum` of the tensors of each group: [groups] int64, which wraps modulo 2^64."""
-    return _sum_groups(groups, ordered=False)
+def sum_groups(groups: Iterable[Iterable[Tensor]], *, ordered: bool = False) -> Tensor:
+    """Return the sum of the `bit_sum` of the tensors of each group: [groups] int64, which wraps modulo 2^64.
 
-
-def ordered_sums(groups: Iterable[Iterable[Tensor]]) -> Tensor:
-    """Return for each group the sum of w_i x_i (x_i + C) over the elements of its tensors in order, as `grouped_sums`.
-
-    The w_i are odd and depend on the position i, so unlike a `bit_sum` this one changes when elements change places.
+    Args:
+        groups: of tensors.
+        ordered: sum w_i x_i (x_i + C) over the elements of a group in order. The w_i are odd and depend on the position i, so
+            this sum changes when elements change places.
     """
-    return _sum_groups(groups, ordered=True)
-
-
-def _sum_groups(groups: Iterable[Iterable[Tensor]], *, ordered: bool) -> Tensor:
     by_loops = _CompiledSums(ordered)
     #: on a processor and on a device: groups, and sums of their tensors
     by_torch: dict[bool, tuple[list[int], list[Tensor]]] = {True: ([], []), False: ([], [])}

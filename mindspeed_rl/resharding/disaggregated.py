@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl import platform
-from mindspeed_rl.platform.rendezvous import meeting_store
+from mindspeed_rl.platform.rendezvous import open_store
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
@@ -38,7 +38,7 @@ class WeightSyncGroup:
         Raises:
             torch.distributed.DistError: not all members joined in time.
         """
-        store = meeting_store(
+        store = open_store(
             rendezvous.host, rendezvous.port, rendezvous.size, serves=rank == 0, timeout_s=rendezvous.timeout_s
         )
         self._store = store  # rank 0 serves it as long as the group exists

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,8 @@ from torch import Tensor
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index, slice_shape
 from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
-
-class _SliceReader(Protocol):
-    """The slices of a sending rank."""
-
-    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
-        """Write a slice to `out`, which has its shape and the transferred type."""
-        ...
+if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
+    from mindspeed_rl.resharding.transfer import Sources
 
 
 class Exchange:
@@ -38,11 +33,7 @@ class Exchange:
         """Start one exchange; sizes are bytes for and from each member."""
         return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the sum over all members."""
-        self.start_all_reduce(tensor).wait()
-
-    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Replace the tensor by the sum over all members, once the returned work was waited for."""
         return self._group.allreduce([tensor])
 
@@ -55,7 +46,7 @@ class Exchange:
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
         sizes[self.rank] = content.numel()
-        self.all_reduce(sizes)
+        self.all_reduce(sizes).wait()
         max_size = int(sizes.max())
         gathered = [torch.empty(max_size, dtype=torch.uint8, device=device) for _ in range(self.size)]
         # padded, because an allgather takes equal sizes
@@ -70,7 +61,7 @@ class Exchange:
         """
         # a sum in which only the first member's size is not 0
         size = torch.tensor([0 if content is None else len(content)], device=device)
-        self.all_reduce(size)
+        self.all_reduce(size).wait()
         received = torch.empty(int(size), dtype=torch.uint8, device=device)
         if content is not None:
             received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -115,45 +106,36 @@ class _Bucket:
         return sum(self.send_sizes) + sum(self.receive_sizes)
 
 
-def execute_plan(
-    plan: Plan,
-    exchange: Exchange,
-    dtypes: Mapping[str, torch.dtype],
-    device: torch.device,
-    *,
-    sources: _SliceReader | None = None,
-    sinks: Sinks | None = None,
-    chunks: Collection[int] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Transfer all needed slices; yield the gathered tensors in full. Collective over the group, done when the iterator ends.
+class PlanExecution:
+    """One transfer of the slices of a plan.
 
     While one bucket is in flight the next one is packed, so two buckets of memory are in use, and the yielded tensor.
-
-    Args:
-        plan: the same on all members.
-        exchange: of the group.
-        dtypes: of each tensor on the wire, equal on all members.
-        device: of the buckets.
-        sources: None on a rank that sends nothing.
-        sinks: None on a rank that receives nothing.
-        chunks: indexes of the chunks to transfer; None for all of them. Equal on all members.
     """
-    return _PlanExecution(plan, exchange, dtypes, device, sources, sinks or Sinks(), chunks).run()
 
-
-class _PlanExecution:
     def __init__(
         self,
         plan: Plan,
         exchange: Exchange,
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
-        sources: _SliceReader | None,
-        sinks: Sinks,
-        chunks: Collection[int] | None,
+        *,
+        sources: Sources | None = None,
+        sinks: Sinks | None = None,
+        chunks: Collection[int] | None = None,
     ) -> None:
+        """Prepare the transfer.
+
+        Args:
+            plan: the same on all members.
+            exchange: of the group.
+            dtypes: of each tensor on the wire, equal on all members.
+            device: of the buckets.
+            sources: None on a rank that sends nothing.
+            sinks: None on a rank that receives nothing.
+            chunks: indexes of the chunks to transfer; None for all of them. Equal on all members.
+        """
         self._plan, self._exchange, self._dtypes, self._device = plan, exchange, dtypes, device
-        self._sources, self._sinks = sources, sinks
+        self._sources, self._sinks = sources, sinks or Sinks()
         chosen = None if chunks is None else frozenset(chunks)
         #: indexes of the exchanges that have messages between any ranks, and this rank's part of each
         self._indexes = plan.moves.buckets(chosen)
@@ -184,6 +166,7 @@ class _PlanExecution:
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Tensor]]:
+        """Transfer all slices; yield the gathered tensors in full. Collective over the group, done when the iterator ends."""
         ready = self._find_completions()
         size = max((bucket.num_bytes for bucket in self._buckets.values()), default=0)
         memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._indexes)))]
@@ -224,7 +207,7 @@ class _PlanExecution:
         assert self._sources is not None or not sends
         offset = 0
         for move in sends:
-            name = self._plan.move_tensor(move).name
+            name = self._plan.tensors[self._plan.chunks[move.chunk].tensor].name
             out = space[offset : offset + move.num_bytes]
             offset += move.num_bytes
             dtype, shape = self._dtypes[name], slice_shape(move.tensor_slice)
@@ -240,7 +223,7 @@ class _PlanExecution:
         """Copy the received slices to their destinations; yield the tensors that are complete with them."""
         offset = 0
         for move in bucket.receives:
-            name = self._plan.move_tensor(move).name
+            name = self._plan.tensors[self._plan.chunks[move.chunk].tensor].name
             received = space[offset : offset + move.num_bytes]
             dtype = self._dtypes[name]
             # torch views bytes as another type only at an aligned offset

@@ -14,14 +14,14 @@ trainer's log-probs against the engine's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, grouped_sums, ordered_sums
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, sum_groups
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import full_slice
@@ -63,12 +63,12 @@ class DeliveryProof:
             )
 
 
-class ChunkSums:
+class _ChunkSums:
     """Sums of all chunks from the ranks that train them, while they are transferred."""
 
     def __init__(self, sums: Tensor, exchange: Exchange) -> None:
         # every chunk has one prover, so this adds zeros and overflows nothing
-        self._sums, self._work = sums, exchange.start_all_reduce(sums)
+        self._sums, self._work = sums, exchange.all_reduce(sums)
 
     def wait(self) -> list[int]:
         """Return the sum of each chunk, by its index."""
@@ -78,8 +78,14 @@ class ChunkSums:
 
 @torch.no_grad()
 def compute_chunk_sums(
-    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
-) -> ChunkSums:
+    plan: Plan,
+    sources: Sources | None,
+    dtypes: Mapping[str, torch.dtype],
+    exchange: Exchange,
+    device: torch.device,
+    *,
+    ordered: bool = False,
+) -> _ChunkSums:
     """Return the bit sum of each chunk, from the training shards themselves; collective over the group.
 
     Args:
@@ -88,26 +94,8 @@ def compute_chunk_sums(
         dtypes: the type in which the engine stores each tensor: its bits are those of the cast.
         exchange: of the group.
         device: of the group's messages.
+        ordered: return fingerprints: other bits of a chunk give another one, but for one chance in 2^64.
     """
-    return _sum_chunks(plan, sources, dtypes, exchange, device, grouped_sums)
-
-
-@torch.no_grad()
-def compute_fingerprints(
-    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
-) -> list[int]:
-    """Return a fingerprint of each chunk: other bits give another one, but for one chance in 2^64; see `compute_chunk_sums`."""
-    return _sum_chunks(plan, sources, dtypes, exchange, device, ordered_sums).wait()
-
-
-def _sum_chunks(
-    plan: Plan,
-    sources: Sources | None,
-    dtypes: Mapping[str, torch.dtype],
-    exchange: Exchange,
-    device: torch.device,
-    sum_groups: Callable[[Iterable[Iterable[Tensor]]], Tensor],
-) -> ChunkSums:
     mine = [index for index, chunk in enumerate(plan.chunks) if chunk.prover == exchange.rank]
     assert sources is not None or not mine, "a rank without shards proves nothing"
 
@@ -118,8 +106,8 @@ def _sum_chunks(
 
     sums = torch.zeros(len(plan.chunks), dtype=torch.int64)
     if mine:
-        sums[mine] = sum_groups(views(plan.chunks[index]) for index in mine)
-    return ChunkSums(sums.to(device), exchange)
+        sums[mine] = sum_groups((views(plan.chunks[index]) for index in mine), ordered=ordered)
+    return _ChunkSums(sums.to(device), exchange)
 
 
 def _compute_expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
@@ -135,7 +123,7 @@ def _compute_expected_sums(plan: Plan, sums: Sequence[int], destinations: Destin
 def compare(
     engine_model: nn.Module | None,
     plan: Plan,
-    trained: ChunkSums,
+    trained: _ChunkSums,
     destinations: Destinations | None,
     *,
     exchange: Exchange,
@@ -177,7 +165,7 @@ def compare(
     else:
         trained.wait()
     verdict = torch.tensor([len(wrong) + len(loaded)], device=device)
-    exchange.all_reduce(verdict)
+    exchange.all_reduce(verdict).wait()
     differing: dict[int, list[str]] = {}
     if int(verdict):  # names are exchanged where there are any
         everyone = [json.loads(text) for text in exchange.all_gather(json.dumps([replica, wrong, loaded]), device)]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.destinations import Destinations, LoadWeights
-from mindspeed_rl.resharding.exchange import Exchange, Sinks, execute_plan
+from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, num_elements
-from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, compute_chunk_sums, compute_fingerprints
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, compute_chunk_sums
 from mindspeed_rl.resharding.transfer_plan import Plan, RanksBySlice, TensorInfo, plan_transfer
 
 if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
@@ -163,9 +163,9 @@ class WeightPush:
         chunks, current = self._select_chunks()
         self.received_bytes = self.plan.moves.received_bytes(self._exchange.rank, chunks)
         self._delivered = None  # unknown if this sync fails
-        arriving = execute_plan(
+        arriving = PlanExecution(
             self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, chunks=chunks
-        )
+        ).run()
         if sinks is not None and sinks.gathered:
             engine: Any = model
             (load or engine.load_weights)(arriving)
@@ -181,7 +181,9 @@ class WeightPush:
         if not self._delta:
             return None, None
         trained = self._trained
-        current = compute_fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
+        current = compute_chunk_sums(
+            self.plan, trained.sources, self._dtypes, self._exchange, trained.device, ordered=True
+        ).wait()
         # the engines' content is unknown, so all chunks are transferred
         if self._delivered is None:
             return None, current

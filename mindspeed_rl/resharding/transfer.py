@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.exchange import Sinks, build_world_exchange, execute_plan
+from mindspeed_rl.resharding.exchange import PlanExecution, Sinks, build_world_exchange
 from mindspeed_rl.resharding.layouts import (
     RankPosition,
     Slice,
@@ -181,7 +181,7 @@ class WeightStream:
         sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
         # adapters may have been trained since; after the last tensor the memory is needed
         self.sources.forget_merged()
-        yield from execute_plan(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks)
+        yield from PlanExecution(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks).run()
         self.sources.forget_merged()
 
     def plan_full_tensors(

@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,7 @@ class Move:
     num_bytes: int
 
 
-class Moves(Sequence[Move]):
+class _Moves:
     """All messages of a plan, ordered by bucket, then in the order of the tensors."""
 
     def __init__(self, messages: MessageList, slices: Sequence[Slice], source: Column, bucket: Column) -> None:
@@ -98,15 +98,7 @@ class Moves(Sequence[Move]):
     def __len__(self) -> int:
         return len(self._chunk)
 
-    @overload
-    def __getitem__(self, index: int) -> Move: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Move]: ...
-
-    def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(len(self))[index]]
+    def __getitem__(self, index: int) -> Move:
         return Move(
             int(self._chunk[index]),
             self._slices[self._slice[index]],
@@ -161,7 +153,7 @@ class Plan:
     tensors: tuple[TensorInfo, ...]
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
-    moves: Moves
+    moves: _Moves
     num_buckets: int
     need_chunks: Mapping[tuple[int, Slice], tuple[int, ...]] = field(repr=False)
 
@@ -169,10 +161,6 @@ class Plan:
     def tensor_indexes(self) -> dict[str, int]:
         """Index of each tensor by its name."""
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
-
-    def move_tensor(self, move: Move) -> TensorInfo:
-        """Return the tensor of a message."""
-        return self.tensors[self.chunks[move.chunk].tensor]
 
 
 def plan_transfer(
@@ -246,7 +234,7 @@ def plan_transfer(
     messages = builder.messages(lambda index, part: num_elements(part) * tensors[chunks[index].tensor].itemsize)
     source = messages.choose_senders()
     bucket = messages.fill_buckets(source, bucket_bytes, max_bytes)
-    moves = Moves(messages, builder.slices, source, bucket)
+    moves = _Moves(messages, builder.slices, source, bucket)
     # -1 without messages: no exchange at all
     return Plan(tuple(tensors), tuple(chunks), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_chunks)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl.resharding import bit_sums as module
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums, ordered_sums
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums, sum_groups
 
 
 @pytest.fixture(params=["torch", "loops", "both"], autouse=True)
@@ -27,7 +27,7 @@ def test_places_count_where_sums_are_ordered() -> None:
     def weighed(values: list[int]) -> int:
         return sum(x * (x + odd) * (2 * place * odd + 1) for place, x in enumerate(values)) & MASK
 
-    found = [int(value) & MASK for value in ordered_sums([[tensor] for tensor in tensors] + [tensors])]
+    found = [int(value) & MASK for value in sum_groups([[tensor] for tensor in tensors] + [tensors], ordered=True)]
     assert found == [*(weighed(values) for values in bits), weighed([x for values in bits for x in values])]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_model import EngineModel, EngineRank
 
-from mindspeed_rl.resharding.bit_sums import bit_sum, ordered_sums
+from mindspeed_rl.resharding.bit_sums import bit_sum, sum_groups
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import build_world_exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
@@ -65,7 +65,8 @@ def test_an_ordered_sum_sees_what_a_bit_sum_does_not() -> None:
     swapped = tensor.clone()
     swapped[0, 0], swapped[3, 2] = tensor[3, 2], tensor[0, 0]
     assert bit_sum(swapped) == bit_sum(tensor)
-    one, other, cut, turned = ordered_sums([[tensor], [swapped], [tensor[:2], tensor[2:]], [tensor[2:], tensor[:2]]]).tolist()
+    groups = [[tensor], [swapped], [tensor[:2], tensor[2:]], [tensor[2:], tensor[:2]]]
+    one, other, cut, turned = sum_groups(groups, ordered=True).tolist()
     assert one == cut and len({one, other, turned}) == 3
 
 
@@ -80,7 +81,7 @@ def test_a_view_is_summed_as_its_elements_are(dtype: torch.dtype, view: Callable
     constant = 0x9E3779B97F4A7C15
     assert bit_sum(part) == sum(x * (x + constant) for x in patterns) % 2**64
     ordered = sum(x * (x + constant) * (2 * place * constant + 1) for place, x in enumerate(patterns)) % 2**64
-    assert [int(value) % 2**64 for value in ordered_sums([[part]])] == [ordered]
+    assert [int(value) % 2**64 for value in sum_groups([[part]], ordered=True)] == [ordered]
 
 
 @pytest.fixture(scope="module")
