@@ -44,7 +44,7 @@ def device() -> str:
     grown = npu.memory_stats().allocated_gib - before
     assert abs(grown - 1 / 16) < 1e-3, f"64 MiB show up as {grown} GiB"
     del block
-    npu.manual_seed(1)
+    npu.rng_module.manual_seed(1)
     state = npu.rng_state()
     first = torch.rand(8, device=home)
     npu.set_rng_state(state)
@@ -54,7 +54,7 @@ def device() -> str:
     error = (product - left.bfloat16().float() @ right.bfloat16().float()).abs().max().item()
     assert error < 0.5, f"bf16 product off by {error}"
     npu.synchronize()
-    return f"{npu.device_count()} device(s), bf16 product off by at most {error:.3f}"
+    return f"{npu.device_module.device_count()} device(s), bf16 product off by at most {error:.3f}"
 
 
 def _ranks(count: int, arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`mindspeed-rl train`: run what a run file says."""
+"""`mindspeed-rl train`: train with a run file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.import_run import write_import
+from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -17,12 +17,12 @@ from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_envir
 
 
 def main(argv: list[str]) -> int:
-    """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
-    parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train as a run file says.")
+    """Train; return 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
+    parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train with a run file.")
     parser.add_argument("--config-name", default=None, help="run file, with or without .yaml")
     parser.add_argument(
         "--from-swift", metavar="COMMAND", default=None,
-        help="train as this command of ms-swift says; its run file is written first (from_swift.yaml, or --config-name)",
+        help="train with this command of ms-swift; its run file is written first (from_swift.yaml, or --config-name)",
     )  # fmt: skip
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
@@ -34,15 +34,15 @@ def main(argv: list[str]) -> int:
     try:
         if arguments.from_swift is not None:
             if arguments.config_dir is not None:
-                parser.error("--config-dir is for a run file that is there; --config-name says where --from-swift writes one")
+                parser.error("--config-dir is for an existing run file; --config-name is the path that --from-swift writes")
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
             arguments.config_name = str(write_import("swift", arguments.from_swift, written))
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         prepare_environment()
-        # to the end: what the driver does beside importing is to wait, and to note figures
+        # to the end: apart from importing, the driver waits and records metrics
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
-            run = _resolved(cfg, arguments.nodes)
-            # as there, and Ray
+            run = _resolve_run(cfg, arguments.nodes)
+            # these also import Ray
             from mindspeed_rl.planner.prediction import predict
             from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.resume import Recovery
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
                 _print_resume(run, launched_s)
                 return Terminated.exit_code
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
-        code = say_failure(error)
+        code = report_failure(error)
         if not isinstance(error, ValueError):
             _print_resume(run, launched_s)
         return code
@@ -66,26 +66,26 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
+def _resolve_run(cfg: RunConfig, num_nodes: int) -> Run:
     # these import torch and transformers, which read the environment
     from mindspeed_rl import platform
     from mindspeed_rl.trainers.model_plans import with_model_configs
 
     cfg = with_model_configs(cfg)
-    return resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
+    return resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform))
 
 
 def _print_resume(run: Run | None, launched_s: float) -> None:
     """Print how to resume a run that has ended early, if it was launched."""
     if run is not None:
-        # as in main: it brings torch
+        # as in main: it imports torch
         from mindspeed_rl.trainers.resume import describe_resume
 
         print(describe_resume(run, launched_s), file=sys.stderr)
 
 
 def prepare_environment() -> None:
-    """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
+    """Hide devices and library output from the driver; call before torch, Ray and transformers are imported."""
     os.environ.update(build_quiet_environment(os.environ))
     os.environ.update(build_local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -155,7 +155,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
     models: list[GPTModel] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    with platform.current().kept_rng_state():
+    with platform.current().preserve_rng_state():
         for stage in range(layout.vpp):
             vp_stage = stage if layout.vpp > 1 else None
             spec = layer_spec(

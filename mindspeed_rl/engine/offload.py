@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.platform.streams import SideStream
+from mindspeed_rl.platform.base import SideStream
 
 if TYPE_CHECKING:  # the engine has an offloader
     from mindspeed_rl.engine.train_engine import TrainEngine

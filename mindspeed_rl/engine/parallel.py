@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.platform.rendezvous import meeting_store
+from mindspeed_rl.platform.rendezvous import open_store
 
 #: seconds that ranks wait for each other in a collective before the run fails, unless the environment sets another value
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -76,8 +76,8 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     platform.current().set_device(info.local_rank)
     platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
     init_process_group(info, info.timeout_s)
-    init_model_parallel(config, num_chunks, info.timeout_s)
-    seed_all(config.seed)
+    _init_model_parallel(config, num_chunks, info.timeout_s)
+    _seed_all(config.seed)
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:
@@ -86,14 +86,14 @@ def init_process_group(info: RankInfo, timeout_s: float) -> None:
         master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         dist.init_process_group(
             platform.current().collective_backend,
-            store=meeting_store(*master, info.world_size, serves=info.rank == 0, timeout_s=timeout_s),
+            store=open_store(*master, info.world_size, serves=info.rank == 0, timeout_s=timeout_s),
             rank=info.rank,
             world_size=info.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
 
 
-def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: float) -> None:
+def _init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: float) -> None:
     """Create Megatron's process groups for this layout; collective. Does nothing when they exist.
 
     Args:
@@ -117,18 +117,18 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_sizes[0],
         expert_tensor_parallel_size=config.expert_sizes[1],
-        order=get_rank_order(config),
+        order=_get_rank_order(config),
         # Megatron takes whole minutes
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
 
 
-def get_rank_order(config: MegatronConfig) -> str:
+def _get_rank_order(config: MegatronConfig) -> str:
     """Return the order of ranks in the parallel dimensions, fastest first, in Megatron's words."""
     return "tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
 
-def seed_all(seed: int) -> None:
+def _seed_all(seed: int) -> None:
     """Seed Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
     seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -139,7 +139,7 @@ def seed_all(seed: int) -> None:
 
 
 def get_rng_tracker() -> CudaRNGStatesTracker:
-    """Return Megatron's named generators, which `seed_all` has seeded."""
+    """Return Megatron's named generators, which `_seed_all` has seeded."""
     return cast(CudaRNGStatesTracker, tensor_parallel.get_cuda_rng_tracker())  # Megatron's global is declared None
 
 

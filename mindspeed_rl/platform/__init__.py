@@ -16,7 +16,7 @@ _current: Platform | None = None
 
 
 def platform_class(name: str) -> type[Platform]:
-    """The class of a platform by name.
+    """Return the class of a platform by name.
 
     Raises:
         ValueError: no platform has this name.
@@ -26,28 +26,26 @@ def platform_class(name: str) -> type[Platform]:
     return registry.load(PLATFORMS[name], f"platform: '{name}'")
 
 
-def detect() -> str:
-    """Name of the first platform in `PLATFORMS` order that this process can use."""
-    return next(name for name in PLATFORMS if platform_class(name).is_available())
-
-
-def named(name: str) -> str:
-    """The name itself; for "auto" that of what `detect` finds."""
-    return detect() if name == "auto" else name
+def resolve_name(name: str) -> str:
+    """Return the name itself; for "auto" the first platform in `PLATFORMS` order that this process can use."""
+    if name != "auto":
+        return name
+    return next(known for known in PLATFORMS if platform_class(known).is_available())
 
 
 def select(name: str = "auto") -> Platform:
-    """Makes a platform the current one of this process and returns it.
+    """Make a platform the current one of this process and return it.
 
     Raises:
         ValueError: the name is unknown, or the device is not usable in this process.
     """
     global _current
-    chosen = named(name)
+    chosen = resolve_name(name)
     cls = platform_class(chosen)
     if not cls.is_available():
         raise ValueError(
-            f"platform: '{chosen}' was asked for, but no such device is usable in this process (found: {detect()})."
+            f"platform: '{chosen}' was requested, but no such device is usable in this process "
+            f"(usable: {resolve_name('auto')})."
         )
     if _current is None or _current.name != chosen:
         _current = cls()
@@ -55,5 +53,5 @@ def select(name: str = "auto") -> Platform:
 
 
 def current() -> Platform:
-    """The platform chosen by `select`, or the detected one when nobody has chosen."""
+    """Return the platform chosen by `select`, or the detected one without such a call."""
     return _current if _current is not None else select("auto")

@@ -1,4 +1,4 @@
-"""What the suite asks of a device: one small class, one subclass a device kind."""
+"""The interface of a device: one base class, one subclass a device kind."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
-from mindspeed_rl.platform.streams import SideStream
 
-#: bytes between the beginnings of tensors that travel together: what device allocators align to
+GIB = float(1 << 30)
+#: bytes between the starts of tensors in one copy, the alignment of device allocators
 _ALIGNMENT = 512
 
 
@@ -36,7 +37,7 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What a profile records; what a device cannot record is left out.
+    """Contents of a profile; a device leaves out what it cannot record.
 
     Attributes:
         host, device: activity on either side.
@@ -63,11 +64,45 @@ class ProfileSettings:
 DEFAULT_PROFILE = ProfileSettings()
 
 
-class Platform(ABC):
-    """A device kind: where tensors live, how ranks talk, what Ray calls it.
+class SideStream:
+    """A stream for copies that overlap with computation; without streams (CPU) work is done at once."""
 
-    Everything that names a device in the suite goes through the instance that `platform.current()` returns; a new
-    device is one subclass and one line in `platform.PLATFORMS`.
+    def __init__(self, kind: str | None = None) -> None:
+        """Create the stream.
+
+        Args:
+            kind: device kind in torch's words, whose module has CUDA's interface; None for a kind without streams.
+        """
+        self._module = None if kind is None else torch.get_device_module(kind)
+        self._stream = None if self._module is None else self._module.Stream()
+
+    @contextlib.contextmanager
+    def issue(self) -> Iterator[None]:
+        """Run the block's copies after all work that the current stream has so far; later work does not wait for them."""
+        if self._module is None or self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let later work of the current stream wait for all issued copies; the host does not wait."""
+        if self._module is not None:
+            self._module.current_stream().wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Block the host until all issued copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class Platform(ABC):
+    """A device kind: device of tensors, communication between ranks, name in Ray. One subclass a kind.
+
+    Everything that names a device in the suite goes through the instance that `platform.current()` returns; a new device is
+    one subclass and one line in `platform.PLATFORMS`. The methods here work for a kind whose module in torch has CUDA's
+    interface.
     """
 
     name: ClassVar[str]
@@ -81,8 +116,8 @@ class Platform(ABC):
     megatron_kernels: ClassVar[bool] = False
     #: True: host copies of offloaded tensors are pinned
     pin_memory: ClassVar[bool] = False
-    #: parts of messages of a RuntimeError that say the same as torch.OutOfMemoryError
-    memory_signs: ClassVar[tuple[str, ...]] = ("out of memory",)
+    #: parts of messages of a RuntimeError that mean the same as torch.OutOfMemoryError
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("out of memory",)
     #: True: a process that has imported the device's libraries may be forked, as long as no device is in use
     forks: ClassVar[bool] = False
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
@@ -91,30 +126,31 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def is_available(cls) -> bool:
-        """True when this process can use such a device; must not initialise it."""
+        """Return True when this process can use such a device; must not initialize it."""
 
-    @abstractmethod
+    @property
+    def device_module(self) -> ModuleType:
+        """Module of this kind in torch, such as torch.cuda."""
+        return torch.get_device_module(self.name)
+
     def device(self, index: int = 0) -> torch.device:
-        """The torch device with this index in this process."""
+        """Return the torch device with this index in this process."""
+        return torch.device(self.name, index)
 
     def current_device(self) -> torch.device:
-        """The device that `set_device` chose: where this rank's tensors live."""
-        return self.device()
+        """Return the device that `set_device` chose, which holds this rank's tensors."""
+        return self.device(self.device_module.current_device())
 
-    @abstractmethod
-    def device_count(self) -> int:
-        """Number of devices this process sees."""
-
-    @abstractmethod
     def set_device(self, index: int) -> None:
-        """Makes the device with this index the current one."""
+        """Make the device with this index the current one."""
+        self.device_module.set_device(index)
 
-    @abstractmethod
     def synchronize(self) -> None:
-        """Waits until the device has done all work queued so far."""
+        """Wait until the device has done all work queued so far."""
+        self.device_module.synchronize()
 
     def to_device(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The host's tensors on the device, in one copy that the host does not wait for; where they are on a CPU device."""
+        """Copy the host's tensors to the device in one copy, not waited for; on the CPU return them as they are."""
         if device.type == "cpu" or not tensors:
             return list(tensors)
         # queued copies need pinned memory, and one copy costs less than one a tensor
@@ -122,55 +158,60 @@ class Platform(ABC):
         host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self.pin_memory)
         for tensor, start in zip(tensors, starts):
             host[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
-        there = host.to(device, non_blocking=self.pin_memory)
+        copy = host.to(device, non_blocking=self.pin_memory)
         return [
-            there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, start in zip(tensors, starts)
+            copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, start in zip(tensors, starts)
         ]
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, whole once `synchronize` has returned; the tensor itself where it lies there already."""
+        """Copy a tensor to the host, complete once `synchronize` has returned; return a host tensor as it is."""
         if tensor.device.type == "cpu":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin_memory)
         return host.copy_(tensor, non_blocking=self.pin_memory)
 
     def side_stream(self) -> SideStream:
-        """A stream of its own, for copies that overlap with what computes."""
-        return SideStream()
+        """Return a new stream for copies that overlap with computation."""
+        return SideStream(None if self.name == "cpu" else self.name)
 
-    @abstractmethod
     def empty_cache(self) -> None:
-        """Gives cached device memory back."""
+        """Return cached device memory to the system."""
+        self.device_module.empty_cache()
 
-    @abstractmethod
     def memory_stats(self) -> MemoryStats:
-        """Memory of this process on its device."""
+        """Return the memory of this process on its device."""
+        return MemoryStats(
+            allocated_gib=self.device_module.memory_allocated() / GIB,
+            reserved_gib=self.device_module.memory_reserved() / GIB,
+            peak_gib=self.device_module.max_memory_allocated() / GIB,
+        )
 
-    @abstractmethod
     def reset_peak_memory(self) -> None:
-        """`memory_stats().peak_gib` is the highest from now on."""
+        """Measure `memory_stats().peak_gib` from now on."""
+        self.device_module.reset_peak_memory_stats()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True for what torch, or the device's own library, raises when memory does not suffice."""
+        """Return True for the errors of torch and of the device's library when memory does not suffice."""
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
-        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in self.memory_signs)
+        return isinstance(error, RuntimeError) and any(part in str(error) for part in self.out_of_memory_messages)
 
-    @abstractmethod
+    @property
+    def rng_module(self) -> ModuleType:
+        """Module of the device's default random generator."""
+        return torch if self.name == "cpu" else self.device_module
+
     def rng_state(self) -> torch.Tensor:
-        """State of the device's default random generator."""
+        """Return the state of the device's default random generator."""
+        return self.rng_module.get_rng_state()
 
-    @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restores a state that `rng_state` returned."""
-
-    @abstractmethod
-    def manual_seed(self, seed: int) -> None:
-        """Seeds the device's default random generator."""
+        """Restore a state that `rng_state` returned."""
+        self.rng_module.set_rng_state(state)
 
     @contextlib.contextmanager
-    def kept_rng_state(self) -> Iterator[None]:
-        """Restores the default generators of device and host when the block ends."""
+    def preserve_rng_state(self) -> Iterator[None]:
+        """Restore the default generators of device and host when the block ends."""
         host, device = torch.get_rng_state(), self.rng_state()
         try:
             yield
@@ -179,32 +220,32 @@ class Platform(ABC):
             self.set_rng_state(device)
 
     def set_deterministic(self, enabled: bool) -> None:
-        """Makes repeated runs give equal bits, as far as the device can."""
+        """Make repeated runs give equal bits, as far as the device can."""
         # an operator without a deterministic form is no reason to end a run in its first step
         torch.use_deterministic_algorithms(enabled, warn_only=True)
 
     def worker_env(self) -> dict[str, str]:
-        """Environment that a worker process needs before it imports torch."""
+        """Return the environment that a worker process needs before it imports torch."""
         return {}
 
-    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> Any | None:
-        """Backend options of a process group, or None for the defaults."""
+    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> object | None:
+        """Return the backend options of a process group, or None for the defaults."""
         return None
 
-    def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-        """A process group of its own, beside the default one and those made of it; building it is collective.
+    def process_group(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float) -> Any:
+        """Build a process group that is independent of the default one; collective.
 
         Args:
-            store: where its members meet; nobody else uses it.
+            store: rendezvous of its members, for this group alone.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
-    #: makes torch's recorders of collectives remember so many
+    #: number of collectives that torch's recorders keep
     recorder_env: ClassVar[dict[str, str]] = {"TORCH_FR_BUFFER_SIZE": "256"}
 
     def collective_record(self) -> dict[str, Any]:
-        """What the flight recorders of this process hold of its collectives; any thread may ask.
+        """Return the records of this process' collectives from its flight recorders; safe in any thread.
 
         Returns:
             {"rank", "groups": {group: {"name", "ranks"}}, "entries": [...]}: of an entry, `process_group`, `collective_seq_id`,
@@ -218,7 +259,7 @@ class Platform(ABC):
             group.group_name: {"name": group.group_desc or group.group_name, "ranks": sorted(ranks)}
             # a copy: the thread that trains may make a group meanwhile
             for group, ranks in list(world.pg_group_ranks.items())
-            if isinstance(group, distributed.ProcessGroup)  # a number stands for the groups of others
+            if isinstance(group, distributed.ProcessGroup)  # the groups of other ranks are numbers
         }
         return {"rank": distributed.get_rank(), "groups": groups, "entries": self._recorded_entries()}
 
@@ -228,16 +269,16 @@ class Platform(ABC):
         return [] if dump is None else json.loads(dump()).get("entries", [])
 
     def device_id_for_ray(self, assigned: list[str]) -> int:
-        """Index of the device Ray assigned, in this process' own numbering."""
+        """Return the index of the device that Ray assigned, in this process' numbering."""
         return 0
 
     def profiler_activities(self, settings: ProfileSettings) -> list[Any]:
-        """What of it torch's own profiler can record."""
+        """Return the activities of the settings that torch's profiler can record."""
         return [torch.profiler.ProfilerActivity.CPU] if settings.host else []
 
     @contextlib.contextmanager
     def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
-        """Profiles the block and writes a trace and a table by operator (operators.md) below `directory`.
+        """Profile the block and write a trace and a table by operator (operators.md) below `directory`.
 
         Raises:
             ValueError: there is nothing to record.
@@ -253,11 +294,11 @@ class Platform(ABC):
             with_stack=settings.stacks,
         ) as profiler:
             yield profiler
-        Path(directory, "operators.md").write_text(format_operators(_operators(profiler)), encoding="utf-8")
+        Path(directory, "operators.md").write_text(format_operators(_read_operators(profiler)), encoding="utf-8")
 
 
-def _operators(profiler: torch.profiler.profile) -> list[OperatorTime]:
-    """What torch's profiler recorded, by operator."""
+def _read_operators(profiler: torch.profiler.profile) -> list[OperatorTime]:
+    """Return the profiler's times by operator."""
     return [
         OperatorTime(
             event.key,

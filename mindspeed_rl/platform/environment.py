@@ -1,4 +1,4 @@
-"""The environment of worker processes: the run's file, fitted to what a process does and to its platform."""
+"""The environment of worker processes: variables of the run, adapted to the kind of process and its platform."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import yaml
 
 from mindspeed_rl.platform.base import Platform
 
-#: what a process holds: a training engine, a rollout engine, both in one (integrated), or neither
-ProcessKind = Literal["integrated", "trainer", "rollout", "cpu"]
+#: contents of a process: a training engine, a rollout engine, both in one (integrated), or neither
+_ProcessKind = Literal["integrated", "trainer", "rollout", "cpu"]
 
 _ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 #: variables that name the network interface, of each library that has one
@@ -20,7 +20,7 @@ INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def load_runtime_env(path: str | Path) -> dict[str, str]:
-    """The variables of a runtime_env file.
+    """Load the variables of a runtime_env file.
 
     Raises:
         ValueError: the file is missing, has another form, or a value is neither text nor a number.
@@ -39,9 +39,9 @@ def load_runtime_env(path: str | Path) -> dict[str, str]:
     return variables
 
 
-def worker_environment(
+def adapt_environment(
     variables: Mapping[str, str],
-    kind: ProcessKind,
+    kind: _ProcessKind,
     platform: Platform,
     *,
     shares_device: bool = False,
@@ -49,12 +49,12 @@ def worker_environment(
     deterministic: bool = False,
     socket_ifname: str | None = None,
 ) -> dict[str, str]:
-    """The environment one worker process starts with.
+    """Build the environment of one worker process.
 
     Args:
         variables: from `load_runtime_env`.
-        kind: what the process holds.
-        platform: its device kind; what that must have wins over the file.
+        kind: contents of the process.
+        platform: its device kind; its required variables override the file.
         shares_device: another process of the run works on the same device.
         hccl_buffer_mib: `rl_config.hccl_buffersize`.
         deterministic: `npu_deterministic`.
@@ -85,7 +85,7 @@ def worker_environment(
 
 
 def _fit_rollout(environment: dict[str, str]) -> None:
-    """Takes expandable segments out: the memory pool of the engine's sleep mode asserts that they are off."""
+    """Remove expandable segments: the memory pool of the engine's sleep mode asserts that they are off."""
     settings = [part for part in environment.get(_ALLOCATOR, "").split(",") if part and "expandable_segments" not in part]
     if settings:
         environment[_ALLOCATOR] = ",".join(settings)
@@ -94,15 +94,15 @@ def _fit_rollout(environment: dict[str, str]) -> None:
 
 
 def _check_vllm_version(environment: Mapping[str, str]) -> None:
-    """VLLM_VERSION decides which code vllm-ascend runs, so another one than the installed breaks it in odd places."""
-    said = environment.get("VLLM_VERSION")
-    if said is None:
+    """Raise ValueError where VLLM_VERSION, by which vllm-ascend chooses its code, differs from the installed release."""
+    configured = environment.get("VLLM_VERSION")
+    if configured is None:
         return
     try:
         installed = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return
-    if installed[:1].isdigit() and installed.split("+")[0].split(".")[:2] != said.split(".")[:2]:
+    if installed[:1].isdigit() and installed.split("+")[0].split(".")[:2] != configured.split(".")[:2]:
         raise ValueError(
-            f"VLLM_VERSION: '{said}' in the runtime environment, but vllm {installed} is installed; remove the line."
+            f"VLLM_VERSION: '{configured}' in the runtime environment, but vllm {installed} is installed; remove the line."
         )

@@ -17,14 +17,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from mindspeed_rl.platform.base import DEFAULT_PROFILE, MemoryStats, Platform, ProfileSettings
-from mindspeed_rl.platform.streams import DeviceSideStream, SideStream
-
-_GIB = float(1 << 30)
+from mindspeed_rl.platform.base import DEFAULT_PROFILE, Platform, ProfileSettings
 
 
 class NpuPlatform(Platform):
-    """One NPU die a rank, HCCL between them, MindSpeed's kernels inside Megatron's modules."""
+    """One NPU a rank, HCCL between them, MindSpeed's kernels inside Megatron's modules."""
 
     name = "npu"
     collective_backend = "hccl"
@@ -47,50 +44,10 @@ class NpuPlatform(Platform):
             ) from error
         return torch.npu.is_available()
 
-    def device(self, index: int = 0) -> torch.device:
-        return torch.device("npu", index)
-
-    def current_device(self) -> torch.device:
-        return torch.device("npu", torch.npu.current_device())
-
-    def device_count(self) -> int:
-        return torch.npu.device_count()
-
-    def set_device(self, index: int) -> None:
-        torch.npu.set_device(index)
-
-    def synchronize(self) -> None:
-        torch.npu.synchronize()
-
-    def empty_cache(self) -> None:
-        torch.npu.empty_cache()
-
-    def memory_stats(self) -> MemoryStats:
-        return MemoryStats(
-            allocated_gib=torch.npu.memory_allocated() / _GIB,
-            reserved_gib=torch.npu.memory_reserved() / _GIB,
-            peak_gib=torch.npu.max_memory_allocated() / _GIB,
-        )
-
-    def side_stream(self) -> SideStream:
-        return DeviceSideStream(self.name)
-
-    def reset_peak_memory(self) -> None:
-        torch.npu.reset_peak_memory_stats()
-
-    def rng_state(self) -> torch.Tensor:
-        return torch.npu.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.npu.set_rng_state(state)
-
-    def manual_seed(self, seed: int) -> None:
-        torch.npu.manual_seed(seed)
-
     def worker_env(self) -> dict[str, str]:
-        """What a worker must have whatever the run file says; `environment.worker_environment` adds the tunables."""
+        """Return what every worker needs whatever the run file sets; `environment.adapt_environment` adds the tunables."""
         return {
-            # We choose the die with set_device: HCCL inside a node and IPC need all dies visible in every process.
+            # We choose the device with set_device: HCCL inside a node and IPC need all devices visible in every process.
             "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
             # Megatron asserts it with tensor or context parallelism, on NPUs too.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -100,11 +57,11 @@ class NpuPlatform(Platform):
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> Any | None:
-        """HCCL options with their own buffer size: every communicator holds two buffers, 200 MiB each unless told.
+    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> object | None:
+        """Return HCCL options with their own buffer size: every communicator holds two buffers, 200 MiB each by default.
 
         Returns:
-            `ProcessGroupHCCL.Options`, or None when no size is asked for.
+            `ProcessGroupHCCL.Options`, or None when no size is given.
         """
         if buffer_size_mib is None:
             return None
@@ -119,11 +76,11 @@ class NpuPlatform(Platform):
     def _recorded_entries(self) -> list[dict[str, Any]]:
         import torch_npu
 
-        # beside it are the groups over gloo, in torch's own recorder. Not verified on NPU
-        held = json.loads(torch_npu._C._distributed_c10d._dump_hccl_trace_json()).get("entries", [])
-        return [*super()._recorded_entries(), *map(_as_torch_records, held)]
+        # next to the groups over gloo, in torch's own recorder. Not verified on NPU
+        entries = json.loads(torch_npu._C._distributed_c10d._dump_hccl_trace_json()).get("entries", [])
+        return [*super()._recorded_entries(), *map(_convert_record, entries)]
 
-    def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    def process_group(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float) -> Any:
         import torch_npu
 
         backend = torch_npu._C._distributed_c10d.ProcessGroupHCCL
@@ -132,10 +89,10 @@ class NpuPlatform(Platform):
         return backend(store, rank, size, options)
 
     def device_id_for_ray(self, assigned: list[str]) -> int:
-        """Index to give `set_device` for the NPU that Ray assigned.
+        """Return the index for `set_device` of the NPU that Ray assigned.
 
-        With RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES every die is visible and the assigned id counts among the
-        visible ones; without it Ray has narrowed the process to one die, which is number 0.
+        With RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES every device is visible and the assigned id counts among the
+        visible ones; without it Ray has narrowed the process to one device, which has index 0.
 
         Raises:
             ValueError: Ray assigned no NPU, or one that this process does not see.
@@ -155,7 +112,7 @@ class NpuPlatform(Platform):
 
     @contextlib.contextmanager
     def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
-        """Profiles the block with torch_npu's profiler and writes a trace below `directory`.
+        """Profile the block with torch_npu's profiler and write a trace below `directory`.
 
         Parsing the trace at once (`analyse`) takes minutes; `torch_npu.profiler.profiler.analyse` does it later.
 
@@ -190,8 +147,8 @@ class NpuPlatform(Platform):
             yield session
 
 
-def _as_torch_records(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of torch_npu's recorder in the form of torch's.
+def _convert_record(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an entry of torch_npu's recorder to the form of torch's.
 
     torch_npu calls torch's group "2" "group_name_2", gives most collectives no name, and retires entries only some time after
     their end.

@@ -1,4 +1,4 @@
-"""The store at which the processes of a group meet."""
+"""The rendezvous store of a process group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import socket
 import torch.distributed as dist
 
 
-def meeting_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.TCPStore:
-    """The store of a group of `size` processes, which the one that `serves` offers on this address.
+def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.TCPStore:
+    """Open the store of a group of `size` processes; the process with `serves` hosts it on this address.
 
-    torch itself would listen on every interface of the machine, whatever the address is; an address of loopback is bound alone.
+    torch itself would listen on every interface of the machine, whatever the address is; a loopback address is bound alone.
 
     Raises:
         OSError: the port is taken.
-        Exception: nobody serves the store in time; torch's own words.
+        torch.distributed.DistError: no process serves the store in time.
     """
     listening = _listen_on_loopback(host, port) if serves else None
     return dist.TCPStore(
@@ -32,12 +32,12 @@ def meeting_store(host: str, port: int, size: int, *, serves: bool, timeout_s: f
 
 
 def _listen_on_loopback(host: str, port: int) -> int | None:
-    """Descriptor of a listening socket, which its user closes; None where other machines have to reach the address."""
+    """Return the descriptor of a listening socket, which the store closes; None for addresses of other kinds."""
     try:
         if not ipaddress.ip_address(host).is_loopback:
             return None
     except ValueError:  # a name, which may mean either
         return None
-    # all members knock at once
+    # all members connect at once
     listening = socket.create_server((host, port), backlog=1024)
     return listening.detach()

@@ -92,7 +92,7 @@ class InProcessEngine:
 
         No generator is used but the requests' own.
         """
-        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
+        with platform.current().preserve_rng_state():  # vLLM draws a seed for every token, also where the request has its own
             if self._has_peers and dist.get_rank() != self.first:
                 self._follow()
                 return None

@@ -87,7 +87,7 @@ class VllmEngine:
             os.environ.update(self.layout.engine_environment(torch.distributed.get_rank(), master))
         set_num_threads = torch.set_num_threads
         frozen = gc.get_freeze_count()
-        with platform.current().kept_rng_state(), temporary_socket_folder():  # vLLM seeds the global generators
+        with platform.current().preserve_rng_state(), temporary_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
@@ -115,7 +115,7 @@ class VllmEngine:
             RuntimeError: no weights were loaded yet.
         """
         completions: dict[str, Completion] = {}
-        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
+        with platform.current().preserve_rng_state():  # vLLM draws a seed for every token, also where the request has its own
             for index, request in enumerate(requests):
                 self.add_request(str(index), request.prompt_ids, sampling or self.sampling, request.seed)
             while self.has_unfinished() if self.layout.in_step else self._ids:

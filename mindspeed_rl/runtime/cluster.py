@@ -57,7 +57,7 @@ def build_worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int 
     path = Path(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)
     if not path.is_file() and (project_file := find_project_configs().parent / path).is_file():
         path = project_file
-    return quiet | environment.worker_environment(
+    return quiet | environment.adapt_environment(
         environment.load_runtime_env(path),
         "trainer" if supervised else "integrated",
         platform,
@@ -72,7 +72,7 @@ def build_runtime_env(env: Mapping[str, str]) -> dict[str, dict[str, str] | str]
     return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
 
 
-def count_local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
+def _count_local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
     """Return the logical CPUs of a cluster that we start: those that its workers reserve, and some for other processes."""
     reserved = num_devices * (1 if platform_class(platform_name).ray_resource is None else cpus_per_device)
     return max(os.cpu_count() or 1, math.ceil(reserved)) + _SPARE_CPUS
@@ -112,7 +112,7 @@ def connect_cluster(
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         else:
-            _start_ray(folder, count_local_cpus(num_devices, platform_name, cpus_per_device), resource)
+            _start_ray(folder, _count_local_cpus(num_devices, platform_name, cpus_per_device), resource)
             _heads.extend(child for child in psutil.Process().children(recursive=True) if child.name() == _HEAD)
         resource, end_s = resource or "CPU", time.monotonic() + deadline_s
         while (present := ray.cluster_resources().get(resource, 0)) < num_devices:
@@ -148,12 +148,12 @@ def _make_temporary_folder() -> Iterator[None]:
     # compiled kernels stay for later processes
     kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     with scratch_folder("mindspeed-rl-") as folder:
-        with set_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
+        with _set_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
             yield
 
 
 @contextlib.contextmanager
-def set_environment(**changes: str) -> Iterator[None]:
+def _set_environment(**changes: str) -> Iterator[None]:
     """Set environment variables for processes that are started in the block."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

@@ -56,7 +56,7 @@ def serve(text: str) -> str | None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that started it
     if os.getppid() != settings["parent"]:
         return None
-    name = platform.named(settings["platform"])
+    name = platform.resolve_name(settings["platform"])
     if not platform.platform_class(name).forks:
         return None
     device = platform.select(name)

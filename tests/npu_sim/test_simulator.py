@@ -55,7 +55,7 @@ def test_fused_operators_equal_their_definitions_and_pass_gradients(shape: tuple
 
 def test_random_numbers_follow_the_device_generator() -> None:
     device = NpuPlatform()
-    device.manual_seed(3)
+    device.rng_module.manual_seed(3)
     state = device.rng_state()
     first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
     device.set_rng_state(state)
@@ -64,7 +64,7 @@ def test_random_numbers_follow_the_device_generator() -> None:
 
 def test_a_generator_of_its_own_decides_what_is_drawn_and_leaves_the_devices_alone() -> None:
     device = NpuPlatform()
-    device.manual_seed(3)
+    device.rng_module.manual_seed(3)
     state = device.rng_state()
     mine, same, other = (torch.Generator(device="npu").manual_seed(seed) for seed in (7, 7, 8))
     first, second = (torch.empty(4, device="npu").exponential_(generator=mine) for _ in range(2))
@@ -148,7 +148,7 @@ def test_events_measure_time_and_streams_exist() -> None:
 
 
 def test_the_device_count_comes_from_the_environment() -> None:
-    assert NpuPlatform().device_count() == 8 and NpuPlatform.is_available()
+    assert NpuPlatform().device_module.device_count() == 8 and NpuPlatform.is_available()
     with pytest.raises(RuntimeError):
         NpuPlatform().set_device(77)
 

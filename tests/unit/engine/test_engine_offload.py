@@ -16,7 +16,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.platform.streams import SideStream
+from mindspeed_rl.platform.base import SideStream
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 LAYOUTS = [{}, {"use_distributed_optimizer": True}, {"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}]

@@ -119,6 +119,9 @@ def _full_name(node: ast.expr, aliases: dict[str, str]) -> str | None:
     parts.reverse()
     if parts[:2] == ["torch", "npu"]:
         return ".".join(["torch_npu", "npu", *parts[2:]])
+    # the modules of every device kind that a platform uses
+    if parts[0] == "self" and len(parts) > 2 and parts[1] in ("device_module", "rng_module"):
+        return ".".join(["torch_npu", "npu", *parts[2:]])
     if parts[0] not in aliases:
         return None
     return ".".join([aliases[parts[0]], *parts[1:]])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli import doctor
-from mindspeed_rl.cli.doctor import checks, logs, matrix, messages, variables
+from mindspeed_rl.cli.doctor import checks, logs, stack, variables
 
 LOGS = Path(__file__).parents[2] / "data" / "npu" / "logs"
 
@@ -19,7 +19,7 @@ def recorded(key: str) -> Path:
     return LOGS / f"{key}.txt"
 
 
-@pytest.mark.parametrize("key", [message.key for message in messages.MESSAGES])
+@pytest.mark.parametrize("key", [message.key for message in logs.MESSAGES])
 def test_every_known_failure_is_recognised_in_a_recorded_log(key: str) -> None:
     found = {finding.key for finding in logs.read_log(recorded(key))}
     assert found == {key}
@@ -38,15 +38,15 @@ def test_the_rank_that_failed_first_is_reported_first() -> None:
 
 
 def test_an_error_code_of_torch_npu_is_spelled_out() -> None:
-    assert messages.explain_error_code("x ERR01004 OPS") == "ERR01004: operators, invalid pointer"
-    assert messages.explain_error_code("ERR02200 DIST") == "ERR02200: distributed, call to HCCL failed"
-    assert messages.explain_error_code("ERR99999 UNKNOWN") is None
+    assert logs.explain_error_code("x ERR01004 OPS") == "ERR01004: operators, invalid pointer"
+    assert logs.explain_error_code("ERR02200 DIST") == "ERR02200: distributed, call to HCCL failed"
+    assert logs.explain_error_code("ERR99999 UNKNOWN") is None
 
 
-def test_log_mode_prints_cause_and_cure_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_mode_prints_cause_and_fix_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--log", str(recorded("nz-enabled"))]) == 1
     text = capsys.readouterr().out
-    assert "cause: Weights are kept in the NZ layout" in text and "cure:  Set VLLM_ASCEND_ENABLE_NZ=0" in text
+    assert "cause: Weights are kept in the NZ layout" in text and "fix:   Set VLLM_ASCEND_ENABLE_NZ=0" in text
 
 
 def test_json_output_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,35 +65,35 @@ def test_a_missing_log_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_versions_are_compared_number_by_number() -> None:
-    assert matrix.at_least("9.1.0", "9.1.0") and matrix.at_least("9.10.0", "9.2") and matrix.at_least("26.0.rc1", "26.0")
-    assert not matrix.at_least("8.5.1", "9.0.0") and not matrix.at_least("25.3", "25.5")
+    assert stack.at_least("9.1.0", "9.1.0") and stack.at_least("9.10.0", "9.2") and stack.at_least("26.0.rc1", "26.0")
+    assert not stack.at_least("8.5.1", "9.0.0") and not stack.at_least("25.3", "25.5")
 
 
 def test_the_line_is_the_one_most_packages_belong_to() -> None:
     fallback = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0.post2", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
-    assert matrix.line_for(fallback).name == "fallback"
-    assert matrix.line_for({}).name == "main"
+    assert stack.find_line(fallback).name == "fallback"
+    assert stack.find_line({}).name == "main"
 
 
 def test_a_package_of_another_version_fails_and_names_the_right_one() -> None:
-    findings = checks.check_versions(matrix.LINES[0], {"torch": "2.13.0+cpu", "torch-npu": "2.10.0.post4"})
+    findings = checks.check_versions(stack.LINES[0], {"torch": "2.13.0+cpu", "torch-npu": "2.10.0.post4"})
     by_name = {finding.name: finding for finding in findings}
-    assert by_name["torch"].status == "fail" and "2.10.0" in by_name["torch"].cure
+    assert by_name["torch"].status == "fail" and "2.10.0" in by_name["torch"].fix
     assert by_name["torch-npu"].status == "ok"
     assert by_name["vllm-ascend"].status == "absent"
 
 
 def test_a_version_outside_the_advised_ones_is_a_warning_on_npu_machines_only() -> None:
-    findings = checks.check_versions(matrix.LINES[1], {"transformers": "5.10.4", "numpy": "1.26.4"})
+    findings = checks.check_versions(stack.LINES[1], {"transformers": "5.10.4", "numpy": "1.26.4"})
     by_name = {finding.name: finding for finding in findings}
-    assert by_name["transformers"].status == "warn" and ">=4.57,<5" in by_name["transformers"].cure
+    assert by_name["transformers"].status == "warn" and ">=4.57,<5" in by_name["transformers"].fix
     assert by_name["numpy"].status == "ok"
     judged = doctor._judge(by_name["transformers"], "cpu", {})
-    assert (judged.status, judged.cure) == ("ok", "")
+    assert (judged.status, judged.fix) == ("ok", "")
 
 
 def environment_problems(**environment: str) -> dict[str, str]:
-    return {name: text for name, text, _ in variables.problems(environment)}
+    return {name: text for name, text, _ in variables.find_problems(environment)}
 
 
 def test_half_a_cann_environment_is_reported(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_harmful_variable_is_named(environment: dict[str, str], named: str) ->
 def test_a_cpu_machine_is_fine_and_hears_what_an_npu_machine_needs() -> None:
     report = doctor.examine("cpu", "main", {}, probe_torch=False)
     assert report.ok
-    text = doctor.as_text(report)
+    text = doctor.format_report(report)
     assert "CANN: not installed" in text and "CPU runs work without any of this" in text
 
 
@@ -142,7 +142,7 @@ def test_the_doctor_does_not_import_torch_itself() -> None:
 
 def test_cann_version_is_read_from_the_toolkit(tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[9.1.0:9.1.0.B020]\n")
-    assert checks.cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
+    assert checks.read_cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
 
 
 CHAIN = """2026-11-01 10:00:00,000 driver INFO start
@@ -166,7 +166,7 @@ def test_the_exception_a_run_ended_with_is_found_and_of_a_chain_the_first(tmp_pa
     (found,) = logs.read_log(log)
     assert (found.key, found.line, found.line_number) == ("exception", "ValueError: the examiner went home", 5)
     assert found.time == "2026-11-01 10:00:00.000"
-    assert "/work/plugin.py:7, in touchy" in found.cure and found.cause.endswith("ValueError: the examiner went home")
+    assert "/work/plugin.py:7, in touchy" in found.fix and found.cause.endswith("ValueError: the examiner went home")
 
 
 def test_an_interrupted_run_has_no_failure(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rl.cli.doctor import variables as doctor_variables
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.platform.cpu import CpuPlatform
-from mindspeed_rl.platform.environment import load_runtime_env, worker_environment
+from mindspeed_rl.platform.environment import adapt_environment, load_runtime_env
 from mindspeed_rl.platform.npu import NpuPlatform
 from mindspeed_rl.runtime import cluster
 
@@ -64,41 +64,41 @@ def test_every_variable_has_a_comment_in_both_languages() -> None:
 
 
 def test_the_shipped_file_has_no_problem_once_it_is_fitted() -> None:
-    environment = worker_environment(load_runtime_env(FILE), "integrated", NpuPlatform())
+    environment = adapt_environment(load_runtime_env(FILE), "integrated", NpuPlatform())
     assert doctor_variables.problems(environment) == []
 
 
 def test_expandable_segments_reach_trainers_only() -> None:
     variables = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,page_size:1g"}
     npu = NpuPlatform()
-    assert worker_environment(variables, "trainer", npu)["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True,page_size:1g"
+    assert adapt_environment(variables, "trainer", npu)["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True,page_size:1g"
     for kind in ("integrated", "rollout"):
-        assert worker_environment(variables, kind, npu)["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
+        assert adapt_environment(variables, kind, npu)["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
     only = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
-    assert "PYTORCH_NPU_ALLOC_CONF" not in worker_environment(only, "rollout", npu)
+    assert "PYTORCH_NPU_ALLOC_CONF" not in adapt_environment(only, "rollout", npu)
 
 
 def test_processes_that_share_a_device_get_port_ranges_unless_the_file_has_them() -> None:
     npu = NpuPlatform()
-    assert worker_environment({}, "trainer", npu, shares_device=True)["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto"
-    assert "HCCL_HOST_SOCKET_PORT_RANGE" not in worker_environment({}, "trainer", npu)
+    assert adapt_environment({}, "trainer", npu, shares_device=True)["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto"
+    assert "HCCL_HOST_SOCKET_PORT_RANGE" not in adapt_environment({}, "trainer", npu)
     mine = {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
-    assert worker_environment(mine, "trainer", npu, shares_device=True)["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
+    assert adapt_environment(mine, "trainer", npu, shares_device=True)["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
 
 
 def test_run_keys_win_over_the_file_and_the_platform_over_both() -> None:
     variables = {"HCCL_BUFFSIZE": "200", "VLLM_ASCEND_ENABLE_NZ": "1"}
-    environment = worker_environment(variables, "integrated", NpuPlatform(), hccl_buffer_mib=400, deterministic=True)
+    environment = adapt_environment(variables, "integrated", NpuPlatform(), hccl_buffer_mib=400, deterministic=True)
     assert environment["HCCL_BUFFSIZE"] == "400"
     assert environment["VLLM_ASCEND_ENABLE_NZ"] == "0" and environment["HCCL_DETERMINISTIC"] == "true"
 
 
 def test_processes_without_a_device_do_not_load_torch_npu() -> None:
-    assert worker_environment({}, "cpu", NpuPlatform())["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+    assert adapt_environment({}, "cpu", NpuPlatform())["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 
 def test_the_cpu_platform_takes_the_same_file() -> None:
-    environment = worker_environment(load_runtime_env(FILE), "integrated", CpuPlatform(), socket_ifname="lo")
+    environment = adapt_environment(load_runtime_env(FILE), "integrated", CpuPlatform(), socket_ifname="lo")
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in environment
 
 
@@ -169,5 +169,5 @@ def test_a_supervised_run_takes_its_file_from_the_same_key(tmp_path: Path) -> No
 
 
 def test_a_local_cluster_has_the_logical_cpus_that_its_workers_ask_for() -> None:
-    assert cluster.count_local_cpus(16, "npu", 8) >= 16 * 8 + 16
-    assert cluster.count_local_cpus(4, "cpu", 8) < 4 * 8 + 16, "CPU workers ask for one each"
+    assert cluster._count_local_cpus(16, "npu", 8) >= 16 * 8 + 16
+    assert cluster._count_local_cpus(4, "cpu", 8) < 4 * 8 + 16, "CPU workers ask for one each"

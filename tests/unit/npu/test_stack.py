@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.adaptors import megatron_cpu, vllm_ascend
 from mindspeed_rl.cli import doctor
-from mindspeed_rl.cli.doctor import matrix, stack
+from mindspeed_rl.cli.doctor import stack
 
 ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / "tests/data/npu/contract.json").read_text())
@@ -21,8 +21,8 @@ def state(name: str, version: str) -> str:
     return next(member.state for member in stack.examine_stack({name: version}).members if member.name == name)
 
 
-@pytest.mark.parametrize("line", matrix.LINES, ids=lambda line: line.name)
-def test_a_complete_line_is_found(line: matrix.VersionLine) -> None:
+@pytest.mark.parametrize("line", stack.LINES, ids=lambda line: line.name)
+def test_a_complete_line_is_found(line: stack.VersionLine) -> None:
     found = stack.examine_stack({"torch": "2.9.0", **line.packages})
     assert found.line == line.name and found.ok
     assert f"Version line: {line.name}, 7 of 7 packages" in found.as_text()
@@ -47,8 +47,8 @@ def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str)
 
 
 def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
-    assert tuple(release for line in matrix.MEGATRON_LINES for release in line.releases) == megatron_cpu.SUPPORTED_VERSIONS
-    recorded = {branch for line in matrix.MEGATRON_LINES for branch in line.branches}
+    assert tuple(release for line in stack.MEGATRON_LINES for release in line.releases) == megatron_cpu.SUPPORTED_VERSIONS
+    recorded = {branch for line in stack.MEGATRON_LINES for branch in line.branches}
     assert recorded == set(RECORD["mindspeed"])
 
 

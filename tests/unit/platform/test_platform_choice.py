@@ -18,7 +18,7 @@ def test_unknown_and_unusable_platforms_are_errors_that_say_what_there_is() -> N
     with pytest.raises(ValueError, match="platform: 'tpu' is not one of auto, npu, cuda, cpu"):
         platform.select("tpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="platform: 'cuda' was asked for, but no such device is usable"):
+        with pytest.raises(ValueError, match="platform: 'cuda' was requested, but no such device is usable"):
             platform.select("cuda")
     assert platform.current().name == "cpu"
 
@@ -41,7 +41,7 @@ def test_the_cpu_platform_knows_its_memory_and_draws_from_torchs_generator() -> 
     first = torch.rand(3)
     cpu.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
-    cpu.manual_seed(3)
+    cpu.rng_module.manual_seed(3)
     assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
