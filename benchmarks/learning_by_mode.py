@@ -52,7 +52,8 @@ def learn(folder: Path, quickstart: Path, mode: str, seed: int, iterations: int)
     weighed = [] if mode == "sync" else [WEIGHED]
     run = train(folder, keys, *MODES[mode], *weighed, environment={"OMP_NUM_THREADS": "1"})
     staleness = statistics.mean(run.history.finite("rollout/staleness_mean").y or [0.0])
-    return Learned(run.report["results"]["eval/accuracy/first"], run.history.last("eval/accuracy") or 0.0, staleness)
+    accuracies = run.history.finite("eval/accuracy").y or [0.0]
+    return Learned(run.report["results"]["eval/accuracy/first"], accuracies[-1], staleness)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
-from mindspeed_rl.observability.expert_load import sum_counts
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.calibration import compute_factors, read_measured
@@ -80,7 +79,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--chip", choices=[*DEVICES], default=None, help="device kind; by the run file's platform and name")
-    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one")
+    parser.add_argument(
+        "--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
 
@@ -109,7 +110,9 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
     parser.add_argument("--chip", choices=[name for name in DEVICES if name != "cpu"], default="A3", help="device kind")
-    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one")
+    parser.add_argument(
+        "--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
@@ -165,7 +168,9 @@ def _memory(arguments: argparse.Namespace) -> int:
     plan = plan_memory(cfg, device, arguments.nodes)
     changes = find_changes_to_fit(tree, cfg, plan, device, arguments.nodes)
     assumed = list(list_memory_assumptions(cfg, device))
-    shown = json.dumps(encode_memory(plan, changes, assumed), indent=2) if arguments.json else format_memory(plan, changes, assumed)
+    shown = (
+        json.dumps(encode_memory(plan, changes, assumed), indent=2) if arguments.json else format_memory(plan, changes, assumed)
+    )
     print(shown, flush=True)
     return 0 if plan.verdict in ("fits", "tight") else 1
 
@@ -228,6 +233,8 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _experts(arguments: argparse.Namespace) -> int:
+    from mindspeed_rl.rollout.expert_counts import sum_counts  # not at the top: the other plans need no torch
+
     layers = place_experts(sum_counts(arguments.counts), arguments.devices)
     print(format_experts(layers), flush=True)
     if arguments.output is not None:

@@ -50,13 +50,13 @@ def find_alerts(history: History, completions: Sequence[CompletionRecord] = ()) 
     return sorted(alerts, key=lambda alert: (alert.severity != "bad", alert.iteration))
 
 
-def is_repetitive(text: str) -> bool:
+def _is_repetitive(text: str) -> bool:
     """Return True for a text of 200 bytes or more that repeats itself: deflate leaves a tenth of it."""
     data = text.encode("utf-8", "replace")
     return len(data) >= 200 and len(zlib.compress(data, 6)) < 0.1 * len(data)
 
 
-def is_garbled(text: str) -> bool:
+def _is_garbled(text: str) -> bool:
     """Return True when more than 2 % of the characters are no text: a broken byte, a control character, unassigned."""
     # a single odd character of a short text would be more than 2 %
     if len(text) < 20:
@@ -216,8 +216,8 @@ def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
     last = max(completion["iteration"] for completion in completions)
     recent = [completion for completion in completions if completion["iteration"] == last]
     checks: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-        ("garbled", is_garbled, "contain characters that are no text"),
-        ("repeating", is_repetitive, "repeat themselves"),
+        ("garbled", _is_garbled, "contain characters that are no text"),
+        ("repeating", _is_repetitive, "repeat themselves"),
     )
     for kind, check, problem in checks:
         count = sum(check(completion["response"]) for completion in recent)

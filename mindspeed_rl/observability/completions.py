@@ -123,17 +123,19 @@ def is_due(iteration: int, interval: int) -> bool:
     return interval > 0 and (iteration == 1 or iteration % interval == 0)
 
 
+@dataclass(frozen=True)
 class CompletionWriter:
     """Append completions of every `interval`-th iteration to a JSONL file.
 
-    Args:
+    Attributes:
         path: the file; lines of an earlier part of the run stay.
         interval: iterations between two writes; 0 writes none.
         limit: completions of one iteration; all when None.
     """
 
-    def __init__(self, path: Path, interval: int = 1, limit: int | None = None) -> None:
-        self.path, self.interval, self.limit = Path(path), interval, limit
+    path: Path
+    interval: int = 1
+    limit: int | None = None
 
     def write(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Append the iteration's completions where it is one to be written."""

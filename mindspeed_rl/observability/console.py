@@ -94,7 +94,7 @@ def format_summary(
         report: its path.
         before: metrics of the evaluation before the first iteration.
     """
-    done = history.iterations[-1] if history else 0
+    done = history.iterations[-1] if history.iterations else 0
     rows = {"iterations": f"{done}{'' if planned is None else f' of {planned}'} in {format_duration(seconds)}"}
     for label, names, spec in _SUMMARY_ROWS:
         for name in names:
@@ -117,7 +117,7 @@ def format_summary(
     return format_table(f"{outcome.partition(':')[0]}:", rows)
 
 
-def format_metrics(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
+def _format_metrics(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
     """Return an iteration as a line: "iteration 2/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left"."""
     columns = [f"iteration {iteration:>{len(str(total))}}/{total}"]
     shown: set[str] = set()
@@ -201,7 +201,7 @@ class IterationProgress:
             # iterations before a resume took none of this time
             done, left = iteration - self._first, self.total - iteration
             eta_s = (self._now_s() - self._start_s) / done * left if done > 0 and left > 0 else None
-            self.note(format_metrics(iteration, self.total, metrics, eta_s))
+            self.note(_format_metrics(iteration, self.total, metrics, eta_s))
         if self._bar is not None:
             self._bar.update(self._task, completed=iteration)
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 #: folder of these files in that of the run
 FOLDER = "alive"
-#: a file that is written anew to request stacks
-REQUEST = "request"
 #: interval in which a process checks for a request
 _CHECK_S = 0.5
 #: a record is written over the one before in one call, so that no reader gets half of one
@@ -31,11 +29,14 @@ _Recorder = Callable[[], Mapping[str, object]]
 
 
 def heartbeat_file(folder: Path, name: str, kind: str) -> Path:
-    """Return the file of this kind (.json, .stacks, .recorder) of the process with this name."""
+    """Return the file of this kind (.json, .stacks, .recorder) of the process with this name.
+
+    The file "request" without a kind is that of all processes: it is written anew to request stacks.
+    """
     return folder / FOLDER / f"{name.replace(' ', '_')}{kind}"
 
 
-class Heartbeat:
+class _Heartbeat:
     """The heartbeat of one process; `start` makes it.
 
     Attributes:
@@ -54,7 +55,7 @@ class Heartbeat:
             recorder: reads the flight recorder of the collectives.
         """
         self._interval_s, self._recorder = interval_s, recorder
-        self._request_file = folder / FOLDER / REQUEST
+        self._request_file = heartbeat_file(folder, "request", "")
         self._request_file.parent.mkdir(parents=True, exist_ok=True)
         self._recorder_file = heartbeat_file(folder, name, ".recorder")
         self._record = os.open(heartbeat_file(folder, name, ".json"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -124,26 +125,21 @@ class Heartbeat:
             os.pwrite(self._record, text[:_RECORD_BYTES].ljust(_RECORD_BYTES), 0)
 
 
-#: that of this process, which has one, as it has one log
-_current: Heartbeat | None = None
+#: the heartbeat of this process, which has one at most, as it has one log
+current: _Heartbeat | None = None
 
 
-def start(folder: Path, name: str, *, interval_s: float = 5.0, recorder: _Recorder | None = None) -> Heartbeat:
-    """Start the heartbeat of this process; see `Heartbeat`."""
-    global _current
-    _current = Heartbeat(folder, name, interval_s=interval_s, recorder=recorder)
-    return _current
-
-
-def current() -> Heartbeat | None:
-    """Return the heartbeat of this process, where it has one."""
-    return _current
+def start(folder: Path, name: str, *, interval_s: float = 5.0, recorder: _Recorder | None = None) -> _Heartbeat:
+    """Start the heartbeat of this process; see `_Heartbeat`."""
+    global current
+    current = _Heartbeat(folder, name, interval_s=interval_s, recorder=recorder)
+    return current
 
 
 @contextlib.contextmanager
 def doing(phase: str) -> Iterator[None]:
     """Show that the process is in this phase while the block runs; without a heartbeat do nothing."""
-    beat = _current
+    beat = current
     if beat is None:
         yield
         return

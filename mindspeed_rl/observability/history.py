@@ -61,9 +61,6 @@ class History:
         for record in records:
             self.add(record)
 
-    def __len__(self) -> int:
-        return len(self.iterations)
-
     def add(self, record: Record) -> None:
         """Add the metrics of an iteration, whose index is the record's "iteration"."""
         iteration = int(record["iteration"] or 0)
@@ -80,11 +77,6 @@ class History:
             if (series := self.series.get(name)) is not None and (finite := series.finite()).x:
                 return finite
         return Series()
-
-    def last(self, name: str) -> float | None:
-        """Return the newest finite value of a metric."""
-        values = self.series.get(name, Series()).y
-        return next((value for value in reversed(values) if math.isfinite(value)), None)
 
     def later_half(self) -> dict[str, Series]:
         """Return the finite values in the later half of the iterations, of the metrics that have some."""

@@ -1,4 +1,7 @@
-"""The status of a run's processes: read from their heartbeats, their stacks and their recorders, dead or alive."""
+"""The status of a run's processes, dead or alive: from their heartbeats, their stacks and their flight recorders.
+
+The recorders also show the collectives that do not end.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,14 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypedDict, cast
 
 import psutil
 
-from mindspeed_rl.observability.collectives import (
-    CollectiveRecord,
-    StalledCollective,
-    describe_last_collective,
-    match_collectives,
-)
-from mindspeed_rl.observability.heartbeat import FOLDER, REQUEST, heartbeat_file
+from mindspeed_rl.observability.heartbeat import FOLDER, heartbeat_file
 
 _State = Literal["works", "stopped", "silent", "dead", "ended"]
 #: a process that misses so many beats is silent, but not before `_SILENT_S`: loading libraries keeps Python's lock for long
@@ -34,6 +31,52 @@ _IDLE = ("heartbeat.py", "/threading.py", "concurrent/futures/thread.py", "/sele
 _OWN = "/mindspeed_rl/"
 #: frames between a process's main loop and its work, which do not show its work
 _SHELLS = ("/runtime/process.py", "/ray/")
+
+
+class _Entry(TypedDict, total=False):
+    process_group: list[str]
+    collective_seq_id: int
+    profiling_name: str
+    time_created_ns: int
+    retired: bool
+    is_p2p: bool
+
+
+class _Group(TypedDict):
+    name: str
+    ranks: list[int]
+
+
+class _CollectiveRecord(TypedDict, total=False):
+    """The collectives of a rank, as `Platform.collective_record` returns them."""
+
+    rank: int
+    groups: dict[str, _Group]
+    entries: list[_Entry]
+
+
+@dataclass(frozen=True)
+class StalledCollective:
+    """A collective that some ranks of its group have entered and others not.
+
+    Attributes:
+        group: name of the group of ranks.
+        number: of the collective in its group, from 1; a field of `doctor --hang --json`.
+        kind: "all_reduce" and so on.
+        waiting: ranks that are in it.
+        late: ranks of the group that have not entered it, as far as their recorders were read.
+    """
+
+    group: str
+    number: int
+    kind: str
+    waiting: tuple[int, ...]
+    late: tuple[int, ...]
+
+    def __str__(self) -> str:
+        waits, has = ("waits" if len(self.waiting) == 1 else "wait"), ("has" if len(self.late) == 1 else "have")
+        text = f"{_join_ranks(self.waiting)} {waits} in {self.kind} number {self.number} of group {self.group}"
+        return f"{text}, which {_join_ranks(self.late)} {has} not begun" if self.late else text
 
 
 @dataclass(frozen=True)
@@ -61,7 +104,7 @@ class ProcessStatus:
     since: float
     place: str = ""
     last_collective: str = ""
-    record: CollectiveRecord = field(default_factory=CollectiveRecord)
+    record: _CollectiveRecord = field(default_factory=_CollectiveRecord)
 
     @property
     def is_late(self) -> bool:
@@ -115,7 +158,7 @@ def collect_statuses(folder: Path, *, patience_s: float = 5.0) -> list[ProcessSt
             os.truncate(heartbeat_file(folder, item.name, ".stacks"), 0)
             heartbeat_file(folder, item.name, ".recorder").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        (folder / FOLDER / REQUEST).write_text(str(time.time()), encoding="utf-8")
+        heartbeat_file(folder, "request", "").write_text(str(time.time()), encoding="utf-8")
     end_s = time.monotonic() + patience_s
     waiting = {item.name for item in alive if item.state != "stopped"}  # a stopped process cannot answer
     while waiting and time.monotonic() < end_s:
@@ -134,11 +177,11 @@ def find_stalled_collectives(statuses: Sequence[ProcessStatus]) -> list[StalledC
 
     Processes of one world have names that differ in their rank.
     """
-    worlds: dict[str, dict[int, CollectiveRecord]] = {}
+    worlds: dict[str, dict[int, _CollectiveRecord]] = {}
     for item in statuses:
         if (rank := item.record.get("rank")) is not None:
             worlds.setdefault(item.name.rpartition(" ")[0], {})[rank] = item.record
-    return [collective for records in worlds.values() for collective in match_collectives(records)]
+    return [collective for records in worlds.values() for collective in _match_collectives(records)]
 
 
 def find_straggler(statuses: Sequence[ProcessStatus], names: Sequence[str]) -> ProcessStatus | None:
@@ -233,17 +276,17 @@ def _add_details(folder: Path, item: ProcessStatus, *, answered: bool) -> Proces
     """Return the status with what the process has written of its stacks and collectives."""
     stacks = heartbeat_file(folder, item.name, ".stacks")
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
-    record = CollectiveRecord()
+    record = _CollectiveRecord()
     with contextlib.suppress(OSError, ValueError):
         record = cast(
-            "CollectiveRecord", json.loads(heartbeat_file(folder, item.name, ".recorder").read_text(encoding="utf-8"))
+            "_CollectiveRecord", json.loads(heartbeat_file(folder, item.name, ".recorder").read_text(encoding="utf-8"))
         )
     state = "silent" if not answered and item.state == "works" and not text else item.state
-    place = describe_location(text)
-    return replace(item, state=state, place=place, last_collective=describe_last_collective(record), record=record)
+    place = _describe_location(text)
+    return replace(item, state=state, place=place, last_collective=_describe_last_collective(record), record=record)
 
 
-def describe_location(stacks: str) -> str:
+def _describe_location(stacks: str) -> str:
     """Return the position of the thread that works, in one line: its innermost frame of ours and the innermost of all.
 
     Args:
@@ -261,3 +304,59 @@ def describe_location(stacks: str) -> str:
             text += f", in {called} ({'/'.join(Path(inner).parts[-2:])}:{line})"
         return text
     return ""
+
+
+def _match_collectives(records: Mapping[int, _CollectiveRecord]) -> list[StalledCollective]:
+    """Return the collectives that do not end, the earliest first.
+
+    Args:
+        records: by rank; ranks that did not answer are missing.
+    """
+    members: dict[str, set[int]] = {}
+    names: dict[str, str] = {}
+    entered: dict[str, dict[int, int]] = {}
+    open_by_call: dict[tuple[str, int], dict[int, _Entry]] = {}
+    for rank, record in records.items():
+        for group, fields in record.get("groups", {}).items():
+            members.setdefault(group, set()).update(fields["ranks"])
+            names[group] = fields["name"]
+        for entry in record.get("entries", ()):
+            group, index = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            # sends and receives are counted apart: only the indices of collectives are the same on all ranks
+            if entry.get("is_p2p"):
+                continue
+            last = entered.setdefault(group, {})
+            last[rank] = max(last.get(rank, 0), index)
+            if not entry["retired"]:
+                open_by_call.setdefault((group, index), {})[rank] = entry
+    stalled: list[tuple[int, StalledCollective]] = []
+    for (group, index), entries in open_by_call.items():
+        first = min(entries.values(), key=lambda entry: entry["time_created_ns"])
+        late = [rank for rank in sorted(members.get(group, ())) if entered[group].get(rank, 0) < index]
+        call = StalledCollective(names.get(group, group), index, _get_kind(first), tuple(sorted(entries)), tuple(late))
+        stalled.append((first["time_created_ns"], call))
+    return [call for _, call in sorted(stalled, key=lambda item: item[0])]
+
+
+def _describe_last_collective(record: _CollectiveRecord) -> str:
+    """Describe the collective that a rank has entered last; empty without one."""
+    entries = [entry for entry in record.get("entries", ()) if not entry.get("is_p2p")]
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["time_created_ns"])
+    group = str(last["process_group"][0])
+    fields = record.get("groups", {}).get(group)
+    name = group if fields is None else fields["name"]
+    state = "ended" if last["retired"] else "not ended"
+    return f"last collective: {_get_kind(last)} number {last['collective_seq_id']} of group {name} ({state})"
+
+
+def _get_kind(entry: _Entry) -> str:
+    """Return the name of the call without its backend, for example all_reduce of nccl:all_reduce."""
+    name = str(entry["profiling_name"])
+    return name.partition(":")[2] or name
+
+
+def _join_ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -95,7 +95,7 @@ def write_report(
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": dict(list_package_versions()),
-        "iterations": len(run.history),
+        "iterations": len(run.history.iterations),
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},

@@ -29,7 +29,7 @@ class _EventArguments(TypedDict, total=False):
     name: str
 
 
-class TraceEvent(TypedDict):
+class _TraceEvent(TypedDict):
     """An event of a Chrome trace; see `Timeline`. A worker's name ("ph" is "M") has no times."""
 
     ph: str
@@ -55,7 +55,7 @@ class RunFiles:
     folder: Path
     history: History
     completions: list[CompletionRecord] = field(default_factory=list)
-    events: list[TraceEvent] = field(default_factory=list)
+    events: list[_TraceEvent] = field(default_factory=list)
     report: JsonObject = field(default_factory=dict)
 
     @property
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
     run, report_file = read_files(folder), folder / "report.json"
-    if not run.history and not report_file.exists():
+    if not run.history.iterations and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
     return replace(run, report=json.loads(report_file.read_text(encoding="utf-8"))) if report_file.exists() else run
 
@@ -83,15 +83,10 @@ def read_files(folder: Path) -> RunFiles:
     """Read the files that the run itself has written so far; none need to exist."""
     return RunFiles(
         folder,
-        read_metrics(folder / "metrics.jsonl"),
+        History(read_lines(folder / "metrics.jsonl")),
         list(deque(cast("Iterator[CompletionRecord]", read_lines(folder / "completions.jsonl")), maxlen=_MAX_COMPLETIONS)),
         _read_events(folder / "timeline.json"),
     )
-
-
-def read_metrics(path: Path) -> History:
-    """Read a metrics.jsonl."""
-    return History(read_lines(path))
 
 
 def read_lines(path: Path) -> Iterator[JsonObject]:
@@ -118,18 +113,18 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
             yield record
 
 
-def _read_events(path: Path) -> list[TraceEvent]:
+def _read_events(path: Path) -> list[_TraceEvent]:
     """Return the events of a trace, complete or not: names of workers, and their intervals in the last iterations."""
     if not path.exists():
         return []
-    names: list[TraceEvent] = []
-    intervals: deque[TraceEvent] = deque()
+    names: list[_TraceEvent] = []
+    intervals: deque[_TraceEvent] = deque()
     with path.open(encoding="utf-8", newline="\n") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
             if not (text.startswith("{") and text.endswith("}")):
                 continue
-            event = cast("TraceEvent", json.loads(text))
+            event = cast("_TraceEvent", json.loads(text))
             if event["ph"] != "X":
                 names.append(event)
                 continue

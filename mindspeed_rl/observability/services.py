@@ -42,31 +42,42 @@ class TensorBoardTracker:
         # unbuffered: a write that the disk refused is not tried again when the file is closed
         self._records = records.RecordWriter((folder / name).open("wb", buffering=0))
         # readers expect the version as the first event
-        self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        version = self._events.Event(wall_time=time.time(), file_version="brain.Event:2")
+        self._records.write(version.SerializeToString())
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         named = _add_prefix(metrics).items()
-        self._add(iteration, [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in named])
+        self._write(iteration, [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in named])
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         # a text of two dimensions is drawn as a table, its cells as Markdown
         rows = [list(_COLUMNS), *([_cell_text(value) for value in row] for row in _make_rows(iteration, completions))]
         values = self._tensors.make_tensor_proto(rows)
         metadata = self._texts.create_summary_metadata(display_name="completions", description="")
-        self._add(iteration, [self._summaries.Summary.Value(tag="completions", metadata=metadata, tensor=values)])
+        self._write(iteration, [self._summaries.Summary.Value(tag="completions", metadata=metadata, tensor=values)])
 
     def close(self) -> None:
         self._records.close()
 
-    def _add(self, iteration: int, values: list[object]) -> None:
+    def _write(self, iteration: int, values: list[object]) -> None:
         summary = self._summaries.Summary(value=values)
-        self._write(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
-
-    def _write(self, event: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=iteration, summary=summary)
         self._records.write(event.SerializeToString())
 
 
-class WandbTracker:
+class _RunTracker:
+    """A tracker whose library hands out a run with `log` and `finish`."""
+
+    _run: Any
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(_add_prefix(metrics), step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_RunTracker):
     """A Weights & Biases run."""
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
@@ -82,18 +93,12 @@ class WandbTracker:
         )
         _logger.info("wandb: %s", self._run.url or f"offline in {self._run.dir}; wandb sync sends it")
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(_add_prefix(metrics), step=iteration)
-
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         rows = self._wandb.Table(columns=list(_COLUMNS), data=_make_rows(iteration, completions))
         self._run.log({"completions": rows}, step=iteration)
 
-    def close(self) -> None:
-        self._run.finish()
 
-
-class SwanlabTracker:
+class SwanlabTracker(_RunTracker):
     """A SwanLab run."""
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
@@ -106,18 +111,12 @@ class SwanlabTracker:
             config=dict(config),
         )
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(_add_prefix(metrics), step=iteration)
-
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         texts = [
             self._swanlab.Text("\n".join(f"{head}: {_cell_text(value)}" for head, value in zip(_COLUMNS, row)))
             for row in _make_rows(iteration, completions)
         ]
         self._run.log({"completions": texts}, step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:

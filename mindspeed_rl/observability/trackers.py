@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -60,7 +61,7 @@ class _TableTracker(Tracker, Protocol):
         """Record the completions of an iteration."""
 
 
-class BackgroundTracker:
+class _BackgroundTracker:
     """Call a tracker on a thread of its own, its construction included; only `close` waits for it.
 
     The first failure is a warning, once; after an error the tracker gets nothing more. While it is slow, `capacity` records
@@ -70,13 +71,16 @@ class BackgroundTracker:
         name: in messages.
         make: constructs the tracker.
         capacity: records that may wait.
+
+    Attributes:
+        closing: set it to let the thread record what waits, then close the tracker.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], capacity: int = _CAPACITY) -> None:
         self._name, self._make = name, make
         self._waiting: queue.Queue[Callable[[Tracker], None]] = queue.Queue(capacity)
         self._num_left_out = 0
-        self._failed, self._closing = threading.Event(), threading.Event()
+        self._failed, self.closing = threading.Event(), threading.Event()
         # a daemon: a tracker that hangs when the run is over does not keep the process
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -96,17 +100,13 @@ class BackgroundTracker:
 
         self._put(iteration, show)
 
-    def start_closing(self) -> None:
-        """Let the thread record what waits, then close the tracker."""
-        self._closing.set()
-
     def close(self, deadline_s: float) -> None:
         """Wait until the tracker has recorded everything and is closed, or give it up.
 
         Args:
             deadline_s: on the monotonic clock.
         """
-        self.start_closing()
+        self.closing.set()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             _logger.warning(
@@ -133,7 +133,7 @@ class BackgroundTracker:
     def _run(self) -> None:
         try:
             tracker = self._make()
-            while not self._closing.is_set() or not self._waiting.empty():
+            while not self.closing.is_set() or not self._waiting.empty():
                 with contextlib.suppress(queue.Empty):
                     self._waiting.get(timeout=0.2)(tracker)
             tracker.close()
@@ -144,7 +144,7 @@ class BackgroundTracker:
             )
 
 
-class JsonlTracker:
+class _JsonlTracker:
     """One JSON object a line, flushed at once: {"iteration": 3, "actor/pg_loss": 0.1, ...}; NaN and infinities are null.
 
     Written by the run itself: report and page are made of this file. A checkpoint exists before the line of its iteration,
@@ -196,36 +196,47 @@ class JsonlTracker:
         self._file.close()
 
 
+@dataclass(frozen=True)
 class Trackers:
-    """metrics.jsonl, and any number of trackers on threads of their own."""
+    """metrics.jsonl, and any number of trackers on threads of their own.
 
-    def __init__(self, lines: JsonlTracker, others: Sequence[BackgroundTracker], close_s: float = _CLOSE_S) -> None:
-        self._lines, self._others, self._close_s = lines, others, close_s
+    Attributes:
+        lines: writes metrics.jsonl.
+        others: the trackers on threads.
+        close_s: time that they have together to finish.
+    """
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of an iteration to metrics.jsonl and queue them for the others."""
-        self._lines.log(iteration, metrics)
-        for tracker in self._others:
-            tracker.log(iteration, metrics)
+    lines: _JsonlTracker
+    others: Sequence[_BackgroundTracker]
+    close_s: float = _CLOSE_S
 
-    def log_pending(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of an iteration that is about to be saved; see `JsonlTracker.log`."""
-        self._lines.log(iteration, metrics, is_pending=True)
+    def log(self, iteration: int, metrics: Mapping[str, float], *, is_pending: bool = False) -> None:
+        """Write the metrics of an iteration to metrics.jsonl and queue them for the others.
+
+        Args:
+            iteration: from 1.
+            metrics: its values.
+            is_pending: before the iteration's save: write them to the pending file of metrics.jsonl alone.
+        """
+        self.lines.log(iteration, metrics, is_pending=is_pending)
+        if not is_pending:
+            for tracker in self.others:
+                tracker.log(iteration, metrics)
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Queue the completions of an iteration for the trackers that have tables."""
-        for tracker in self._others:
+        for tracker in self.others:
             tracker.completions(iteration, completions)
 
     def close(self) -> None:
         """Close every tracker; one that takes longer than `close_s` is left behind, with a warning."""
-        deadline_s = time.monotonic() + self._close_s
-        for tracker in self._others:
+        deadline_s = time.monotonic() + self.close_s
+        for tracker in self.others:
             # all of them before the first wait: they share one deadline
-            tracker.start_closing()
-        for tracker in self._others:
+            tracker.closing.set()
+        for tracker in self.others:
             tracker.close(deadline_s)
-        self._lines.close()
+        self.lines.close()
 
 
 def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, object], *, last_iteration: int = 0) -> Trackers:
@@ -264,6 +275,6 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
         return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
     plain = json.loads(json.dumps(config, default=convert))
-    lines = JsonlTracker(run_dir / "metrics.jsonl", last_iteration)
-    others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]
+    lines = _JsonlTracker(run_dir / "metrics.jsonl", last_iteration)
+    others = [_BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]
     return Trackers(lines, others)

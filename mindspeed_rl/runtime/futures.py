@@ -152,7 +152,7 @@ class Wait:
         monitor = self._monitor
         seconds = monitor._now_s() - self._start_s
         monitor._max_s[self._deadline] = max(monitor._max_s.get(self._deadline, 0.0), seconds)
-        if (beat := heartbeat.current()) is not None:
+        if (beat := heartbeat.current) is not None:
             beat.warning = ""
 
     def _read_statuses(self) -> list[ProcessStatus]:
@@ -168,7 +168,7 @@ class Wait:
         if self._monitor.folder is not None:
             text += f"; mindspeed-rl doctor --hang {self._monitor.folder} shows what every process is doing"
         self._monitor._report(text)
-        if (beat := heartbeat.current()) is not None:
+        if (beat := heartbeat.current) is not None:
             beat.warning = text
             beat.on_warning()
 

@@ -71,7 +71,7 @@ class ServerProcess:
         segments = import_module("mindspeed_rl.adaptors.vllm_async")
         # this process ends by being killed, with all processes of its engine
         segments.unlink_segments(segments.QUEUES)
-        if (beat := heartbeat.current()) is not None:
+        if (beat := heartbeat.current) is not None:
             beat.set("serving")
         return await self._service.describe()
 

@@ -16,7 +16,6 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, decode_tokens, is_due
-from mindspeed_rl.observability.curves import round_values
 from mindspeed_rl.observability.timers import compute_throughput
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
@@ -132,4 +131,4 @@ class RolloutLogger(RunLogger):
 
 def _round(values: Tensor) -> list[float]:
     """Return values with five digits: the file is for reading."""
-    return round_values(values.tolist())
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -20,7 +20,7 @@ from mindspeed_rl.observability.console import format_summary
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
-from mindspeed_rl.observability.run_files import read_metrics
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.runtime.device_memory import find_memory_error
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated
@@ -55,7 +55,7 @@ class RunReport:
     def on_start(self) -> None:
         """Refresh the page from now on, also when there is a warning of a long wait."""
         page = self._page = LivePage(self._refresh)
-        if (beat := heartbeat.current()) is not None:
+        if (beat := heartbeat.current) is not None:
             beat.on_warning = page.refresh
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ class RunReport:
             self._page.close()
 
     def _refresh(self) -> None:
-        beat = heartbeat.current()
+        beat = heartbeat.current
         self.write(f"running; {beat.warning}" if beat is not None and beat.warning else "running")
 
     def write(self, outcome: str) -> None:
@@ -97,7 +97,7 @@ class RunReport:
             self.write(outcome)
             if self._page is not None:
                 text = format_summary(
-                    read_metrics(folder / "metrics.jsonl"),
+                    History(read_lines(folder / "metrics.jsonl")),
                     outcome=outcome,
                     seconds=time.monotonic() - self._launched_s,
                     planned=self._run.plan.train_iters,

@@ -87,7 +87,7 @@ class RunLogger:
 
     def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Record an iteration that is about to be saved: a run that resumes after its checkpoint has these figures."""
-        self._outputs.trackers.log_pending(iteration, self._compute_figures(metrics, intervals))
+        self._outputs.trackers.log(iteration, self._compute_figures(metrics, intervals), is_pending=True)
 
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Record an iteration; the first is 1."""

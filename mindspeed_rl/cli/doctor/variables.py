@@ -1,4 +1,4 @@
-"""The environment variables of the Ascend stack: what they do, what they should be, what breaks otherwise."""
+"""Environment variables of the Ascend stack: meaning, typical value, consequence of a wrong one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Variable:
 
     Attributes:
         name: of the variable.
-        meaning: what it does.
-        typical: usual value in this suite; "" when there is none.
-        breaks: what goes wrong with a wrong or missing value.
+        meaning: its effect.
+        typical: value in this suite; "" when there is none.
+        breaks: consequence of a wrong or missing value.
     """
 
     name: str
@@ -33,7 +33,7 @@ VARIABLES = (
         "LD_LIBRARY_PATH", "set_env.sh adds the libraries of CANN and of the driver", "", "lib*.so: cannot open shared object"
     ),
     Variable("ATB_HOME_PATH", "ATB library of NNAL; nnal/atb/set_env.sh sets it", "", "vLLM finds no device (libatb.so)"),
-    Variable("ASCEND_RT_VISIBLE_DEVICES", "dies this process may use", "", "no device, or error 107001"),
+    Variable("ASCEND_RT_VISIBLE_DEVICES", "devices this process may use", "", "no device, or error 107001"),
     Variable(
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
         "Ray leaves ASCEND_RT_VISIBLE_DEVICES alone; any value switches it on, 0 too",
@@ -121,22 +121,22 @@ VARIABLES = (
 NAMES = frozenset(variable.name for variable in VARIABLES)
 
 
-def problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """What is wrong with an environment: (variable, what, cure). Looks at the file system for the toolkit's folders only."""
-    found: list[tuple[str, str, str]] = []
+def find_problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return (variable, problem, fix) of an environment. Reads the file system for the toolkit's folders only."""
+    problems: list[tuple[str, str, str]] = []
     home, opp = environment.get("ASCEND_HOME_PATH"), environment.get("ASCEND_OPP_PATH")
     source = "source the toolkit's set_env.sh"
     if home:
         if not opp:
-            found.append(("ASCEND_OPP_PATH", "is not set while ASCEND_HOME_PATH is: `import torch` will fail", source))
+            problems.append(("ASCEND_OPP_PATH", "is not set while ASCEND_HOME_PATH is: `import torch` will fail", source))
         for folder in (home, opp, f"{home}/runtime", f"{home}/compiler"):
             if folder and not Path(folder).is_dir():
-                found.append(("ASCEND_HOME_PATH", f"the folder {folder} does not exist", source))
+                problems.append(("ASCEND_HOME_PATH", f"the folder {folder} does not exist", source))
         if not environment.get("ATB_HOME_PATH"):
-            found.append(("ATB_HOME_PATH", "is not set: vLLM will find no device", "source nnal/atb/set_env.sh"))
+            problems.append(("ATB_HOME_PATH", "is not set: vLLM will find no device", "source nnal/atb/set_env.sh"))
     allocator = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
     if "expandable_segments:True" in allocator.replace(" ", ""):
-        found.append(
+        problems.append(
             (
                 "PYTORCH_NPU_ALLOC_CONF",
                 f"'{allocator}' is exported to every process; the rollout engine's sleep mode asserts on it",
@@ -144,31 +144,35 @@ def problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
             )
         )
         if "max_split_size_mb" in allocator or "garbage_collection_threshold" in allocator:
-            found.append(("PYTORCH_NPU_ALLOC_CONF", "expandable_segments excludes the other two settings", "keep one of them"))
+            problems.append(
+                ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments excludes the other two settings", "keep one of them")
+            )
     if allocator and environment.get("PYTORCH_ALLOC_CONF"):
-        found.append(("PYTORCH_ALLOC_CONF", "is set beside PYTORCH_NPU_ALLOC_CONF; torch_npu refuses both", "keep one of them"))
+        problems.append(
+            ("PYTORCH_ALLOC_CONF", "is set together with PYTORCH_NPU_ALLOC_CONF; torch_npu refuses both", "keep one of them")
+        )
     if environment.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES") == "0":
-        found.append(
+        problems.append(
             (
                 "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-                "0 means yes to Ray: any text switches it on",
+                "Ray reads 0 as set: any text switches it on",
                 "unset it or set 1",
             )
         )
     for name in ("VLLM_ASCEND_ENABLE_NZ", "VLLM_ASCEND_ENABLE_FUSED_MC2"):
         if environment.get(name, "0") != "0":
-            found.append((name, f"{environment[name]}: weights could not be updated", "set it to 0"))
+            problems.append((name, f"{environment[name]}: weights could not be updated", "set it to 0"))
     connect, execute = environment.get("HCCL_CONNECT_TIMEOUT"), environment.get("HCCL_EXEC_TIMEOUT")
     if connect and execute and connect.isdigit() and execute.isdigit() and int(execute) < int(connect):
-        found.append(("HCCL_EXEC_TIMEOUT", f"{execute} is below HCCL_CONNECT_TIMEOUT ({connect})", "raise it"))
+        problems.append(("HCCL_EXEC_TIMEOUT", f"{execute} is below HCCL_CONNECT_TIMEOUT ({connect})", "raise it"))
     if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and execute and execute.isdigit() and int(execute) > 1091:
-        found.append(("HCCL_EXEC_TIMEOUT", f"{execute}: AIV mode caps it at 1091 s", "expect 1091, or leave AIV mode"))
+        problems.append(("HCCL_EXEC_TIMEOUT", f"{execute}: AIV mode caps it at 1091 s", "expect 1091, or leave AIV mode"))
     if environment.get("INF_NAN_MODE_ENABLE") == "0":
-        found.append(("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it"))
+        problems.append(("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it"))
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        found.append(("ASCEND_LAUNCH_BLOCKING", "1 waits after every operator", "unset it when you are done debugging"))
+        problems.append(("ASCEND_LAUNCH_BLOCKING", "1 waits after every operator", "unset it when you are done debugging"))
     if environment.get("TASK_QUEUE_ENABLE", "2") not in ("0", "1", "2"):
-        found.append(
+        problems.append(
             ("TASK_QUEUE_ENABLE", f"{environment['TASK_QUEUE_ENABLE']} is not 0, 1 or 2", "use 2, or 1 with graph capture")
         )
-    return found
+    return problems

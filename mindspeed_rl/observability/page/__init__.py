@@ -1,7 +1,8 @@
 """One HTML file that shows a run, or several next to each other, without a network: curves, warnings, samples, timeline.
 
-Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. Plotly's script comes from its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds
-the text of models as text alone.
+Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. Plotly's script comes from
+its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models as text
+alone.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     }
 
 
-def _collect_collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
+def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
     lines = [
         {"run": index, "name": name, "x": curve.x, "y": curve.y, "low": curve.low, "high": curve.high}
         for index, by_name in enumerate(by_run)

@@ -13,7 +13,7 @@ import torch_npu  # noqa: F401
 from ranks import rank_settings, report
 
 from mindspeed_rl import platform
-from mindspeed_rl.observability.collectives import describe_last_collective
+from mindspeed_rl.observability.process_status import _describe_last_collective
 
 simulator.install()
 settings = rank_settings()
@@ -99,7 +99,7 @@ small = dist.new_group(list(range(size)), pg_options=device_kind.process_group_o
 dist.all_reduce(values(1), group=small)
 results["buffer of the last group"] = library.npu_sim_last_buffer_mib()
 record = device_kind.collective_record()
-results["last"] = describe_last_collective(record)
+results["last"] = _describe_last_collective(record)
 results["recorded"] = sorted({record["groups"][str(entry["process_group"][0])]["name"] for entry in record["entries"]})
 # beside the default group and those made of it, as for a push to servers
 own = device_kind.process_group(dist.PrefixStore("own", dist.distributed_c10d._get_default_store()), rank, size, 30.0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindspeed_rl.observability.alerts import find_alerts, is_garbled, is_repetitive
+from mindspeed_rl.observability.alerts import _is_garbled, _is_repetitive, find_alerts
 from mindspeed_rl.observability.history import History
 
 
@@ -79,12 +79,12 @@ def test_a_rollout_that_always_differs_a_little_is_no_jump():
 
 
 def test_text_that_repeats_or_is_garbled_is_seen():
-    assert is_repetitive("the same words again. " * 40)
+    assert _is_repetitive("the same words again. " * 40)
     noise = random.Random(1)
-    assert not is_repetitive("".join(noise.choice("abcdefgh ij") for _ in range(800)))
-    assert not is_repetitive("yes yes yes")  # short answers may repeat
-    assert is_garbled("\ufffd\x00\x01" * 10 + "some text")
-    assert not is_garbled("一个普通的句子，里面没有乱码。It is fine.\nA new line, too: 3 + 4 = 7.")
+    assert not _is_repetitive("".join(noise.choice("abcdefgh ij") for _ in range(800)))
+    assert not _is_repetitive("yes yes yes")  # short answers may repeat
+    assert _is_garbled("\ufffd\x00\x01" * 10 + "some text")
+    assert not _is_garbled("一个普通的句子，里面没有乱码。It is fine.\nA new line, too: 3 + 4 = 7.")
 
 
 def test_the_last_written_iteration_decides_about_its_text():

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.trackers import BackgroundTracker, JsonlTracker, Trackers, make_trackers
+from mindspeed_rl.observability.trackers import Trackers, _BackgroundTracker, _JsonlTracker, make_trackers
 
 
 class Kept:
@@ -55,13 +55,13 @@ def warnings_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def together(tmp_path, *trackers: BackgroundTracker, close_s: float = 30.0) -> Trackers:
-    return Trackers(JsonlTracker(tmp_path / "metrics.jsonl"), trackers, close_s)
+def together(tmp_path, *trackers: _BackgroundTracker, close_s: float = 30.0) -> Trackers:
+    return Trackers(_JsonlTracker(tmp_path / "metrics.jsonl"), trackers, close_s)
 
 
 def test_records_arrive_in_order_and_before_the_close(tmp_path):
     kept = Kept()
-    trackers = together(tmp_path, BackgroundTracker("kept", lambda: kept))
+    trackers = together(tmp_path, _BackgroundTracker("kept", lambda: kept))
     for iteration in range(1, 51):
         trackers.log(iteration, {"loss": float(iteration)})
     trackers.close()
@@ -70,7 +70,7 @@ def test_records_arrive_in_order_and_before_the_close(tmp_path):
 
 def test_figures_are_those_of_the_call_even_if_the_caller_goes_on_with_the_mapping(tmp_path):
     held = Hanging()
-    trackers, figures = together(tmp_path, BackgroundTracker("held", lambda: held)), {"loss": 1.0}
+    trackers, figures = together(tmp_path, _BackgroundTracker("held", lambda: held)), {"loss": 1.0}
     trackers.log(1, figures)
     figures["loss"] = 2.0
     held.may_go_on.set()
@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_call_even_if_the_caller_goes_on_with_the_mappi
 @pytest.mark.parametrize("error", [RuntimeError("no route"), SystemExit(3), KeyboardInterrupt()])
 def test_one_that_fails_says_so_once_and_leaves_the_others_alone(tmp_path, caplog, error):
     bad, good = Failing(2, error), Kept()
-    trackers = together(tmp_path, BackgroundTracker("bad", lambda: bad), BackgroundTracker("good", lambda: good))
+    trackers = together(tmp_path, _BackgroundTracker("bad", lambda: bad), _BackgroundTracker("good", lambda: good))
     for iteration in (1, 2, 3, 4):
         trackers.log(iteration, {})
     trackers.close()
@@ -96,7 +96,7 @@ def test_one_that_cannot_be_made_says_so_once(tmp_path, caplog):
     def make() -> Kept:
         raise ConnectionError("login first")
 
-    trackers = together(tmp_path, BackgroundTracker("bad", make))
+    trackers = together(tmp_path, _BackgroundTracker("bad", make))
     for iteration in (1, 2, 3):
         trackers.log(iteration, {})
     trackers.close()
@@ -106,7 +106,7 @@ def test_one_that_cannot_be_made_says_so_once(tmp_path, caplog):
 
 def test_one_that_hangs_leaves_records_out_says_so_once_and_is_left_behind(tmp_path, caplog):
     hanging = Hanging()
-    trackers = together(tmp_path, BackgroundTracker("hung", lambda: hanging, capacity=2), close_s=0.0)
+    trackers = together(tmp_path, _BackgroundTracker("hung", lambda: hanging, capacity=2), close_s=0.0)
     trackers.log(1, {})
     assert hanging.has_begun.wait(30)
     for iteration in range(2, 10):
@@ -126,7 +126,7 @@ def test_a_construction_that_hangs_does_not_hold_up_the_run(tmp_path, caplog):
         assert may_go_on.wait(60)
         return kept
 
-    tracker = BackgroundTracker("slow", make)
+    tracker = _BackgroundTracker("slow", make)
     tracker.log(1, {"loss": 1.0})
     assert kept.records == []
     may_go_on.set()
@@ -139,7 +139,7 @@ def test_all_trackers_share_one_deadline_and_one_that_hangs_does_not_keep_the_ot
     closed = threading.Event()
     good.close = closed.set
     trackers = together(
-        tmp_path, BackgroundTracker("hung", lambda: hanging), BackgroundTracker("good", lambda: good), close_s=0.0
+        tmp_path, _BackgroundTracker("hung", lambda: hanging), _BackgroundTracker("good", lambda: good), close_s=0.0
     )
     trackers.log(1, {})
     trackers.close()
@@ -157,14 +157,14 @@ def test_completions_go_to_those_that_take_them(tmp_path, caplog):
             self.rows += [f"{iteration} {item.response}" for item in completions]
 
     shown, kept = Shown(), Kept()
-    trackers = together(tmp_path, BackgroundTracker("shown", lambda: shown), BackgroundTracker("kept", lambda: kept))
+    trackers = together(tmp_path, _BackgroundTracker("shown", lambda: shown), _BackgroundTracker("kept", lambda: kept))
     trackers.completions(3, [Completion("1+1=", "2", 1.0), Completion("1+1=", "3", 0.0)])
     trackers.close()
     assert shown.rows == ["3 2", "3 3"] and kept.records == [] and not warnings_of(caplog)
 
 
 def test_metrics_that_cannot_be_written_do_not_stop_the_run(caplog):
-    full = JsonlTracker(Path("/dev/full"))  # every write to it fails as on a full disk
+    full = _JsonlTracker(Path("/dev/full"))  # every write to it fails as on a full disk
     for iteration in (1, 2, 3):
         full.log(iteration, {"loss": 1.0})
     full.close()

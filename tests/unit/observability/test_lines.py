@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.observability.run_files import LineWriter, cut_back, read_metrics
+from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.run_files import LineWriter, cut_back, read_lines
 from mindspeed_rl.observability.trackers import make_trackers
 
 
@@ -28,7 +29,7 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     second.log(3, {"loss": 30.0})
     second.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert list(read_metrics(tmp_path / "metrics.jsonl").series["loss"].y) == [1.0, 2.0, 30.0]
+    assert list(History(read_lines(tmp_path / "metrics.jsonl")).series["loss"].y) == [1.0, 2.0, 30.0]
     assert iterations(tmp_path / "metrics.superseded.jsonl") == [3, 4]
     assert iterations(tmp_path / "completions.jsonl") == iterations(tmp_path / "consumed.jsonl") == [2]
 
@@ -46,12 +47,12 @@ def test_an_iteration_that_was_saved_has_a_line(
 ) -> None:
     first = make_trackers(RLConfig(), tmp_path, {})
     first.log(1, {"loss": 1.0})
-    first.log_pending(2, {"loss": 2.0, "kl": float("nan")})
+    first.log(2, {"loss": 2.0, "kl": float("nan")}, is_pending=True)
     if logged:
         first.log(2, {"loss": 3.0})
     first.close()
     make_trackers(RLConfig(), tmp_path, {}, last_iteration=last_iteration).close()
-    losses = read_metrics(tmp_path / "metrics.jsonl").series["loss"]
+    losses = History(read_lines(tmp_path / "metrics.jsonl")).series["loss"]
     assert dict(zip(losses.x, losses.y)) == expected
     assert not list(tmp_path.glob("*.held.*"))
 
@@ -59,7 +60,7 @@ def test_an_iteration_that_was_saved_has_a_line(
 def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = make_trackers(RLConfig(), tmp_path, {})
     (tmp_path / "metrics.held.tmp").mkdir()
-    trackers.log_pending(1, {"loss": 1.0})
+    trackers.log(1, {"loss": 1.0}, is_pending=True)
     trackers.log(1, {"loss": 1.0})
     assert "cannot be written" in caplog.text
     assert iterations(tmp_path / "metrics.jsonl") == [1]

@@ -11,7 +11,7 @@ from PIL import Image, ImageChops, ImageFilter
 from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.cli import report, trace
-from mindspeed_rl.observability.page import collect_data, render, write_page
+from mindspeed_rl.observability.page import _collect_data, render, write_page
 from mindspeed_rl.observability.run_files import read_run
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -72,7 +72,7 @@ def write_run(folder, count, seed=0, samples=True):
 
 
 def test_every_metric_stands_somewhere(tmp_path):
-    data = collect_data([read_run(write_run(tmp_path / "run", 5))])
+    data = _collect_data([read_run(write_run(tmp_path / "run", 5))])
     shown = {line["name"] for chart in [*data["charts"], *data["others"]] for line in chart["lines"]}
     assert {"grpo/score/mean", "acc_rewards/mean", "actor/entropy", "timing/update", "my/own_metric"} <= shown
     assert [chart["title"] for chart in data["others"]] == ["my/own_metric"]
@@ -103,7 +103,7 @@ def test_a_run_that_was_killed_while_writing_still_has_a_page(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "grpo/sc')
     (folder / "report.json").unlink()
-    data = collect_data([read_run(folder)])
+    data = _collect_data([read_run(folder)])
     assert data["runs"][0]["outcome"] == "running" and data["runs"][0]["iterations"] == 3
 
 

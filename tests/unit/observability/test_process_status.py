@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.collectives import describe_last_collective, match_collectives
 from mindspeed_rl.observability.process_status import (
+    _describe_last_collective,
+    _describe_location,
+    _match_collectives,
     collect_statuses,
-    describe_location,
     find_stalled_collectives,
     find_straggler,
     read_statuses,
@@ -108,8 +109,8 @@ Thread 0x00007f2 (most recent call first):
 
 def test_the_place_is_the_innermost_line_of_ours_and_the_innermost_of_all() -> None:
     place = "at train_step (engine/train_engine.py:233), in all_reduce (distributed/distributed_c10d.py:3245)"
-    assert describe_location(STACKS) == place
-    assert describe_location("") == ""
+    assert _describe_location(STACKS) == place
+    assert _describe_location("") == ""
 
 
 def record(rank: int, *calls: tuple[str, int, bool], members: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any]:
@@ -135,28 +136,28 @@ def test_the_rank_that_has_not_begun_what_others_wait_in_is_late() -> None:
         1: record(1, ("0", 1, True), ("1", 1, True), ("0", 2, False)),
         2: record(2, ("0", 1, True)),
     }
-    (found,) = match_collectives(records)
+    (found,) = _match_collectives(records)
     assert str(found) == "ranks 0, 1 wait in all_reduce number 2 of group world, which rank 2 has not begun"
-    assert describe_last_collective(records[0]) == "last collective: all_reduce number 2 of group world (not ended)"
-    assert describe_last_collective(records[2]) == "last collective: all_reduce number 1 of group world (ended)"
+    assert _describe_last_collective(records[0]) == "last collective: all_reduce number 2 of group world (not ended)"
+    assert _describe_last_collective(records[2]) == "last collective: all_reduce number 1 of group world (ended)"
 
 
 def test_a_rank_that_did_not_answer_is_late_by_what_the_others_know_of_the_group() -> None:
-    (found,) = match_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
+    (found,) = _match_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
     assert (found.group, found.number, found.waiting, found.late) == ("TENSOR", 2, (0,), (1,))
 
 
 def test_who_waits_for_somebody_who_waits_elsewhere_is_named_after_the_first_collective() -> None:
     records = {0: record(0, ("1", 1, False)), 1: record(1, ("0", 1, False)), 2: record(2)}
-    assert [(found.group, found.waiting, found.late) for found in match_collectives(records)] == [
+    assert [(found.group, found.waiting, found.late) for found in _match_collectives(records)] == [
         ("TENSOR", (0,), (1,)),
         ("world", (1,), (0, 2)),
     ]
 
 
 def test_nobody_is_late_where_everything_has_ended() -> None:
-    assert match_collectives({0: record(0, ("0", 1, True)), 1: record(1, ("0", 1, True))}) == []
-    assert find_stalled_collectives([]) == [] and describe_last_collective({}) == ""
+    assert _match_collectives({0: record(0, ("0", 1, True)), 1: record(1, ("0", 1, True))}) == []
+    assert find_stalled_collectives([]) == [] and _describe_last_collective({}) == ""
 
 
 def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None) -> None:
@@ -172,6 +173,6 @@ def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None)
     held = platform.select("cpu").collective_record()
     assert held["rank"] == 0 and {"name": "MINE", "ranks": [0]} in held["groups"].values()
     end = time.monotonic() + 5
-    while "(ended)" not in describe_last_collective(held) and time.monotonic() < end:
+    while "(ended)" not in _describe_last_collective(held) and time.monotonic() < end:
         held = platform.select("cpu").collective_record()
-    assert describe_last_collective(held) == "last collective: all_reduce number 1 of group MINE (ended)"
+    assert _describe_last_collective(held) == "last collective: all_reduce number 1 of group MINE (ended)"

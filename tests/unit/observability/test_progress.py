@@ -2,7 +2,7 @@
 
 import io
 
-from mindspeed_rl.observability.console import IterationProgress, format_duration, format_metrics
+from mindspeed_rl.observability.console import IterationProgress, _format_metrics, format_duration
 
 METRICS = {
     "timing/all": 0.312,
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_names_what_matters_and_where_the_time_went():
-    assert format_metrics(7, 250, METRICS, eta_s=62.0) == (
+    assert _format_metrics(7, 250, METRICS, eta_s=62.0) == (
         "iteration   7/250 | reward 0.710 | loss 0.0123 | rollout_diff 2.3e-06 | 0.31 s (rollout 0.12, update 0.10) | 1:02 left"
     )
 

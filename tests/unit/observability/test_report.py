@@ -3,8 +3,9 @@
 import json
 
 from mindspeed_rl.observability.completions import Completion, CompletionWriter, is_due
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
-from mindspeed_rl.observability.run_files import read_metrics
+from mindspeed_rl.observability.run_files import read_lines
 
 
 def test_the_report_sums_up_the_metrics_file(tmp_path):
@@ -38,7 +39,7 @@ def test_a_run_that_failed_before_its_first_iteration_still_gets_a_report(tmp_pa
 def test_a_repeated_iteration_counts_once_and_its_records_join(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 2, "a": 1}\n{"iteration": 1, "a": 5}\n{"iteration": 2, "a": 3, "eval/accuracy": 0.5}\n')
-    found = read_metrics(path)
+    found = History(read_lines(path))
     assert list(found.iterations) == [1, 2]
     points = {name: (list(series.x), list(series.y)) for name, series in found.series.items()}
     assert points == {"a": ([1, 2], [5.0, 3.0]), "eval/accuracy": ([2], [0.5])}

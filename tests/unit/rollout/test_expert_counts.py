@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.observability.expert_load import counts_file, read_counts, sum_counts
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.expert_counts import ExpertCounts, check_folder
+from mindspeed_rl.rollout.expert_counts import ExpertCounts, check_folder, read_counts, sum_counts
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 
@@ -77,9 +76,9 @@ def test_the_driver_looks_at_the_folder_before_anything_starts(tmp_path: Path) -
 
 def test_the_files_of_a_folder_are_added_up(tmp_path: Path) -> None:
     for rank, value in ((0, 1), (2, 10)):
-        counts_file(tmp_path, rank).write_text(json.dumps({"0": {"0": value, "1": 0}}))
+        (tmp_path / f"eplb_token_collects_{rank}.json").write_text(json.dumps({"0": {"0": value, "1": 0}}))
     assert sum_counts(tmp_path) == [[11, 0]]
-    counts_file(tmp_path, 4).write_text(json.dumps({"0": {"0": 1}}))
+    (tmp_path / "eplb_token_collects_4.json").write_text(json.dumps({"0": {"0": 1}}))
     with pytest.raises(ValueError, match="they are of several models"):
         sum_counts(tmp_path)
     with pytest.raises(ValueError, match="eplb_token_collects: true"):
@@ -91,7 +90,7 @@ def test_the_files_of_a_folder_are_added_up(tmp_path: Path) -> None:
     ["", "[]", "{}", '{"0": {}}', '{"0": {"0": -1}}', '{"0": {"0": true}}', '{"0": {"0": 1.5}}', '{"1": {"0": 1}}', "[" * 9999],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = counts_file(tmp_path, 0)
+    path = tmp_path / "eplb_token_collects_0.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=path.name):
         read_counts(path)
