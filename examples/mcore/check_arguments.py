@@ -9,14 +9,14 @@ from collections.abc import Sequence
 #: tool -> module and the function that makes its parser
 PARSERS = {
     "convert": ("mindspeed_rl.cli.convert", "make_parser"),
-    "preprocess": ("mindspeed_rl.cli.preprocess", "_parser"),
+    "preprocess": ("mindspeed_rl.cli.preprocess", "make_parser"),
     "generate": ("mindspeed_rl.cli.generate", "make_parser"),
     "chat": ("mindspeed_rl.cli.chat", "make_parser"),
 }
 
 
 def check(tool: str, flags: Sequence[str]) -> None:
-    """Returns when the tool would accept the flags; argparse ends the process otherwise."""
+    """Return when the tool would accept the flags; argparse ends the process otherwise."""
     module, maker = PARSERS[tool]
     arguments = getattr(importlib.import_module(module), maker)().parse_args(list(flags))
     if tool == "preprocess":

@@ -12,34 +12,34 @@ from mindspeed_rl.cli.inference_options import (
     add_model_options,
     add_prompt_options,
     add_sampling_options,
-    agents_of,
+    build_sampling,
     check_common,
+    open_agents,
     open_session,
     run_command,
     running_engine,
-    sampling_of,
 )
-from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.inference.console_chat import History, run_chat
 
 _DESCRIPTION = (
-    "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets what was said; /history shows it; "
-    "Ctrl-C ends an answer."
+    "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets the conversation; /history shows it; "
+    "Ctrl-C ends a response."
 )
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl chat", description=_DESCRIPTION, allow_abbrev=False)
     group = parser.add_argument_group("conversation")
     add = group.add_argument
     add("--task", choices=("chat",), help="upstream's name for this command")
-    add("--system-prompt", help="what the model is told before the first turn")
+    add("--system-prompt", help="system prompt before the first turn")
     add("--history-turns", type=int, default=3, help="earlier pairs of question and answer the model sees; default 3")
     thinking = group.add_mutually_exclusive_group()
-    thinking.add_argument("--show-thinking", action="store_true", help="show thoughts too")
-    thinking.add_argument("--hide-thinking", action="store_true", help="show answers alone (the default)")
-    add("--greedy", action="store_true", help="the most likely answer instead of a sampled one")
+    thinking.add_argument("--show-thinking", action="store_true", help="also show thoughts")
+    thinking.add_argument("--hide-thinking", action="store_true", help="show responses alone (the default)")
+    add("--greedy", action="store_true", help="the most likely response instead of a sampled one")
     add_sampling_options(parser, max_new_tokens=512)
     add_agent_options(parser)
     add_prompt_options(parser)
@@ -53,18 +53,18 @@ def _chat(argv: list[str]) -> int:
     if args.history_turns < 0:
         raise ValueError(f"--history-turns is {args.history_turns}; it must be at least 0")
     if args.greedy and any(value is not None for value in (args.temperature, args.top_k, args.top_p, args.min_p)):
-        raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
+        raise ValueError("--greedy samples nothing: drop --temperature, --top-k, --top-p and --min-p")
     session = open_session(args)
     if not session.prompt_format.is_chat:
-        own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
-        raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){own}")
+        hint = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
+        raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){hint}")
     length = args.max_length or min(session.max_position, DEFAULT_LENGTH)
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
-    sampling = sampling_of(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)
+    sampling = build_sampling(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)
     history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
-    with agents_of(session, args) as agents, running_engine(session, max_model_len=length, agents=agents) as engine:
-        say(_DESCRIPTION)
+    with open_agents(session, args) as agents, running_engine(session, max_model_len=length, agents=agents) as engine:
+        print_status(_DESCRIPTION)
         run_chat(
             engine,
             history,
@@ -83,5 +83,5 @@ def _write(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Chats; returns 0, 2 for a wrong option or file, 1 when the engine failed."""
+    """Run a chat; return 0, 2 for a wrong option or file, 1 when the engine failed."""
     return run_command(_chat, argv)

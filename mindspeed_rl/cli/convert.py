@@ -20,55 +20,55 @@ from mindspeed_rl.checkpoint.options import (
     SourceForm,
     TransformerImpl,
 )
-from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say, value_of
+from mindspeed_rl.cli.options import Parser, add_silent, build_options, get_flag, note_without_effect, print_status
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.conversion_plan import Plan
 
 #: Flags of upstream's converters that change nothing here, and why.
-WITHOUT_EFFECT = {
-    "--max-queue-size": "there is no queue: tensors go straight to their place",
+_WITHOUT_EFFECT = {
+    "--max-queue-size": "there is no queue: tensors are written directly",
     "--no-checking": "checks cost nothing here and stay on",
     "--spec": "the layer spec follows from config.json",
     "--vocab-file": "the vocabulary size is the one of config.json",
     "--true-vocab-size": "the vocabulary size is the one of config.json; padding is removed",
     "--ckpt-cfg-path": "model types are read from config.json",
     "--load-hf-from-config": "weights of the target HF folder are never read",
-    "--loader": "--load-model-type says it",
-    "--saver": "--save-model-type says it",
+    "--loader": "--load-model-type determines it",
+    "--saver": "--save-model-type determines it",
     "--context-parallel-size": "context parallelism never changes a checkpoint: any CP size loads it",
     "--target-context-parallel-size": "context parallelism never changes a checkpoint: any CP size loads it",
     "--sequence-parallel": "sequence parallelism never changes a checkpoint",
 }
 #: The same, for flags without a value.
-WITHOUT_EFFECT_SWITCHES = {
+_WITHOUT_EFFECT_SWITCHES = {
     "--trust-remote-code": "no code of a checkpoint is run; its Python files are copied",
     "--save-layer-by-layer": "every conversion streams",
 }
 _SEE = "see What is not there in docs/checkpoint_conversion.md"
-#: Flags that ask for something that no supported model has.
-REFUSED_SWITCHES = {
+#: Flags of features that no supported model has.
+_REFUSED_SWITCHES = {
     "--add-dense-bias": f"no supported model has biases in its dense layers; {_SEE}",
     "--add-output-layer-bias": f"no supported model has a bias in its head; {_SEE}",
     "--embed-layernorm": f"no supported model has a norm after the embedding; {_SEE}",
     "--w-pack": f"Baichuan, whose query, key and value are one tensor W_pack, is not among the models; {_SEE}",
     "--qlora-nf4": f"NF4 weights need a kernel of the NPU's bitsandbytes; {_SEE}",
-    "--mla-mm-split": f"Megatron's latent attention has its up-projections whole; use --mla-layout; {_SEE}",
+    "--mla-mm-split": f"Megatron's latent attention does not split its up-projections; use --mla-layout; {_SEE}",
 }
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the argument parser."""
     parser = Parser(prog="convert_ckpt.py", description=__doc__, allow_abbrev=False)
     for add_group in (_add_ends, _add_model, _add_split, _add_lora, _add_running):
         add_group(parser)
-    add_silent(parser, flags=WITHOUT_EFFECT, switches={**WITHOUT_EFFECT_SWITCHES, **REFUSED_SWITCHES}, nargs="*")
+    add_silent(parser, flags=_WITHOUT_EFFECT, switches={**_WITHOUT_EFFECT_SWITCHES, **_REFUSED_SWITCHES}, nargs="*")
     return parser
 
 
 def _add_ends(parser: Parser) -> None:
     add = parser.add_argument_group("from and to").add_argument
-    add("--load-model-type", choices=(*get_args(SourceForm), "optim"), help="form of --load-dir; default: what lies there")
+    add("--load-model-type", choices=(*get_args(SourceForm), "optim"), help="form of --load-dir; default: detected")
     add("--save-model-type", choices=get_args(ResultForm), default="mg", help="form of the result")
     add("--load-dir", type=Path, required=True, help="HF folder or Megatron checkpoint folder")
     add("--save-dir", type=Path, required=True, help="destination; for mg to hf also the original HF folder")
@@ -132,10 +132,10 @@ def _add_running(parser: Parser) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    for flag, reason in REFUSED_SWITCHES.items():
-        if value_of(args, flag):
+    for flag, reason in _REFUSED_SWITCHES.items():
+        if get_flag(args, flag):
             raise ValueError(f"{flag}: {reason}")
-    note_without_effect(args, {**WITHOUT_EFFECT, **WITHOUT_EFFECT_SWITCHES})
+    note_without_effect(args, {**_WITHOUT_EFFECT, **_WITHOUT_EFFECT_SWITCHES})
     if args.load_model_type == "optim":
         raise ValueError(
             "--load-model-type optim: optimizer state is not converted; torch_dist checkpoints of training load under any "
@@ -155,8 +155,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--ckpt-format torch_dist holds mcore checkpoints only; drop --save-to-legacy")
 
 
-#: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they are read.
-_OF_MEGATRON_RESULTS = (
+#: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they have an effect.
+_MEGATRON_RESULT_OPTIONS = (
     "expert_tensor_parallel_size",
     "num_layer_list",
     "num_layers_per_virtual_pipeline_stage",
@@ -172,16 +172,18 @@ _OF_MEGATRON_RESULTS = (
 
 
 def _check_hf_result(args: argparse.Namespace) -> None:
-    """Raises ValueError for a split of an HF folder, which has none; says which other flags have no effect on it."""
+    """Raise ValueError for a split of an HF folder, which has none; print the other flags without effect on it."""
     for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "target_expert_parallel_size"):
         value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
         if value != 1:
             raise ValueError(f"{flag} {value}: the result is a Hugging Face folder, which is not split; leave it out or give 1")
-    # a namespace does not tell what was given: what differs from its default was
+    # a namespace does not record the given flags: a value that differs from its default was given
     defaults = make_parser().parse_args(["--load-dir", ".", "--save-dir", "."])
-    for name in _OF_MEGATRON_RESULTS:
+    for name in _MEGATRON_RESULT_OPTIONS:
         if vars(args)[name] != vars(defaults)[name]:
-            say(f"note: --{name.replace('_', '-')} has no effect: the result is a Hugging Face folder; a source says its own")
+            print_status(
+                f"note: --{name.replace('_', '-')} has no effect: the result is a Hugging Face folder; a source has its own"
+            )
 
 
 def _print_plan(plan: Plan) -> None:
@@ -215,28 +217,28 @@ class _Bar:
     def finish(self) -> None:
         self._bar.close()
 
-    def notice(self, text: str) -> None:
-        say(f"note: {text}")
+    def warn(self, text: str) -> None:
+        print_status(f"note: {text}")
 
 
 def _convert(args: argparse.Namespace) -> int:
     _check_flags(args)
-    options = as_options(ConvertOptions, args)
-    # the command line is read and checked before torch is imported, which takes seconds
+    options = build_options(ConvertOptions, args)
+    # the options are checked before torch is imported, which takes seconds
     from mindspeed_rl.checkpoint import command, convert, lora
 
     source = command.open_source(options)
-    for notice in source.notices:
-        say(f"note: {notice}")
+    for notice in source.warnings:
+        print_status(f"note: {notice}")
     if args.save_lora_to_hf:
         source, scale = command.adapter_of(options, source)
         if args.dry_run:
-            say(f"would write {len(source.adapters)} adapters to {options.save_dir}")
+            print_status(f"would write {len(source.adapters)} adapters to {options.save_dir}")
             return 0
         base = str(source.companions) if source.companions is not None else None
-        with convert.nothing_left(options.save_dir, lora.adapter_bytes(source.adapters), [lora.staging_of(options.save_dir)]):
+        with convert.nothing_left(options.save_dir, lora.adapter_bytes(source.adapters), [lora.get_staging_path(options.save_dir)]):
             modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
-        say(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
+        print_status(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0
     plan = command.plan_conversion(options, source)
     if args.dry_run:
@@ -244,23 +246,25 @@ def _convert(args: argparse.Namespace) -> int:
         return 0
     convert.check_destination(plan.destination)
     start = time.perf_counter()
-    made = convert.run_plan(plan, workers=args.workers, verify=args.verify, progress=_Bar())
+    result = convert.run_plan(plan, workers=args.workers, verify=args.verify, progress=_Bar())
     seconds = time.perf_counter() - start
     proof = ""
     if args.verify:
-        left = f" that was not left behind ({source.num_dropped} were)" if source.num_dropped else ""
-        proof = f", every tensor{left} verified"
-    say(f"wrote {made}: {plan.num_bytes / 1e9:.2f} GB in {seconds:.1f} s ({plan.num_bytes / 1e9 / seconds:.2f} GB/s){proof}")
+        skipped = f" that was not skipped ({source.num_dropped} were)" if source.num_dropped else ""
+        proof = f", every tensor{skipped} verified"
+    print_status(
+        f"wrote {result}: {plan.num_bytes / 1e9:.2f} GB in {seconds:.1f} s ({plan.num_bytes / 1e9 / seconds:.2f} GB/s){proof}"
+    )
     return 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert a checkpoint; the process's exit status. Errors are one line on stderr."""
+    """Convert a checkpoint and return the exit status. Errors are one line on stderr."""
     try:
         return _convert(make_parser().parse_args(list(argv)))
     except (ValueError, OSError) as error:
-        say(f"error: {error}")
+        print_status(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        say("interrupted; the same command continues where it stopped")
+        print_status("interrupted; the same command continues where it stopped")
         return 130

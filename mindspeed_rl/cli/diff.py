@@ -1,4 +1,4 @@
-"""`mindspeed-rl diff train rollout`: trainer and rollout engine on the same tokens, and why their log-probs differ."""
+"""`mindspeed-rl diff train rollout`: compare log-probs of trainer and rollout engine on the same tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
-from mindspeed_rl.cli.failures import say_failure
+from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config import RunConfig, load_run_config
 
 
 def main(argv: list[str]) -> int:
-    """Compares; returns 0 where the two agree, 1 with a cause or after a failure, 2 for a wrong run file."""
+    """Compare; return 0 where the two agree, 1 with a cause or after a failure, 2 for a wrong run file."""
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl diff",
         description="Run the trainer (Megatron) and the rollout engine (vLLM) of a run file layer by layer on the same tokens, "
@@ -26,14 +26,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("first", choices=("train",))
     parser.add_argument("second", choices=("rollout",))
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--config-name", help="run file, with or without .yaml")
-    asked.add_argument("--run", type=Path, help="run folder: its configuration, and its newest checkpoint where there is one")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config-name", help="run file, with or without .yaml")
+    source.add_argument("--run", type=Path, help="run folder: its configuration, and its newest checkpoint where there is one")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of the run's data; default 4")
-    parser.add_argument("--tokens", type=int, default=16, help="most tokens of a response; default 16")
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--tokens", type=int, default=16, help="max tokens of a response; default 16")
+    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
     for name in ("prompts", "tokens", "nodes"):
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         prepare_environment()
         return _compare(cfg, arguments)
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
-        return say_failure(error)
+        return report_failure(error)
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -52,32 +52,28 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
         return load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
     path = arguments.run / "report.json"
     if not path.is_file():
-        raise ValueError(f"--run {arguments.run}: there is no report.json in it, from which its configuration is read")
-    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config_set"]
-    save = written["actor_config"].get("save")
+        raise ValueError(f"--run {arguments.run}: its configuration is read from report.json, which is not in it")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config_set"]
+    save = config["actor_config"].get("save")
     latest = [] if save is None or newest_checkpoint(save) is None else [f"actor_config.load={save}"]
+    # without model blocks, whose values config.json has
+    groups = {name: group for name, group in config.items() if name not in ("run", "sampling_config")}
+    tree = {name: {key: value for key, value in group.items() if key != "model"} for name, group in groups.items()}
+    tree |= config.get("run", {})
     with TemporaryDirectory() as folder:
-        # a run file, so that overrides mean what they always do; JSON is YAML
-        Path(folder, "run.yaml").write_text(json.dumps(_tree(written)), encoding="utf-8")
+        # a run file, so that overrides work as usual; JSON is YAML
+        Path(folder, "run.yaml").write_text(json.dumps(tree), encoding="utf-8")
         return load_run_config("run", folder, [*latest, *arguments.overrides])
 
 
-def _tree(written: dict[str, Any]) -> dict[str, Any]:
-    """The run file that sets these keys, without model blocks: config.json says what they say."""
-    tree = {name: dict(group) for name, group in written.items() if name not in ("run", "sampling_config")}
-    for group in tree.values():
-        group.pop("model", None)
-    return tree | written.get("run", {})
-
-
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    # by name: it brings torch, Ray and transformers, which read the environment
+    # by name: it imports torch, Ray and transformers, which read the environment
     compare_run = registry.load("mindspeed_rl.diagnostics.train_vs_rollout:compare_run", "diff")
     with TemporaryDirectory(prefix="mindspeed-rl-diff-") as folder:
-        found, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
+        result, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
     for line in lines:
         print(line)
     if arguments.json is not None:
-        result = asdict(found) | {"cause": None if cause is None else asdict(cause)}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        record = asdict(result) | {"cause": None if cause is None else asdict(cause)}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if cause is None else 1

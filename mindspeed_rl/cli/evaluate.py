@@ -1,4 +1,4 @@
-"""`mindspeed-rl evaluate`: scores of a model on benchmark data that lies on this machine."""
+"""`mindspeed-rl evaluate`: score a model on benchmark data of this machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mindspeed_rl.cli.inference_options import (
     add_model_options,
     add_prompt_options,
     add_sampling_options,
-    agent_length,
-    agents_of,
+    build_sampling,
     check_common,
+    compute_agent_length,
+    open_agents,
     open_session,
     run_command,
     running_engine,
-    sampling_of,
 )
-from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.inference.batch_generation import write_jsonl
 from mindspeed_rl.inference.task_evaluation import (
@@ -51,12 +51,12 @@ _DESCRIPTION = (
     "that fails makes the exit status 1."
 )
 _HARNESS = "lm-eval:"
-#: name as it was asked for -> task of lm-eval -> metric -> value
-Harness = dict[str, dict[str, dict[str, float]]]
+#: name in --task -> task of lm-eval -> metric -> value
+_Harness = dict[str, dict[str, dict[str, float]]]
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl evaluate", description=_DESCRIPTION, allow_abbrev=False)
     group = parser.add_argument_group("tasks")
     add = group.add_argument
@@ -68,8 +68,8 @@ def make_parser() -> Parser:
         "--task-data-path", nargs="+", type=Path, required=True,
         help="file or folder of each task, in the order of --task; lm-eval: folder with more task definitions, or - for none",
     )  # fmt: skip
-    add("--max-eval-samples", type=int, help="most questions of a task, spread over its subjects")
-    add("--num-shots", type=int, help="worked examples before each question; default: the task's usual number")
+    add("--max-eval-samples", type=int, help="max questions of a task, spread over its subjects")
+    add("--num-shots", type=int, help="worked examples before each question; default: the task's own number")
     add("--chain-of-thought", action="store_true", help="multiple choice: reason before answering")
     add("--num-return", type=int, default=1, help="answers to each question; the score is their mean")
     add("--scorer", help="reward function in place of the task's own; jsonl needs one")
@@ -84,13 +84,13 @@ def make_parser() -> Parser:
     add("--alternative-prompt", action="store_true", help="multiple choice: read the letter from an answer in words")
     add("--instruction-template", help="the prompt is put into it: {prompt}, or {question}, {subject}, {few_shot_examples}")
     add("--origin-postprocess", action="store_true", help=argparse.SUPPRESS)
-    add("--context-lengths", nargs="+", type=int, default=[], help="needlebench: tokens that are read; default 1000 2000 4000")
+    add("--context-lengths", nargs="+", type=int, default=[], help="needlebench: prompt tokens; default 1000 2000 4000")
     add(
         "--depths",
         nargs="+",
         type=int,
         default=[],
-        help="needlebench: where the needle lies, in percent; default 0 25 50 75 100",
+        help="needlebench: position of the needle, in percent; default 0 25 50 75 100",
     )
     add_sampling_options(parser, max_new_tokens=None)
     add_agent_options(parser)
@@ -122,24 +122,24 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
     _check_harness(args)
     if args.origin_postprocess:
-        say("note: --origin-postprocess has no effect: an answer is read by one rule, whatever the label is")
-    drawn = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
-    if args.greedy and drawn:
-        raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
+        print_status("note: --origin-postprocess has no effect: answers are read by one rule for all labels")
+    sampled = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
+    if args.greedy and sampled:
+        raise ValueError("--greedy samples nothing: drop --temperature, --top-k, --top-p and --min-p")
     if args.num_return < 1 or (args.num_return > 1 and not args.temperature):
         raise ValueError(f"--num-return {args.num_return}: several answers need a --temperature above 0")
-    if drawn and not args.temperature:
+    if sampled and not args.temperature:
         raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0")
 
 
 def _check_harness(args: argparse.Namespace) -> None:
-    """Raises ValueError for what lm-eval's tasks cannot do here."""
-    asked = [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
-    if not asked:
+    """Raise ValueError for options that lm-eval's tasks do not support."""
+    tasks = _list_harness_tasks(args)
+    if not tasks:
         return
     if find_spec("lm_eval") is None:
-        raise ValueError(f"--task {asked[0][0]} needs the package lm-eval: pip install lm-eval")
-    for name, path in asked:
+        raise ValueError(f"--task {tasks[0][0]} needs the package lm-eval: pip install lm-eval")
+    for name, path in tasks:
         if str(path) != "-" and not path.expanduser().is_dir():
             raise ValueError(f"{name}: --task-data-path {path} is no folder; - stands for lm-eval's own tasks alone")
     if args.prompt_type is not None:
@@ -147,14 +147,14 @@ def _check_harness(args: argparse.Namespace) -> None:
 
 
 def _open_tasks(args: argparse.Namespace) -> list[Task]:
-    own = [(name, path) for name, path in zip(args.task, args.task_data_path) if not name.startswith(_HARNESS)]
-    classes = [(load_task_class(name), path) for name, path in own]
+    tasks = [(name, path) for name, path in zip(args.task, args.task_data_path) if not name.startswith(_HARNESS)]
+    classes = [(load_task_class(name), path) for name, path in tasks]
     if args.external_plugins:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
         rl = RLConfig(verifier_function=[args.scorer], external_plugins=args.external_plugins)
-        if mistakes := check_reward_functions(rl) or dry_run_reward_functions(rl, {}):
-            texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in mistakes)
+        if violations := check_reward_functions(rl) or dry_run_reward_functions(rl, {}):
+            texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in violations)
             raise ValueError("; ".join(text.replace("external_plugins:", "--external-plugins:") for text in texts))
     options = TaskOptions(
         num_shots=args.num_shots,
@@ -174,7 +174,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def _settings(args: argparse.Namespace, session: Session) -> EvaluationSettings:
-    sampling = sampling_of(args, MOST_LIKELY, session.prompt_format.stop_token_ids)
+    sampling = build_sampling(args, MOST_LIKELY, session.prompt_format.stop_token_ids)
     return EvaluationSettings(sampling, session.settings.max_model_len, args.num_return, args.max_eval_samples, args.seed)
 
 
@@ -184,7 +184,7 @@ def _evaluate(argv: list[str]) -> int:
     tasks = _open_tasks(args)
     session = open_session(args)
     failures: dict[str, str] = {}
-    with agents_of(session, args) as agents:
+    with open_agents(session, args) as agents:
         scores, answers, harness = _run_tasks(args, session, agents, tasks, failures)
     if scores or failures:
         print(summary_table(scores, failures), flush=True)
@@ -193,14 +193,14 @@ def _evaluate(argv: list[str]) -> int:
         _write_json(args, session, scores, failures, harness)
     if args.answers is not None:
         write_jsonl(args.answers, answers)
-        say(f"wrote {len(answers)} answers to {args.answers}")
+        print_status(f"wrote {len(answers)} answers to {args.answers}")
     return 1 if failures else 0
 
 
 def _run_tasks(
     args: argparse.Namespace, session: Session, agents: AgentEngine | None, tasks: list[Task], failures: dict[str, str]
-) -> tuple[list[TaskScore], list[dict[str, Any]], Harness]:
-    """Scores, answers, and what lm-eval found; what failed is noted."""
+) -> tuple[list[TaskScore], list[dict[str, Any]], _Harness]:
+    """Return scores, answers and the results of lm-eval; write failures to `failures`."""
     settings = _settings(args, session)
     prepared: list[PreparedTask] = []
     for task in tasks:
@@ -210,15 +210,15 @@ def _run_tasks(
             _note_failure(failures, task.name, error)
     scores: list[TaskScore] = []
     answers: list[dict[str, Any]] = []
-    harness: Harness = {}
-    asked = _asked_of_harness(args)
-    if not prepared and not asked:
+    harness: _Harness = {}
+    harness_tasks = _list_harness_tasks(args)
+    if not prepared and not harness_tasks:
         return scores, answers, harness
     lengths = [session.needed_length(each.max_prompt_len, each.max_new_tokens) for each in prepared]
-    # how long lm-eval's prompts are shows when they are made
-    length = session.settings.max_model_len if asked else max(lengths)
-    if agents is not None:  # --max-new-tokens is of one turn
-        length = max(length, agent_length(session, args))
+    # the length of lm-eval's prompts is known only when they are built
+    length = session.settings.max_model_len if harness_tasks else max(lengths)
+    if agents is not None:  # --max-new-tokens limits one turn
+        length = max(length, compute_agent_length(session, args))
     with running_engine(session, max_model_len=length, agents=agents) as engine:
         for each in prepared:
             try:
@@ -229,7 +229,7 @@ def _run_tasks(
             scores.append(score)
             answers += records
             _show_details(score)
-        for name, path in asked:
+        for name, path in harness_tasks:
             try:
                 harness[name] = _run_harness(args, session, engine, name, path)
             except (ValueError, RuntimeError, OSError) as error:
@@ -237,12 +237,12 @@ def _run_tasks(
     return scores, answers, harness
 
 
-def _asked_of_harness(args: argparse.Namespace) -> list[tuple[str, Path]]:
-    """The tasks of lm-eval, each with its path."""
+def _list_harness_tasks(args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Return the tasks of lm-eval, each with its path."""
     return [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
 
 
-def _show_harness(harness: Harness) -> None:
+def _show_harness(harness: _Harness) -> None:
     for name, results in harness.items():
         for task, metrics in results.items():
             values = ", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
@@ -270,25 +270,25 @@ def _run_harness(
 
 def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None:
     failures[name] = f"{error}".removeprefix(f"{name}: ")
-    say(f"error: {name}: {failures[name]}")
+    print_status(f"error: {name}: {failures[name]}")
 
 
 def _show_details(score: TaskScore) -> None:
     if len(score.groups) > 1:
         print(f"{score.task} by subject\n{group_table(score)}\n", flush=True)
     if score.total > score.num_questions:
-        say(f"{score.task}: {score.solved} of {score.num_questions} questions have a right answer among theirs")
+        print_status(f"{score.task}: {score.solved} of {score.num_questions} questions have a right answer among theirs")
     if score.pass_at:
         shares = [f"pass@{k} {share:.2%}" for k, share in score.pass_at.items()]
         vote = "" if score.majority is None else f", majority vote {score.majority:.2%}"
         print(f"{score.task}: {', '.join(shares)}{vote}", flush=True)
     if score.dropped_shots:
-        say(f"note: {score.task}: {score.dropped_shots} examples were left out because prompts were too long")
+        print_status(f"note: {score.task}: {score.dropped_shots} examples were left out because prompts were too long")
     if score.unscored:
         reasons = ", ".join(f"{count} {reason}" for reason, count in score.unscored.items())
-        say(f"note: {score.task}: answers that the scorer could not score count as wrong: {reasons}")
+        print_status(f"note: {score.task}: answers that the scorer could not score count as wrong: {reasons}")
     for text in score.notes:
-        say(f"note: {score.task}: {text}")
+        print_status(f"note: {score.task}: {text}")
 
 
 def _write_json(
@@ -296,7 +296,7 @@ def _write_json(
     session: Session,
     scores: list[TaskScore],
     failures: dict[str, str],
-    harness: dict[str, dict[str, dict[str, float]]],
+    harness: _Harness,
 ) -> None:
     content = {
         "model": session.model.describe(),
@@ -313,9 +313,9 @@ def _write_json(
     path: Path = args.output
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    say(f"wrote {path}")
+    print_status(f"wrote {path}")
 
 
 def main(argv: list[str]) -> int:
-    """Evaluates; returns 0, 1 when a task failed, 2 for a wrong option or file, 130 after Ctrl-C."""
+    """Evaluate; return 0, 1 when a task failed, 2 for a wrong option or file, 130 after Ctrl-C."""
     return run_command(_evaluate, argv)

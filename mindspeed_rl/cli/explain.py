@@ -20,21 +20,21 @@ from mindspeed_rl.rewards.static_check import check_reward_functions
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan of a run file; return 0 when it is sound and 2 when it is not.
+    """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
-    A sound file that still lacks keys, or asks for what this version does not have, ends in "not ready" and returns 0: rules
+    A valid file that lacks keys, or needs a feature that this version does not have, ends in "not ready" and returns 0: rules
     can be checked before the last path is known.
 
     Args:
-        argv: the arguments behind `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
+        argv: the arguments after `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
     """
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl explain",
-        description="Print what a run file means: batch sizes, devices, loss formula, keys without effect.",
+        description="Print the plan of a run file: batch sizes, devices, loss formula, keys without effect.",
     )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--config-name", help="run file, with or without .yaml")
-    asked.add_argument("--keys", metavar="TEXT", help="print the keys with TEXT in their name or meaning, as in docs/keys.md")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config-name", help="run file, with or without .yaml")
+    source.add_argument("--keys", metavar="TEXT", help="print the keys with TEXT in their name or meaning, as in docs/keys.md")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -59,15 +59,15 @@ def main(argv: list[str]) -> int:
         report = report_failure(error.errors)
     try:
         print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report), flush=True)
-    except BrokenPipeError:  # a pager or `head` has seen enough; what Python still holds back goes nowhere
+    except BrokenPipeError:  # a pager or `head` has ended; the output that Python still buffers is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
 
 
 def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
-    """The parts of the report that depend on how many prompts there are, as a run would read them."""
+    """Return the part of the report that depends on the number of prompts, as a run would read them."""
     os.environ.update(build_quiet_environment(os.environ))
-    # they bring torch and Ray, which no other plan needs
+    # they import torch and Ray, which no other plan needs
     from mindspeed_rl.trainers.prompt_loader import count_prompts, resolve_length
 
     run = resolve(cfg, num_nodes, platform=cfg.platform)
@@ -86,13 +86,13 @@ def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
 
 def _print_keys(text: str) -> int:
     """Print the reference of the keys that match; return 2 when none does."""
-    found = find_entries(text)
-    for entry in found:
+    entries = find_entries(text)
+    for entry in entries:
         default = f", default {entry.default}" if entry.default else ""
         print(f"{entry.path}  [{entry.kind}{default}]\n    {entry.meaning}".replace("`", "").replace("**", ""))
-    if not found:
+    if not entries:
         print(f"error: no key has {text!r} in its name or meaning", file=sys.stderr)
-    return 0 if found else 2
+    return 0 if entries else 2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mindspeed-rl generate`: answers to prompts from the command line, a file or a pipe."""
+"""`mindspeed-rl generate`: responses to prompts from the command line, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mindspeed_rl.cli.inference_options import (
     add_model_options,
     add_prompt_options,
     add_sampling_options,
-    agent_length,
-    agents_of,
+    build_sampling,
     check_common,
+    compute_agent_length,
+    open_agents,
     open_session,
     run_command,
     running_engine,
-    sampling_of,
 )
-from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.inference.batch_generation import (
     METHODS,
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from mindspeed_rl.inference.agent_engine import AgentEngine
     from mindspeed_rl.inference.session import Session
 
-PromptRow = tuple[Conversation, dict[str, Any]]
+_PromptRow = tuple[Conversation, dict[str, Any]]
 
 _DESCRIPTION = "Generate answers. Prompts come from --prompt, from --input, or one a line from a pipe."
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl generate", description=_DESCRIPTION, allow_abbrev=False)
-    group = parser.add_argument_group("what to generate")
+    group = parser.add_argument_group("generation")
     add = group.add_argument
     add("--prompt", nargs="+", help="prompts")
     add("--input", help="JSON lines with prompt, question, instruction or messages; - reads them from a pipe")
@@ -79,8 +79,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_prompts(args: argparse.Namespace) -> list[PromptRow]:
-    """(conversation, what the output repeats of it) of every prompt.
+def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
+    """Return (conversation, columns that the output repeats) of every prompt.
 
     Raises:
         ValueError: there is no prompt, there are several sources, or a line is malformed.
@@ -98,14 +98,14 @@ def read_prompts(args: argparse.Namespace) -> list[PromptRow]:
         with path.open(encoding="utf-8") as file:
             rows = read_jsonl(file, str(path), args.input_key)
     else:
-        texts = args.prompt if args.prompt is not None else _piped_lines()
+        texts = args.prompt if args.prompt is not None else _read_piped_lines()
         rows = [(Conversation([user(text)]), {"prompt": text}) for text in texts]
     if args.system_prompt is None:
         return rows
     return [(replace(conversation, system=conversation.system or args.system_prompt), row) for conversation, row in rows]
 
 
-def _piped_lines() -> list[str]:
+def _read_piped_lines() -> list[str]:
     if sys.stdin.isatty():
         raise ValueError("there is no prompt: give --prompt, --input, or lines on standard input")
     texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -115,7 +115,7 @@ def _piped_lines() -> list[str]:
 
 
 def choose_methods(args: argparse.Namespace) -> list[Method]:
-    """The methods that --task names, each once, under their own names.
+    """Return the methods that --task names, each once.
 
     Raises:
         ValueError: an unknown name, or chat among others.
@@ -125,25 +125,27 @@ def choose_methods(args: argparse.Namespace) -> list[Method]:
         return ["do_sample"] if given and args.temperature != 0 else ["greedy"]
     for name in args.task:
         if name not in METHODS:
-            raise ValueError(f"--task {name} is unknown; there are {', '.join(METHODS)}, and chat on its own")
+            raise ValueError(f"--task {name} is unknown; there are {', '.join(METHODS)}, and chat, a separate command")
     methods: list[Method] = list(dict.fromkeys(METHODS[name] for name in args.task))
     if given and not {"do_sample", "beam_search_with_sampling"} & set(methods):
-        say(f"note: {', '.join('--' + name.replace('_', '-') for name in given)} have no effect on {' '.join(methods)}")
+        print_status(
+            f"note: {', '.join('--' + name.replace('_', '-') for name in given)} have no effect on {' '.join(methods)}"
+        )
     return methods
 
 
-def make_settings(
+def build_generation_settings(
     method: Method, args: argparse.Namespace, stop_token_ids: tuple[int, ...], max_model_len: int
 ) -> GenerationSettings:
-    """How one method makes its answers; sampling defaults are upstream's.
+    """Build the settings of one method; sampling defaults are upstream's.
 
     Raises:
-        ValueError: the method cannot do what is asked.
+        ValueError: an option does not fit the method.
     """
     if method in ("greedy", "beam_search"):
         sampling = replace(MOST_LIKELY, max_tokens=args.max_new_tokens, stop_token_ids=stop_token_ids)
     else:
-        sampling = sampling_of(args, SAMPLED, stop_token_ids)
+        sampling = build_sampling(args, SAMPLED, stop_token_ids)
     return GenerationSettings(
         method,
         sampling,
@@ -162,51 +164,53 @@ def _generate(argv: list[str]) -> int:
     if args.task == ["chat"]:
         raise ValueError("--task chat is a command of its own: mindspeed-rl chat")
     methods = choose_methods(args)
-    prompts = read_prompts(args)
+    prompts = _read_prompts(args)
     plain = methods in (["greedy"], ["do_sample"]) and args.num_return == 1 and not args.output and not args.stop
     if args.stream and not (plain and len(prompts) == 1):
         raise ValueError("--stream shows one greedy or sampled answer to one prompt, without --output, --num-return and --stop")
-    for method in methods:  # mistakes in options show before the model is opened
-        make_settings(method, args, (), 1)
+    for method in methods:  # wrong options are found before the model is opened
+        build_generation_settings(method, args, (), 1)
     session = open_session(args)
-    with agents_of(session, args) as agents:
+    with open_agents(session, args) as agents:
         if agents is not None and any(method.startswith("beam") for method in methods):
             raise ValueError("--tools and --agent-loop do not go with beam search")
-        _answer_prompts(args, session, agents, prompts, methods)
+        _generate_responses(args, session, agents, prompts, methods)
     return 0
 
 
-def _answer_prompts(
-    args: argparse.Namespace, session: Session, agents: AgentEngine | None, prompts: list[PromptRow], methods: list[Method]
+def _generate_responses(
+    args: argparse.Namespace, session: Session, agents: AgentEngine | None, prompts: list[_PromptRow], methods: list[Method]
 ) -> None:
     ids = session.prompt_format.encode([conversation for conversation, _ in prompts])
     max_model_len = session.needed_length(max(map(len, ids)), args.max_new_tokens)
-    if agents is not None:  # --max-new-tokens is of one turn
-        max_model_len = max(max_model_len, agent_length(session, args))
-    settings = [make_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods]
+    if agents is not None:  # --max-new-tokens limits one turn
+        max_model_len = max(max_model_len, compute_agent_length(session, args))
+    settings = [
+        build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
+    ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
     opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, agents=agents)
     with opened as engine:
         if args.stream:
             _stream(session.prompt_format, engine, ids[0], settings[0])
         else:
-            _answer_all(session, engine, prompts, ids, settings, args.output)
+            _generate_all(session, engine, prompts, ids, settings, args.output)
 
 
 def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
     text = IncrementalText(prompt_format.decoder)
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
-    for piece in engine.stream([request], settings.sampling):
-        # the end token is drawn like any other, and is no text of the answer
-        ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]
+    for partial in engine.stream([request], settings.sampling):
+        # the end token is sampled like any other, and is no text of the response
+        ids = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
         print(text.add(ids), end="", flush=True)
     print(text.finish(), flush=True)
 
 
-def _answer_all(
+def _generate_all(
     session: Session,
     engine: Engine,
-    prompts: list[PromptRow],
+    prompts: list[_PromptRow],
     ids: list[list[int]],
     settings: list[GenerationSettings],
     path: Path | None,
@@ -215,18 +219,18 @@ def _answer_all(
     for setting in settings:
         start = time.perf_counter()
         answers = generate(engine, session.prompt_format, ids, setting)
-        say(f"{setting.method}: {describe_speed(answers, time.perf_counter() - start)}")
+        print_status(f"{setting.method}: {describe_speed(answers, time.perf_counter() - start)}")
         if path is None:
             _print(prompts, answers, setting, several=len(settings) > 1)
-        output += [_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]
+        output += [_build_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]
     if path is not None:
         write_jsonl(path, output)
-        say(f"wrote {len(output)} answers to {path}")
+        print_status(f"wrote {len(output)} answers to {path}")
 
 
-def _row(asked: dict[str, Any], prompt_tokens: int, answer: GeneratedAnswer, method: str) -> dict[str, Any]:
+def _build_row(columns: dict[str, Any], prompt_tokens: int, answer: GeneratedAnswer, method: str) -> dict[str, Any]:
     return {
-        **asked,
+        **columns,
         "response": answer.text,
         "method": method,
         "prompt_index": answer.prompt,
@@ -238,18 +242,18 @@ def _row(asked: dict[str, Any], prompt_tokens: int, answer: GeneratedAnswer, met
     }
 
 
-def _print(prompts: list[PromptRow], answers: list[GeneratedAnswer], setting: GenerationSettings, *, several: bool) -> None:
-    """One prompt with one answer: the answer alone. Otherwise headed by what it answers."""
+def _print(prompts: list[_PromptRow], answers: list[GeneratedAnswer], setting: GenerationSettings, *, several: bool) -> None:
+    """Print the responses; several have their prompt as a heading."""
     if len(answers) == 1 and not several:
         print(answers[0].text, flush=True)
         return
     for answer in answers:
         question = prompts[answer.prompt][0].messages[-1].content
         method = f" [{setting.method}]" if several else ""
-        number = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
-        print(f">> {question}{method}{number}\n{answer.text}\n", flush=True)
+        sample = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
+        print(f">> {question}{method}{sample}\n{answer.text}\n", flush=True)
 
 
 def main(argv: list[str]) -> int:
-    """Generates; returns 0, 2 for a wrong option or file, 1 when generation failed, 130 after Ctrl-C."""
+    """Generate; return 0, 2 for a wrong option or file, 1 when generation failed, 130 after Ctrl-C."""
     return run_command(_generate, argv)

@@ -1,4 +1,4 @@
-"""`mindspeed-rl npu-cost`: what an iteration asks of a device, counted: ours, plain Megatron's, and the least it could be."""
+"""`mindspeed-rl npu-cost`: count the device work of an iteration: ours, plain Megatron's, and the minimum."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import argparse
 import sys
 
 from mindspeed_rl import registry
-from mindspeed_rl.cli.failures import say_failure
+from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config import load_run_config
 
 
 def main(argv: list[str]) -> int:
-    """Prints the counts; returns 0, 1 when a rank failed, 2 for a mistake or where there is no device to count on.
+    """Print the counts; return 0, 1 when a rank failed, 2 for a user's error or without a device to count on.
 
     Args:
-        argv: the arguments behind `npu-cost`, for example ["--config-name", "grpo_tiny_cpu", "--layers", "2"].
+        argv: the arguments after `npu-cost`, for example ["--config-name", "grpo_tiny_cpu", "--layers", "2"].
     """
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl npu-cost",
-        description="Kernels, collectives, copies, waits and memory of one iteration of a rank, beside plain Megatron's; needs "
+        description="Kernels, collectives, copies, waits and memory of one iteration of a rank, compared with plain Megatron's; needs "
         "an NPU or the simulated one (tests/npu_sim/run.sh --run mindspeed-rl npu-cost ...).",
     )
     parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
@@ -30,18 +30,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        for name, least in (("layers", 1), ("rows", 1), ("tokens", 2)):
-            if getattr(arguments, name) < least:
-                raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least {least}.")
+        for name, minimum in (("layers", 1), ("rows", 1), ("tokens", 2)):
+            if getattr(arguments, name) < minimum:
+                raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least {minimum}.")
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
-        # by name: it brings torch, which --help does without
+        # by name: it imports torch, which --help does not need
         count = registry.load("mindspeed_rl.diagnostics.cost_iteration:count", "npu-cost")
         print(
             count(cfg, arguments.config_name, arguments.layers, arguments.rows, arguments.tokens, as_json=arguments.json),
             flush=True,
         )
     except (ValueError, RuntimeError, KeyboardInterrupt) as error:
-        return say_failure(error)
+        return report_failure(error)
     return 0
 
 

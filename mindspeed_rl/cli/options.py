@@ -1,4 +1,4 @@
-"""What command lines share: a parser that raises, flags that are accepted without effect, options as one record."""
+"""Shared parts of command lines: a parser that raises, flags without effect, options as one record, exit codes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.config.errors import ConfigError
 
 
-class Record(Protocol):
+class _Record(Protocol):
     """A dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-Options = TypeVar("Options", bound=Record)
+OptionsT = TypeVar("OptionsT", bound=_Record)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for mistakes, with the nearest flag for an unknown one."""
+    """Argument parser that raises ValueError for wrong arguments, with a suggestion for an unknown flag."""
 
     def error(self, message: str) -> NoReturn:
         prefix = "unrecognized arguments: "
@@ -32,17 +33,17 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def value_of(args: argparse.Namespace, flag: str) -> Any:
-    """What was given with a flag."""
+def get_flag(args: argparse.Namespace, flag: str) -> Any:
+    """Return the value of a flag."""
     return vars(args)[flag.removeprefix("--").replace("-", "_")]
 
 
 def add_silent(parser: argparse.ArgumentParser, *, flags: Mapping[str, str], switches: Mapping[str, str], nargs: str) -> None:
-    """Accepts flags that `--help` leaves out.
+    """Accept flags that `--help` leaves out.
 
     Args:
         flags, switches: flag -> why it is accepted; a switch takes no value.
-        nargs: how many values a flag takes, in argparse's words.
+        nargs: number of values of a flag, as argparse spells it.
     """
     for flag in flags:
         parser.add_argument(flag, nargs=nargs, help=argparse.SUPPRESS)
@@ -51,18 +52,32 @@ def add_silent(parser: argparse.ArgumentParser, *, flags: Mapping[str, str], swi
 
 
 def note_without_effect(args: argparse.Namespace, reasons: Mapping[str, str]) -> None:
-    """Says which of these flags were given in vain, and why."""
+    """Print which of the given flags have no effect, and why."""
     for flag, reason in reasons.items():
-        if value_of(args, flag):
-            say(f"note: {flag} has no effect: {reason}")
+        if get_flag(args, flag):
+            print_status(f"note: {flag} has no effect: {reason}")
 
 
-def as_options(kind: type[Options], args: argparse.Namespace) -> Options:
-    """The record whose fields have the names of flags."""
-    make: Callable[..., Options] = kind
+def build_options(kind: type[OptionsT], args: argparse.Namespace) -> OptionsT:
+    """Build the record whose fields have the names of flags."""
+    make: Callable[..., OptionsT] = kind
     return make(**{name: getattr(args, name) for name in kind.__dataclass_fields__})
 
 
-def say(text: str) -> None:
-    """To stderr, which does not mix with results."""
+def print_status(text: str) -> None:
+    """Print to stderr, which does not mix with results."""
     print(text, file=sys.stderr, flush=True)
+
+
+def report_failure(error: BaseException) -> int:
+    """Print why the command ends, a line for each violation of a run file; return its exit code.
+
+    Returns:
+        2 for a user's error (ValueError), 130 after Ctrl-C, else 1.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print_status("interrupted; all workers were stopped.")
+        return 130
+    for text in error.errors if isinstance(error, ConfigError) else [error]:
+        print_status(f"error: {text}")
+    return 2 if isinstance(error, ValueError) else 1

@@ -1,7 +1,7 @@
 """Replay a saved rollout batch through the advantages and the loss, on the CPU.
 
-Writes the loss, the advantages and the gradient of the loss with respect to log_probs, so that another implementation given
-the same batch can be held against this one number by number. The format of the batch is described in
+Writes the loss, the advantages and the gradient of the loss with respect to log_probs, so that another implementation
+can be compared with this one number by number on the same batch. The format of the batch is described in
 mindspeed_rl/algorithms/rollout_file.py.
 """
 
@@ -32,18 +32,18 @@ from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 from mindspeed_rl.observability.metrics import merge
 from mindspeed_rl.rewards.samples import select_reward_functions
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came out.
+    """Result of a replay.
 
     Attributes:
         loss, loss_sum, count: the loss is loss_sum / count.
         advantages, returns, gradients: [B, R]; gradients are d loss / d log_probs.
         metrics: by name.
-        objective: every choice and number of advantages and loss.
+        objective: all settings of advantages and loss.
     """
 
     loss: float
@@ -74,10 +74,12 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
     }
     objective = build_objective(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
     inputs = _advantage_inputs(config, objective, columns)
-    mistakes = [violation.message for violation in algorithm_violations(config, objective)]
-    mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in list_missing_inputs(inputs, objective)]
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
+    violations = [violation.message for violation in algorithm_violations(config, objective)]
+    violations += [
+        f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in list_missing_inputs(inputs, objective)
+    ]
+    if violations:
+        raise ValueError("\n".join(violations))
     advantages, returns, metrics = compute_advantages(inputs, objective)
     threshold = None
     if objective.masks_by_entropy:
@@ -152,7 +154,7 @@ def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str,
 
 
 def _component_weights(config: RLConfig, columns: dict[str, Tensor]) -> tuple[float, ...] | None:
-    """Weights of the reward components where the run file's keys say as many; else all count the same."""
+    """Return the weights of the reward components if the run file's keys have as many; None otherwise."""
     if "reward_components" not in columns:
         return None
     weights = (*select_reward_functions(config)[1], config.reward_model_weight)
@@ -191,26 +193,26 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Run `mindspeed-rl parity`; return the exit status, 2 for a mistake in the arguments or the batch."""
+    """Run `mindspeed-rl parity`; return the exit status, 2 for an error in the arguments or the batch."""
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("batch", type=Path, help="NAME.safetensors; NAME.json lies beside it")
+    parser.add_argument("batch", type=Path, help="NAME.safetensors; with NAME.json next to it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of rl_config in place of the batch's own")
-    # in float64 what differs is a formula, not rounding
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="precision of the replay")
+    # in float64 a difference comes from a formula, not from rounding
+    parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="precision of the replay")
     parser.add_argument(
         "--micro-batch-size", type=int, default=None, help="rows of one call of the loss; the result is the same"
     )
     parser.add_argument("--output", type=Path, default=None, help="OUT.safetensors; default NAME_parity.safetensors")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    # overrides may stand between the flags
+    # overrides may be between the flags
     arguments = parser.parse_intermixed_args(argv)
     if arguments.micro_batch_size is not None and arguments.micro_batch_size < 1:
         parser.error(f"--micro-batch-size must be at least 1, not {arguments.micro_batch_size}")
     try:
         batch = load_rollout_batch(arguments.batch)
-        result = replay(batch, dict(map(_override, arguments.overrides)), DTYPES[arguments.dtype], arguments.micro_batch_size)
+        result = replay(batch, dict(map(_override, arguments.overrides)), _DTYPES[arguments.dtype], arguments.micro_batch_size)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`mindspeed-rl plan`: whether a run fits, how long it takes, which layout is best. Needs no device and no torch."""
+"""`mindspeed-rl plan`: memory and time of a run, and its best layout. Needs no device and no torch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
-from mindspeed_rl.planner.calibration import compute_factors, read_measured
 from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
 from mindspeed_rl.planner.experts import format_experts, place_experts
 from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block
 from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
 from mindspeed_rl.planner.text import encode_fit, encode_memory, encode_time, format_fit, format_memory, format_time
 
-#: of an iteration in the simulation of modes; more of them make no other ratio
+#: of an iteration in the simulation of modes; larger numbers give the same ratios
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
 
 
 def main(argv: list[str]) -> int:
-    """Print a plan; return 0 when the run fits as it is computed, 1 when it does not, 2 for a mistake.
+    """Print a plan; return 0 when the run fits, 1 when it does not, 2 for a user's error.
 
     Args:
-        argv: the arguments behind `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
+        argv: the arguments after `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
     """
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; shapes and formulas alone."
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     _add_lengths(time)
     fit_parser = kinds.add_parser("fit", help="layouts of a model on a number of devices, the fastest that fit")
     _add_fit(fit_parser)
-    experts = kinds.add_parser("experts", help="which device holds which experts, from counts of a rollout")
+    experts = kinds.add_parser("experts", help="assignment of experts to devices, from counts of a rollout")
     _add_experts(experts)
     arguments = _parse(parser, argv)
     try:
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Overrides may stand between the flags."""
+    """Parse the arguments; overrides may be between the flags."""
     # argparse intermixes no subcommands
     arguments, rest = parser.parse_known_args(argv)
     if arguments.kind in ("fit", "experts"):
@@ -80,20 +80,23 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--chip", choices=[*DEVICES], default=None, help="device kind; by the run file's platform and name")
     parser.add_argument(
-        "--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one"
+        "--memory-gib", type=float, default=None, help="memory of a device, where it differs from the device's default"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument("--mean-response", type=float, default=None, help="mean tokens of a response; default: half the limit")
     parser.add_argument(
-        "--mean-prompt", type=float, default=None, help="tokens of a prompt in the mean; a quarter of the limit"
+        "--mean-prompt", type=float, default=None, help="mean tokens of a prompt; default: a quarter of the limit"
     )
-    parser.add_argument("--mean-turns", type=float, default=None, help="turns of the model in a sample, in the mean; one")
+    parser.add_argument("--mean-turns", type=float, default=None, help="mean turns of the model in a sample; default: one")
     parser.add_argument(
-        "--tool-seconds", type=float, default=None, help="seconds that a sample waits for tools or its environment; none"
+        "--tool-seconds",
+        type=float,
+        default=None,
+        help="seconds that a sample waits for tools or its environment; default: none",
     )
     parser.add_argument(
         "--calibrate", default=None, metavar="FOLDER", help="run folder whose measured seconds correct the plan"
@@ -101,17 +104,17 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--npus", type=int, required=True, help="dies, over all nodes")
+    parser.add_argument("--npus", type=int, required=True, help="devices, over all nodes")
     parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
     parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
     parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
     parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of an iteration")
     parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
-    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument("--mean-response", type=float, default=None, help="mean tokens of a response; default: half the limit")
     parser.add_argument("--chip", choices=[name for name in DEVICES if name != "cpu"], default="A3", help="device kind")
     parser.add_argument(
-        "--memory-gib", type=float, default=None, help="memory of a device, where it is not the device's usual one"
+        "--memory-gib", type=float, default=None, help="memory of a device, where it differs from the device's default"
     )
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
@@ -125,7 +128,7 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="where a run wrote them (generate_config.eplb_token_save_path)",
+        help="folder in which a run wrote them (generate_config.eplb_token_save_path)",
     )
     parser.add_argument(
         "--devices", type=int, required=True, help="of an expert group: infer_expert_parallel_size x infer_tensor_parallel_size"
@@ -136,7 +139,7 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokens(text: str) -> int:
-    """2048 or 2k."""
+    """Parse a number of tokens such as 2048 or 2k."""
     factor = 1024 if text.lower().endswith("k") else 1
     try:
         count = int(float(text.lower().removesuffix("k")) * factor)
@@ -148,7 +151,7 @@ def _tokens(text: str) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Device]:
-    """The run file, composed and read, and the device.
+    """Compose and read the run file, and find the device.
 
     Raises:
         ConfigError: the run file has mistakes, or breaks a rule.
@@ -158,8 +161,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, 
     directory, name = locate(arguments.config_name, arguments.config_dir)
     tree = compose(directory, name, arguments.overrides)
     cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
-    if broken := validate(cfg, arguments.nodes):
-        raise ConfigError(str(violation) for violation in broken)
+    if violations := validate(cfg, arguments.nodes):
+        raise ConfigError(map(str, violations))
     return tree, cfg, find_device(cfg, arguments.chip, arguments.memory_gib)
 
 
@@ -182,7 +185,7 @@ def _time(arguments: argparse.Namespace) -> int:
     plan = plan_time(cfg, device, arguments.nodes, samples=known)
     if measured is not None:
         plan = calibrate(plan, compute_factors(measured, find_device(measured.cfg, arguments.chip, arguments.memory_gib)))
-    # where the rollout has devices of its own the run file says which mode, and the plan is of that
+    # with a dedicated rollout the run file determines the mode, and the plan is of that mode
     modes = {} if cfg.is_supervised or cfg.placement.disaggregated else _modes(cfg, plan)
     assumed = list(list_time_assumptions(cfg, device, plan))
     shown = json.dumps(encode_time(plan, modes, assumed), indent=2) if arguments.json else format_time(plan, modes, assumed)
@@ -191,12 +194,12 @@ def _time(arguments: argparse.Namespace) -> int:
 
 
 def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
-    """Seconds of an iteration by trainer_mode: the phases of the plan, put into the order of events of each mode."""
+    """Compute the seconds of an iteration by trainer_mode: the phases of the plan in the order of events of each mode."""
     assert cfg.rl_config is not None
     push = sum(plan.phases.get(name, 0.0) for name in ("resharding_to_infer", "offload"))
     generate = plan.phases["rollout"]
-    longest = plan.lengths.limit / plan.lengths.mean
-    times = PhaseTimes("plan", generate, plan.total - generate - push, push, _SIMULATED_PROMPTS, _SIMULATED_SAMPLES, longest)
+    max_ratio = plan.lengths.limit / plan.lengths.mean
+    times = PhaseTimes("plan", generate, plan.total - generate - push, push, _SIMULATED_PROMPTS, _SIMULATED_SAMPLES, max_ratio)
     outcomes = simulate_modes(times)
     sync_s = outcomes["sync"][1].iteration_s
     return {
@@ -222,13 +225,13 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments.nodes,
     )
     device = get_device(arguments.chip, arguments.memory_gib)
-    found = fit(request, device, samples=SampleMeans(arguments.mean_response))
-    shown = found[: arguments.top]
+    layouts = fit(request, device, samples=SampleMeans(arguments.mean_response))
+    shown = layouts[: arguments.top]
     print(json.dumps(encode_fit(shown), indent=2) if arguments.json else format_fit(request, device, shown), flush=True)
     if arguments.output is not None:
         path = Path(arguments.output)
-        _write(path, format_run_file(request, found[0]))
-        print(f"wrote {path}; look at it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
+        _write(path, format_run_file(request, layouts[0]))
+        print(f"wrote {path}; show it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`mindspeed-rl preprocess`: raw data to Megatron indexed datasets.
+"""`mindspeed-rl preprocess`: convert raw data to Megatron indexed datasets.
 
 Settings come from flags, from a YAML file (`--config-name math_17k`, or the bare name), or from both; flags win.
 """
@@ -21,15 +21,14 @@ from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.handlers.llamafactory import MIX_STRATEGIES
 from mindspeed_rl.data.parts import merge
 from mindspeed_rl.data.preprocess import ON_BAD_ROW, THINKING, TOKENIZER_TYPES, PreprocessConfig, run, show
-from mindspeed_rl.data.sources import USUAL_CHUNKS, ChunkSize
+from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize
 
-CONFIG_DIR = Path("configs/datasets")
+_CONFIG_DIR = Path("configs/datasets")
 _MERGE_KEY = "merge_group_keys"
 
 
-# Keys that commands and dataset files carry although nothing depends on them here: type of the flag, and the values that are
-# fine beside leaving the key out (None: any).
-_SETTLED_KEYS: dict[str, tuple[type, tuple[Any, ...] | None]] = {
+# Keys of commands and dataset files that have no effect here: type of the flag, and the allowed values (None: any).
+_IGNORED_KEYS: dict[str, tuple[type, tuple[Any, ...] | None]] = {
     "dataset_impl": (str, ("mmap",)),
     "overwrite_cache": (bool, None),
     "make_vocab_size_divisible_by": (int, None),
@@ -62,15 +61,16 @@ def _true_or_false(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Build the argument parser."""
     parser = argparse.ArgumentParser(
         prog="preprocess_data.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", help="name of a YAML file in the config folder")
     parser.add_argument("--config-name", help="the same, as a flag")
-    parser.add_argument("--config-dir", default=None, help=f"folder of the YAML files (default: {CONFIG_DIR})")
+    parser.add_argument("--config-dir", default=None, help=f"folder of the YAML files (default: {_CONFIG_DIR})")
     parser.add_argument("--show", type=int, metavar="N", help="print N samples with trained tokens marked, write nothing")
-    for add_group in (_add_data, _add_text, _add_work, _add_settled):
+    for add_group in (_add_data, _add_text, _add_work, _add_ignored):
         add_group(parser)
     return parser
 
@@ -82,14 +82,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--handler-name", help=f"{'; '.join(HANDLERS)}; or module:Class of your own")
     add("--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
     add("--json-keys", nargs="+", help="text columns for pretraining")
-    add("--dataset-additional-keys", nargs="*", help="columns kept beside the prompt (RL)")
+    add("--dataset-additional-keys", nargs="*", help="columns kept with the prompt (RL)")
     add("--max-samples", type=int, help="stop after this many rows")
-    add("--on-bad-row", choices=ON_BAD_ROW, help="what a malformed row does")
+    add("--on-bad-row", choices=ON_BAD_ROW, help="action on a malformed row")
     add("--cache-dir", help="cache for dataset names")
-    add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading it whole")
+    add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading all of it")
     add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
     add("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
-    add("--interleave-probs", type=float, nargs="+", help="share of each dataset")
+    add("--interleave-probs", type=float, nargs="+", help="fraction of each dataset")
     add("--mix-strategy", choices=MIX_STRATEGIES)
     add("--seed", type=int, help="for interleaving")
 
@@ -109,7 +109,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     add("--pad-to-multiple-of", type=int)
     add("--pack", action="store_true", default=None, help="several samples in a row")
-    add("--neat-pack", action="store_true", default=None, help="... told apart by the attention mask")
+    add("--neat-pack", action="store_true", default=None, help="... separated by the attention mask")
     add("--placeholder-token", help="end of a step (process reward)")
     add("--reward-tokens", nargs="*", help="allowed verdicts (process reward)")
 
@@ -122,9 +122,9 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     add("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
 
 
-def _add_settled(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("accepted for other suites' commands; nothing depends on them here").add_argument
-    for name, (kind, allowed) in _SETTLED_KEYS.items():
+def _add_ignored(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("accepted for compatibility, without effect").add_argument
+    for name, (kind, allowed) in _IGNORED_KEYS.items():
         only = None if allowed is None else f"only {', '.join(map(str, allowed))}" if allowed else "refused"
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
@@ -137,19 +137,19 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
     """Read a dataset YAML file; hyphens in keys become underscores.
 
     Raises:
-        ValueError: no such file (the message lists those there), or not a mapping.
+        ValueError: no such file (the message lists the existing ones), or not a mapping.
     """
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
     shipped = find_project_configs() / "datasets"
     if config_dir is not None:
         folders = [Path(config_dir)]
     else:
-        # as for run files: a file of the user's wins over a shipped one only where its ending says that a file is meant
-        folders = [*([Path()] if file == name else []), shipped, CONFIG_DIR, Path()]
+        # as for run files: a file of the user has priority over a shipped one only where the name ends in .yaml
+        folders = [*([Path()] if file == name else []), shipped, _CONFIG_DIR, Path()]
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if path is None:
-        there = ", ".join(sorted({found.stem for folder in folders for found in folder.glob("*.yaml")})) or "none"
-        raise ValueError(f"config_name={name!r}: {folders[-1] / file} does not exist (there: {there})")
+        existing = ", ".join(sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})) or "none"
+        raise ValueError(f"config_name={name!r}: {folders[-1] / file} does not exist (existing: {existing})")
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold keys and values")
@@ -157,19 +157,19 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
 
 
 def build_config(values: dict[str, Any]) -> PreprocessConfig:
-    """Make a PreprocessConfig of the settings given.
+    """Build a PreprocessConfig from settings.
 
     Raises:
-        ValueError: a key is unknown (the nearest known one is named), missing, or has a wrong value.
+        ValueError: a key is unknown (the message has a suggestion), missing, or has a wrong value.
     """
     known = {field.name: field for field in fields(PreprocessConfig)}
     settings = {}
     for key, value in values.items():
-        if key in _SETTLED_KEYS:
-            _, allowed = _SETTLED_KEYS[key]
+        if key in _IGNORED_KEYS:
+            _, allowed = _IGNORED_KEYS[key]
             if allowed is not None and value is not None and value not in allowed:
-                fine = f"allowed: {', '.join(map(str, allowed))}" if allowed else "leave it out"
-                raise ValueError(f"{key}={value!r} is not supported; {fine}")
+                hint = f"allowed: {', '.join(map(str, allowed))}" if allowed else "leave it out"
+                raise ValueError(f"{key}={value!r} is not supported; {hint}")
             continue
         if key not in known:
             hint = registry.did_you_mean(key, known) or f" (known: {', '.join(known)})"
@@ -184,13 +184,13 @@ def build_config(values: dict[str, Any]) -> PreprocessConfig:
     return PreprocessConfig(**settings)
 
 
-def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = USUAL_CHUNKS) -> int:
-    """Run the command; 0 on success, 2 after a user's mistake, whose message goes to stderr.
+def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> int:
+    """Run the command; return 0, or 2 after a user's error, whose message goes to stderr.
 
     Args:
-        chunk_size: what a worker takes at a time; the written files do not depend on it.
+        chunk_size: rows that a worker encodes at a time; the written files do not depend on it.
     """
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(make_parser().parse_args(argv))
     name = arguments.pop("config_name") or arguments["config"]
     arguments.pop("config")
     config_dir = arguments.pop("config_dir")
@@ -200,9 +200,9 @@ def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = USUAL_CHU
         values.update({key: value for key, value in arguments.items() if value is not None})
         keys = values.pop(_MERGE_KEY, None)
         if keys:
-            for needed in ("input", "output_prefix"):
-                if needed not in values:
-                    raise ValueError(f"{needed} is missing; merge_group_keys needs it")
+            for required in ("input", "output_prefix"):
+                if required not in values:
+                    raise ValueError(f"{required} is missing; merge_group_keys needs it")
             print("written:", *merge(values["input"], values["output_prefix"], keys), sep="\n  ")
             return 0
         if count is not None:

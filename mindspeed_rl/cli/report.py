@@ -1,4 +1,4 @@
-"""`mindspeed-rl report`: a run, or several beside each other, as one HTML file."""
+"""`mindspeed-rl report`: one run or several runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mindspeed_rl.observability.run_files import read_run
 
 
 def main(argv: list[str]) -> int:
-    """Write the page and print what the figures warn of; return 0, or 2 for a folder that holds no run."""
+    """Write the page and print the alerts; return 0, or 2 for a folder that holds no run."""
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl report",
         description="Write one HTML file that needs no network: curves, warnings, samples, timeline, configuration. "
-        "Several runs are drawn into the same pictures; samples and timeline are the first one's.",
+        "Several runs are drawn into the same pictures; samples and timeline are those of the first.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, comparison.html for several")

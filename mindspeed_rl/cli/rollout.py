@@ -1,4 +1,4 @@
-"""`mindspeed-rl rollout`: a rollout server started by hand, for runs on other machines."""
+"""`mindspeed-rl rollout`: a standalone rollout server for runs on other machines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.cli.failures import say_failure
-from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.cli.options import Parser, print_status, report_failure
 from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -25,7 +24,7 @@ _TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face folder; default: that of --config-name's actor")
@@ -33,49 +32,47 @@ def make_parser() -> Parser:
     add("--config-dir", help="folder of the run file; default: the project's configs/")
     add("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reached from this machine only")
     add("--port", type=int, default=8000, help="port to listen on")
-    add(
-        "--token-file", type=Path, help=f"file with the token that calls must bring; default: {_TOKEN_VARIABLE}, else a new one"
-    )
+    add("--token-file", type=Path, help=f"file with the token of all calls; default: {_TOKEN_VARIABLE}, else a new one")
     add("--served-model-name", nargs="+", help="names in the OpenAI-compatible paths; default: the folder's")
     add("--tensor-parallel-size", "--vllm-tensor-parallel-size", "--vllm_tensor_parallel_size", type=int)
     add(
         "--max-model-len", "--vllm-max-model-len", "--vllm_max_model_len", type=int, help="longest prompt + response, in tokens"
     )
     add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
-    add("--dtype", choices=("bfloat16", "float32"), help="number format of the weights")
+    add("--dtype", choices=("bfloat16", "float32"), help="data type of the weights")
     add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
     add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")
-    add("--cut-distribution", action="store_true", help="the run draws with top_p, top_k or min_p")
+    add("--cut-distribution", action="store_true", help="the run samples with top_p, top_k or min_p")
     add("--platform", choices=PLATFORMS, default="auto", help="device kind")
     add("overrides", nargs="*", metavar="key=value", help="of the run file")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Serves until it is interrupted; returns 0 then, 2 for a wrong command line, 1 when the engine failed."""
+    """Serve until an interrupt; return 0 then, 2 for a wrong command line, 1 when the engine failed."""
     try:
         args = make_parser().parse_intermixed_args(argv)
         generate, folder = _engine_keys(args)
         token, is_new = _token(args)
         listening = _listen(args.host, args.port)
     except ValueError as error:
-        return say_failure(error)
+        return report_failure(error)
     if is_new:
-        say(f"token of this server, for {_TOKEN_VARIABLE} of its clients: {token}")
+        print_status(f"token of this server, for {_TOKEN_VARIABLE} of its clients: {token}")
     names = args.served_model_name or [folder.name]
     try:
         return _serve(args, generate, folder, token, listening, names)
     except KeyboardInterrupt:
-        say("interrupted; the engine was ended.")
+        print_status("interrupted; the engine was stopped.")
         return 0
     except (RuntimeError, OSError) as error:
-        return say_failure(error)
+        return report_failure(error)
     finally:
         listening.close()
 
 
 def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
-    """Keys of the engine, and the model's folder."""
+    """Return the keys of the engine, and the model's folder."""
     folder = args.model
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256, sampling_config=SamplingConfig(top_k=-1))
     if args.config_name is not None:
@@ -83,8 +80,8 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
         if cfg.generate_config is None:
             raise ValueError(f"--config-name {args.config_name} has no group generate_config")
         generate, actor = cfg.generate_config, cfg.actor_config
-        named = actor.tokenizer_name_or_path or actor.load
-        folder = folder or (Path(named) if named else None)
+        model = actor.tokenizer_name_or_path or actor.load
+        folder = folder or (Path(model) if model else None)
     if folder is None or not (folder.expanduser() / "config.json").is_file():
         raise ValueError(f"--model {folder}: no folder with config.json")
     given = {
@@ -104,7 +101,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
 
 
 def _token(args: argparse.Namespace) -> tuple[str, bool]:
-    """The token, and whether it was made just now."""
+    """Return the token, and True when it is new."""
     if args.token_file is not None:
         try:
             token = args.token_file.expanduser().read_text(encoding="utf-8").strip()
@@ -118,7 +115,7 @@ def _token(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket: a port that is taken is found before the model is loaded."""
+    """Return a bound socket: a port in use is an error before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     # a server that has just ended leaves its port in TIME_WAIT for a minute
@@ -140,6 +137,6 @@ def _serve(
     from mindspeed_rl.serving.standalone import serve
 
     keys = generate.sampling_config
-    whole = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
-    serve(folder, generate, names, listening, token, full_distribution=whole, platform_name=args.platform)
+    full_distribution = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
+    serve(folder, generate, names, listening, token, full_distribution=full_distribution, platform_name=args.platform)
     return 0

@@ -1,4 +1,4 @@
-"""`mindspeed-rl trace`: one sample of a run on the terminal, from its prompt to what each token was pushed by."""
+"""`mindspeed-rl trace`: show one sample of a run on the terminal, token by token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from mindspeed_rl.observability.run_files import read_lines
 
-#: what tokens can be coloured by -> least and largest value of the scale (None: as the sample has them)
-COLOURS: dict[str, tuple[str, float | None, float | None]] = {
+#: colour scale of tokens -> column, minimum and maximum (None: of the sample)
+_COLOURS: dict[str, tuple[str, float | None, float | None]] = {
     "log-prob": ("log_probs", -4.0, 0.0),
     "advantage": ("advantages", None, None),
     "weight": ("weights", 0.5, 1.5),
@@ -27,20 +27,20 @@ _SCALE = ("red", "yellow", "green")
 
 
 def main(argv: list[str]) -> int:
-    """Print the sample, or a table of the group; return 0, or 2 when there is none like it."""
+    """Print the sample, or a table of the group; return 0, or 2 when it does not exist."""
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl trace",
-        description="Show one written sample: prompt, response coloured token by token, reward parts, advantage. "
+        description="Show one written sample: prompt, response coloured token by token, reward components, advantage. "
         "Needs a run with rl_config.log_completions.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--iteration", type=int, help="default: the last one that was written")
-    parser.add_argument("--sample", type=int, help="number of the sample in the iteration; default: a table of all")
-    parser.add_argument("--colour", "--color", choices=COLOURS, default="log-prob", help="what tokens are coloured by")
+    parser.add_argument("--iteration", type=int, help="default: the last written one")
+    parser.add_argument("--sample", type=int, help="index of the sample in the iteration; default: a table of all")
+    parser.add_argument("--colour", "--color", choices=_COLOURS, default="log-prob", help="value that colours the tokens")
     parser.add_argument("--tokens", action="store_true", help="also print a table with a row for each token")
     arguments = parser.parse_args(argv)
     try:
-        samples = _samples(arguments.run, arguments.iteration)
+        samples = _read_samples(arguments.run, arguments.iteration)
         # brackets in a response are text, not rich's markup
         console = Console(highlight=False, markup=False)
         if arguments.sample is None:
@@ -56,15 +56,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _samples(run: Path, iteration: int | None) -> list[dict[str, Any]]:
-    """The samples that were written of one iteration.
+def _read_samples(run: Path, iteration: int | None) -> list[dict[str, Any]]:
+    """Return the written samples of one iteration.
 
     Raises:
-        ValueError: there are none; says which iterations have some, or how to get them.
+        ValueError: there are none; the message lists iterations that have some.
     """
     everything = list(read_lines(run / "completions.jsonl"))
     if not everything:
-        raise ValueError(f"{run} has no completions.jsonl: set rl_config.log_completions=true to have samples written.")
+        raise ValueError(f"{run} has no completions.jsonl: set rl_config.log_completions=true to write samples.")
     written = sorted({sample["iteration"] for sample in everything})
     iteration = written[-1] if iteration is None else iteration
     if iteration not in written:
@@ -77,14 +77,14 @@ def _print_table(console: Console, samples: Sequence[Mapping[str, Any]]) -> None
     table = Table(title=f"iteration {samples[0]['iteration']}")
     for name in ("sample", "prompt", "reward", "advantage", "tokens", "response"):
         table.add_column(name, overflow="fold" if name == "response" else "ellipsis", no_wrap=name != "response")
-    for number, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         tokens = sample.get("tokens")
         response = " ".join(sample["response"].split())
         table.add_row(
-            str(number),
+            str(index),
             str(sample.get("group", "")),
-            _figure(sample["reward"]),
-            _figure(sample["advantage"]),
+            _format(sample["reward"]),
+            _format(sample["advantage"]),
             "" if tokens is None else str(len(tokens["ids"])),
             Text(response if len(response) <= 160 else response[:157] + "..."),
         )
@@ -96,52 +96,49 @@ def _print_sample(console: Console, sample: Mapping[str, Any], colour: str, *, w
     console.print(Text("prompt", style="bold"))
     console.print(Text(sample["prompt"], style="dim"))
     console.print(Text("response", style="bold"))
-    console.print(Text(sample["response"]) if tokens is None else _coloured(tokens, colour))
-    parts = ", ".join(f"{name} {_figure(value)}" for name, value in (sample.get("parts") or {}).items())
+    console.print(Text(sample["response"]) if tokens is None else _colour_tokens(tokens, colour))
+    parts = ", ".join(f"{name} {_format(value)}" for name, value in (sample.get("parts") or {}).items())
     extra = ", ".join(f"{name} {value}" for name, value in (sample.get("extra") or {}).items())
-    console.print(f"reward {_figure(sample['reward'])} ({parts}), advantage {_figure(sample['advantage'])}")
+    console.print(f"reward {_format(sample['reward'])} ({parts}), advantage {_format(sample['advantage'])}")
     console.print(Text(extra, style="dim"))
     if tokens is None:
         return
-    behind = Text(" high; struck through: does not train", style="dim")
-    console.print(Text(f"colour: {colour}, low ", style="dim") + _legend() + behind)
+    legend = Text.assemble(*((name, name) for name in _SCALE))
+    suffix = Text(" high; struck through: does not train", style="dim")
+    console.print(Text(f"colour: {colour}, low ", style="dim") + legend + suffix)
     if with_table:
-        console.print(_token_table(tokens))
+        console.print(_build_token_table(tokens))
 
 
-def _coloured(tokens: Mapping[str, Any], colour: str) -> Text:
-    key, low, high = COLOURS[colour]
+def _colour_tokens(tokens: Mapping[str, Any], colour: str) -> Text:
+    key, low, high = _COLOURS[colour]
     values = tokens.get(key)
     if values is None:
-        raise ValueError(f"--colour {colour}: this run did not write {key}, for it did not compute them.")
-    least, most = (min(values) if low is None else low), (max(values) if high is None else high)
+        raise ValueError(f"--colour {colour}: this run did not compute {key}.")
+    minimum, maximum = (min(values) if low is None else low), (max(values) if high is None else high)
     text = Text()
-    for index, piece in enumerate(tokens["texts"]):
-        place = (values[index] - least) / (most - least) if most > least else 1.0
-        style = _SCALE[min(int(max(place, 0.0) * len(_SCALE)), len(_SCALE) - 1)]
+    for index, token in enumerate(tokens["texts"]):
+        position = (values[index] - minimum) / (maximum - minimum) if maximum > minimum else 1.0
+        style = _SCALE[min(int(max(position, 0.0) * len(_SCALE)), len(_SCALE) - 1)]
         if not tokens["loss_mask"][index]:
             style += " strike"
-        text.append(piece, style=style)
+        text.append(token, style=style)
     return text
 
 
-def _legend() -> Text:
-    return Text.assemble(*((name, name) for name in _SCALE))
-
-
-def _token_table(tokens: Mapping[str, Any]) -> Table:
+def _build_token_table(tokens: Mapping[str, Any]) -> Table:
     table = Table()
     known = ("log_probs", "trainer_log_probs", "weights", "ratios", "clipped", "advantages", "versions", "loss_mask")
     columns = [key for key in known if key in tokens]
     for name in ("", "id", "token", *columns):
         table.add_column(name.replace("_", " "))
-    for index, piece in enumerate(tokens["texts"]):
-        cells = [_figure(tokens[key][index]) for key in columns]
-        table.add_row(str(index), str(tokens["ids"][index]), Text(repr(piece)[1:-1]), *cells)
+    for index, token in enumerate(tokens["texts"]):
+        cells = [_format(tokens[key][index]) for key in columns]
+        table.add_row(str(index), str(tokens["ids"][index]), Text(repr(token)[1:-1]), *cells)
     return table
 
 
-def _figure(value: Any) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -14,11 +14,11 @@ SOURCE_ROLES = ("user", "observation")
 TARGET_ROLES = ("assistant", "function")
 
 
-class BadRow(ValueError):
+class MalformedRowError(ValueError):
     """A row whose structure is wrong: a missing column, roles out of order, broken JSON."""
 
 
-class DroppedRow(Exception):
+class DroppedRowError(Exception):
     """A well-formed row that cannot be used; `reason` is the line it is counted under."""
 
     def __init__(self, reason: str) -> None:
@@ -38,21 +38,21 @@ class ToolCall:
         """Read `{"name": ..., "arguments": ...}` or OpenAI's `{"type": "function", "function": {...}}`.
 
         Raises:
-            BadRow: no name, or arguments that are neither an object nor the JSON text of one.
+            MalformedRowError: no name, or arguments that are neither an object nor the JSON text of one.
         """
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise BadRow(f"a function call needs a name and arguments, not {json.dumps(value, ensure_ascii=False)[:120]}")
+            raise MalformedRowError(f"a function call needs a name and arguments, not {json.dumps(value, ensure_ascii=False)[:120]}")
         arguments = value.get("arguments", {})
         # OpenAI's own form has them as JSON text
         if isinstance(arguments, str):
             try:
                 arguments = strict_json.loads(arguments)
             except ValueError as error:
-                raise BadRow(f"the arguments of function call {value['name']!r} are not JSON: {error}") from error
+                raise MalformedRowError(f"the arguments of function call {value['name']!r} are not JSON: {error}") from error
         if not isinstance(arguments, dict):
-            raise BadRow(f"the arguments of function call {value['name']!r} must be a JSON object")
+            raise MalformedRowError(f"the arguments of function call {value['name']!r} must be a JSON object")
         return ToolCall(value["name"], arguments)
 
 
@@ -87,13 +87,13 @@ class Conversation:
         return sum(len(message.contents) if message.role == "observation" else 1 for message in self.messages)
 
     def check_order(self) -> None:
-        """Raise BadRow unless the roles alternate."""
+        """Raise MalformedRowError unless the roles alternate."""
         if not self.messages:
-            raise BadRow("the conversation has no messages")
+            raise MalformedRowError("the conversation has no messages")
         for index, message in enumerate(self.messages):
             expected = TARGET_ROLES if index % 2 else SOURCE_ROLES
             if message.role not in expected:
-                raise BadRow(f"message {index} is from {message.role!r}, but {' or '.join(expected)} must speak there")
+                raise MalformedRowError(f"message {index} is from {message.role!r}, but {' or '.join(expected)} must speak there")
 
 
 def user(text: str) -> Message:
@@ -110,7 +110,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """Return tool schemas in OpenAI's form from a list, the JSON text of one, or nothing.
 
     Raises:
-        BadRow: the text is not JSON, or an entry is no function schema.
+        MalformedRowError: the text is not JSON, or an entry is no function schema.
     """
     if value is None or value == "" or value == []:
         return ()
@@ -123,10 +123,10 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
         if isinstance(entry, str):
             entry = _tools_json(entry)
         if not isinstance(entry, dict):
-            raise BadRow(f"a tool must be a JSON object, not {type(entry).__name__}")
+            raise MalformedRowError(f"a tool must be a JSON object, not {type(entry).__name__}")
         function = entry["function"] if isinstance(entry.get("function"), dict) else entry
         if not isinstance(function.get("name"), str):
-            raise BadRow("a tool has no name")
+            raise MalformedRowError("a tool has no name")
         tools.append(entry if function is not entry else {"type": "function", "function": entry})
     return tuple(tools)
 
@@ -135,4 +135,4 @@ def _tools_json(text: str) -> Any:
     try:
         return strict_json.loads(text)
     except ValueError as error:
-        raise BadRow(f"the tools are not JSON: {error}") from error
+        raise MalformedRowError(f"the tools are not JSON: {error}") from error

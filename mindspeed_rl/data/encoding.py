@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.templates import Piece, Rendering, Token
 
@@ -82,10 +82,10 @@ class TextEncoder:
             self._special[token.name] = number
         return self._special[token.name]
 
-    def encode_renderings(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | BadRow]:
+    def encode_renderings(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | MalformedRowError]:
         """(source ids, target ids) of every turn of every rendering, in one pass over the tokenizer.
 
-        A rendering `as_one_text` gives a BadRow where an answer shares all its tokens with what stands before or after it.
+        A rendering `as_one_text` gives a MalformedRowError where an answer shares all its tokens with what stands before or after it.
         """
         sides = [
             side for rendering in renderings if not rendering.as_one_text for turn in rendering.turns
@@ -106,7 +106,7 @@ class TextEncoder:
                     out.append(self.special_id(piece))
             return out
 
-        results: list[list[TurnIds] | BadRow] = []
+        results: list[list[TurnIds] | MalformedRowError] = []
         for rendering in renderings:
             if rendering.as_one_text:
                 results.append(next(cut))
@@ -118,7 +118,7 @@ class TextEncoder:
             results.append(turns)
         return results
 
-    def _encode_whole(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | BadRow]:
+    def _encode_whole(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | MalformedRowError]:
         """Tokenize each rendering as one text, and cut the ids where its turns' sides meet.
 
         The ids together are those of the whole text, so that a model reads in training what it reads when it is served. A token
@@ -131,17 +131,17 @@ class TextEncoder:
             return [self._cut_slowly(parts, ids) for parts, ids in zip(sides, self.encode(texts), strict=True)]
         return [self._cut(parts, *placed) for parts, placed in zip(sides, self._encode_with_places(texts), strict=True)]
 
-    def _cut_slowly(self, parts: list[str], ids: list[int]) -> list[TurnIds] | BadRow:
+    def _cut_slowly(self, parts: list[str], ids: list[int]) -> list[TurnIds] | MalformedRowError:
         """For a tokenizer written in Python, which has no places: each part on its own, if that gives the same tokens."""
         pieces = self.encode(parts)
         if [token for piece in pieces for token in piece] != ids:
-            return BadRow(
+            return MalformedRowError(
                 "the chat template's text has other tokens than its turns one by one, and this tokenizer cannot tell the"
                 " tokens' places; use a fast tokenizer, or prompt_type"
             )
         return list(zip(pieces[::2], pieces[1::2], strict=True))
 
-    def _cut(self, parts: list[str], ids: list[int], places: _Places) -> list[TurnIds] | BadRow:
+    def _cut(self, parts: list[str], ids: list[int], places: _Places) -> list[TurnIds] | MalformedRowError:
         turns: list[TurnIds] = []
         source: list[int] = []
         border = first = 0
@@ -158,7 +158,7 @@ class TextEncoder:
             if number % 2 == 0:
                 source = piece
             elif part and not piece:
-                return BadRow(f"the answer {part[:60]!r} has no token of its own; the text around it shares them")
+                return MalformedRowError(f"the answer {part[:60]!r} has no token of its own; the text around it shares them")
             else:
                 turns.append((source, piece))
         return turns

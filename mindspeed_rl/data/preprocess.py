@@ -27,7 +27,7 @@ from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
 from mindspeed_rl.data.parts import PartWriter, join_parts, publish, work_folder
 from mindspeed_rl.data.pool import ChunkResult, encode_chunks
-from mindspeed_rl.data.sources import USUAL_CHUNKS, Chunk, ChunkSize, RowSource, open_source, read_chunk
+from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED, Counts, render_columns, summary_text
 from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
@@ -221,7 +221,7 @@ def final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
     return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
 
 
-def run(config: PreprocessConfig, chunk_size: ChunkSize = USUAL_CHUNKS) -> Report:
+def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> Report:
     """Write the dataset and return the report.
 
     Args:
@@ -268,7 +268,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = USUAL_CHUNKS) -> Repor
     return Report(counts, files, text, lengths)
 
 
-def open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = USUAL_CHUNKS) -> RowSource:
+def open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:
     """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
     own = handler.open_source(config)
     if own is not None:

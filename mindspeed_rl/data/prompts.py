@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from mindspeed_rl.data import handler_class
-from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
@@ -292,21 +292,21 @@ def _load_raw(
                 )
             handler = reader
         drafts = []
-        bad: list[tuple[int, BadRow]] = []
+        bad: list[tuple[int, MalformedRowError]] = []
         for number, row in numbered:
             try:
-                if isinstance(row, BadRow):
+                if isinstance(row, MalformedRowError):
                     raise row
                 draft = handler.render(row)
                 drafts.append((number, draft.renderings[0], draft.note))
-            except BadRow as error:
+            except MalformedRowError as error:
                 bad.append((number, error))
-            except DroppedRow as drop:
+            except DroppedRowError as drop:
                 dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
         encoded = handler.encoder.encode_renderings([rendering for _, rendering, _ in drafts])
         path = str(chunk.path)
         for turns, (number, _, values) in zip(encoded, drafts, strict=True):
-            if isinstance(turns, BadRow):
+            if isinstance(turns, MalformedRowError):
                 bad.append((number, turns))
             else:
                 tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.data import strict_json
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.strict_json import StrictDecoder
 
 FORMATS = {
@@ -32,7 +32,7 @@ FORMATS = {
 #: reads bytes that are no UTF-8 as U+DC80 to U+DCFF, so that the row that holds them can be named
 _KEEP_BYTES = "surrogateescape"
 _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
-NumberedRow = tuple[int, Mapping[str, Any] | BadRow]
+NumberedRow = tuple[int, Mapping[str, Any] | MalformedRowError]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ChunkSize:
     num_rows: int = 512
 
 
-USUAL_CHUNKS = ChunkSize()
+DEFAULT_CHUNK_SIZE = ChunkSize()
 
 
 class RowSource(Protocol):
@@ -103,7 +103,7 @@ class Source:
     ignored: tuple[str, ...] = ()
     dataset: Any = None
     max_rows: int | None = None
-    chunk_size: ChunkSize = USUAL_CHUNKS
+    chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE
 
     def total_weight(self) -> int | None:
         """Sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
@@ -298,7 +298,7 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
                 size = block
                 if wrong is not None:
                     byte = _wrong_byte(buffer[start:at])
-                    yield BadRow(f"is not valid JSON ({wrong})" if byte is None else f"is not UTF-8 (byte {byte:#04x})")
+                    yield MalformedRowError(f"is not valid JSON ({wrong})" if byte is None else f"is not UTF-8 (byte {byte:#04x})")
                 else:
                     yield value
                 continue
@@ -330,12 +330,12 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
-def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | BadRow:
+def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | MalformedRowError:
     # DictReader puts surplus fields under None, and None where fields are missing
     if None in row or None in row.values():
-        return BadRow("has another number of fields than the header")
+        return MalformedRowError("has another number of fields than the header")
     byte = next((byte for value in row.values() if (byte := _wrong_byte(value)) is not None), None)
-    return row if byte is None else BadRow(f"is not UTF-8 (byte {byte:#04x})")
+    return row if byte is None else MalformedRowError(f"is not UTF-8 (byte {byte:#04x})")
 
 
 def _wrong_byte(text: str) -> int | None:
@@ -433,7 +433,7 @@ _CHUNKERS: dict[str, Callable[[str, ChunkSize], Iterator[Chunk]]] = {
 
 
 def read_chunk(chunk: Chunk) -> list[tuple[int, Any]]:
-    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a BadRow, an empty one is skipped."""
+    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a MalformedRowError, an empty one is skipped."""
     rows = _chunk_rows(chunk)
     return rows if chunk.tag is None else [(number, TaggedRow(chunk.tag, row)) for number, row in rows]
 
@@ -459,19 +459,19 @@ def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
     return [(number, _json_row(line)) for number, line in numbered if line.strip()]
 
 
-def _text_row(line: bytes) -> Mapping[str, Any] | BadRow:
+def _text_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
     try:
         # a file's first line may begin with a byte order mark
         return {"text": line.decode("utf-8-sig").rstrip("\r")}
     except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8 ({error})")
+        return MalformedRowError(f"is not UTF-8 ({error})")
 
 
-def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
+def _json_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
     try:
         return strict_json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        return BadRow(f"is not valid JSON ({error})")
+        return MalformedRowError(f"is not valid JSON ({error})")
 
 
 def limited(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:
@@ -487,7 +487,7 @@ def limited(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:
         left -= chunk.num_rows
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, int, Mapping[str, Any] | BadRow]]:
+def read_rows(source: Source) -> Iterator[tuple[str, int, Mapping[str, Any] | MalformedRowError]]:
     """Yield (path, row number, row) of everything, in this process."""
     for chunk in source.chunks():
         for number, row in read_chunk(chunk):

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message, Role, ToolCall, assistant, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, Role, ToolCall, assistant, user
 from mindspeed_rl.data.tools import tool_style
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Template:
         """Write the conversation out; a conversation that ends with a source gives a last turn with an empty target.
 
         Raises:
-            BadRow: the roles do not alternate, or the conversation has tools or calls that this template cannot write.
+            MalformedRowError: the roles do not alternate, or the conversation has tools or calls that this template cannot write.
         """
         conversation.check_order()
         turns = []
@@ -240,7 +240,7 @@ class Template:
         system = conversation.system or self.default_system
         if conversation.tools:
             if self.tools is None:
-                raise BadRow(f"template {self.name!r} cannot write tools; templates that can have format_tools")
+                raise MalformedRowError(f"template {self.name!r} cannot write tools; templates that can have format_tools")
             text = self.tools.schemas(conversation.tools)
             if self.tools_before_system:
                 source += self.system.apply(content=text)
@@ -257,7 +257,7 @@ class Template:
     def _source(self, message: Message, lead: str, suffix: str, number: int) -> list[Piece]:
         if message.role == "observation":
             if self.tools is None:
-                raise BadRow(f"template {self.name!r} cannot write tool results; templates that can have format_tools")
+                raise MalformedRowError(f"template {self.name!r} cannot write tool results; templates that can have format_tools")
             return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(number))
         return self.user.apply(content=lead + message.content + suffix, idx=str(number))
 
@@ -267,7 +267,7 @@ class Template:
         if message.role != "function":
             return opening, [thought, *self.assistant.apply(content=content)]
         if self.tools is None:
-            raise BadRow(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
+            raise MalformedRowError(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
         if self.function.fields & {"name", "arguments"}:
             written: list[Piece] = [thought, content]
             for call in message.calls:
@@ -277,7 +277,7 @@ class Template:
         try:
             calls = self.tools.calls(message.calls)
         except ValueError as error:
-            raise BadRow(str(error)) from error
+            raise MalformedRowError(str(error)) from error
         # Qwen's own chat templates part an answer's text from its calls likewise
         separator = "\n" if content and not content.endswith("\n") and not calls.startswith("\n") else ""
         return opening, [thought, *self.function.apply(content=content + separator + calls)]
@@ -287,7 +287,7 @@ class Template:
         content = message.content
         if not self.can_think:
             if message.reasoning:
-                raise BadRow(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
+                raise MalformedRowError(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
             return "", "", content
         thought = message.reasoning
         for pattern in self._thoughts:
@@ -362,7 +362,7 @@ class HfTemplate:
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A template is a program of its own: what it cannot write, it refuses with whatever its operations raise.
-            raise BadRow(f"the tokenizer's chat template refuses the conversation: {error}") from error
+            raise MalformedRowError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)  # token ids with tokenize=True
         return text
 
@@ -370,7 +370,7 @@ class HfTemplate:
         """The template's own text of messages in OpenAI's form, with the prompt for an answer.
 
         Raises:
-            BadRow: the template refuses them.
+            MalformedRowError: the template refuses them.
         """
         return self._apply([dict(message) for message in messages], tools, thinking, prompt=True)
 
@@ -414,7 +414,7 @@ class HfTemplate:
             if after:
                 text, found, prompt = text.rpartition(last)
                 if not found:
-                    raise BadRow(f"the tokenizer's chat template drops messages from {following!r} after an answer")
+                    raise MalformedRowError(f"the tokenizer's chat template drops messages from {following!r} after an answer")
             start = text.rfind(answer if answer in text else first)
             # the probes are equally long, so either may have been found
             text = text[start + len(answer) :]
@@ -431,7 +431,7 @@ class HfTemplate:
         match = self._special.search(between)
         if calls:
             if match is None:
-                raise BadRow("the tokenizer's chat template writes nothing that tells where function calls end")
+                raise MalformedRowError("the tokenizer's chat template writes nothing that tells where function calls end")
             return match.span()
         closers = set(self._special.findall(self._terminator + os.path.commonprefix([between, prompt])))
         if match is None or match.group() not in closers | {self._tokenizer.eos_token}:
@@ -442,7 +442,7 @@ class HfTemplate:
         """Write the conversation out; the turns' concatenation is the chat template's own text.
 
         Raises:
-            BadRow: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
+            MalformedRowError: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
         """
         conversation.check_order()
         messages = hf_messages(conversation)
@@ -466,7 +466,7 @@ class HfTemplate:
             text = whole[position : len(opening)]
             for content in (*source.contents, (conversation.system or "") if number == 0 else ""):
                 if not _stands_in(content, text):
-                    raise BadRow(f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read")
+                    raise MalformedRowError(f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read")
             if number == len(replies):
                 turns.append(Turn(joined([text]), ()))
                 position = len(whole)
@@ -478,10 +478,10 @@ class HfTemplate:
             if following is not None:
                 limit = self._content_start(whole, openings[number + 1], border, following, messages[:sent], tools, thinking)
             if any(call.name not in whole[len(opening) : limit] for call in reply.calls):
-                raise BadRow("the tokenizer's chat template drops function calls")
+                raise MalformedRowError("the tokenizer's chat template drops function calls")
             end = limit - len(border.header)
             if end < len(opening) + len(border.end) or not whole[:limit].endswith(border.end + border.header):
-                raise BadRow(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual")
+                raise MalformedRowError(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual")
             answer = whole[len(opening) : end]
             self._check_answer(reply, answer, is_last=following is None, thinking=thinking)
             turns.append(Turn(joined([text]), joined([answer])))
@@ -504,11 +504,11 @@ class HfTemplate:
         if prompted.startswith(read) and len(opening) - same <= len(prompted) - len(read):
             asked = prompted[len(read) :]
             start = len(opening) - len(asked)
-            raise BadRow(
+            raise MalformedRowError(
                 f"the tokenizer's chat template asks for an answer with {asked!r}, but writes this one as"
                 f" {whole[start : start + len(asked) + 20]!r}; try another enable_thinking, or prompt_type"
             )
-        raise BadRow(_REWRITES)
+        raise MalformedRowError(_REWRITES)
 
     def _content_start(
         self,
@@ -533,20 +533,20 @@ class HfTemplate:
         text = self._apply([*before, *hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
         start = text.find(_PROBES[2])
         if start < 0 or text[:start] != whole[:start]:
-            raise BadRow(_REWRITES)
+            raise MalformedRowError(_REWRITES)
         return start
 
     def _check_answer(self, reply: Message, answer: str, *, is_last: bool, thinking: Thinking) -> None:
         # of the last answer alone: templates leave out earlier thoughts by design
         if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
-            raise BadRow("the tokenizer's chat template drops the reasoning_content of the last answer")
+            raise MalformedRowError("the tokenizer's chat template drops the reasoning_content of the last answer")
         if not _stands_in(reply.content, answer) and not _stands_in(reply.content.rpartition("</think>")[2], answer):
-            raise BadRow(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
+            raise MalformedRowError(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
 
     def _check_tools_are_written(self, text: str, tools: Sequence[dict[str, Any]]) -> None:
         missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
         if missing:
-            raise BadRow(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
+            raise MalformedRowError(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
 
 
 def probe_tool(name: str) -> dict[str, Any]:

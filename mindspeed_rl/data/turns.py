@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message, Role, parse_tools
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, Role, parse_tools
 from mindspeed_rl.data.conversation import ToolCall as WrittenCall
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import HfTemplate, Piece, Template, Thinking, Token, probe_tool
@@ -42,7 +42,7 @@ class _Writer(Protocol):
         """The conversation's text.
 
         Raises:
-            BadRow: the template cannot write it.
+            MalformedRowError: the template cannot write it.
         """
         ...
 
@@ -133,7 +133,7 @@ class ChatTurns:
         """A conversation whose next turn is the model's.
 
         Raises:
-            BadRow: the template cannot write it.
+            MalformedRowError: the template cannot write it.
         """
         told = [self._in_plain_text(message) for message in messages]
         return self._encode(self._writer.pieces(told, parse_tools(list(tools))))
@@ -160,14 +160,14 @@ class ChatTurns:
             messages: behind the prompt, the model's first and new ones last.
 
         Raises:
-            BadRow: the template cannot write them.
+            MalformedRowError: the template cannot write them.
         """
         question = _message("user", _QUESTIONS[0])
         asked, whole = self._ids([question]), self._ids([question, *map(self._in_plain_text, messages)])
         same = len(os.path.commonprefix([asked, whole]))
         kept = len(prompt_ids) - (len(asked) - same)
         if tuple(prompt_ids[kept:]) != asked[same:]:
-            raise BadRow(f"a prompt does not end as the chat template {self.name!r} asks for an answer")
+            raise MalformedRowError(f"a prompt does not end as the chat template {self.name!r} asks for an answer")
         return (*prompt_ids[:kept], *whole[same:])
 
     # ------------------------------------------------------------------ behind an answer
@@ -184,7 +184,7 @@ class ChatTurns:
             has_thought: some answer since the last rewriting has one.
 
         Raises:
-            BadRow: the template cannot write the messages.
+            MalformedRowError: the template cannot write the messages.
         """
         roles = tuple(str(message["role"]) for message in messages)
         num_before = num_before if self._numbers_turns else 0
@@ -198,7 +198,7 @@ class ChatTurns:
         made_up = _made_up(_ANSWERS[0], told, num_before, has_thought=has_thought, with_calls=gap.with_calls)
         whole = self._ids(made_up)
         if whole[: len(gap.begins)] != gap.begins:
-            raise BadRow(f"the chat template {self.name!r} lets an answer's text depend on the message that follows")
+            raise MalformedRowError(f"the chat template {self.name!r} lets an answer's text depend on the message that follows")
         behind = whole[len(gap.begins) :]
         if last_token in gap.header:
             behind = behind[gap.header.index(last_token) + 1 :]
@@ -208,7 +208,7 @@ class ChatTurns:
         """See `between`: None where the template does not keep what stands before."""
         try:
             return self._gap(roles, num_before, has_thought=has_thought, with_calls=False)
-        except BadRow:
+        except MalformedRowError:
             if "tool" not in roles:
                 raise
             return self._gap(roles, num_before, has_thought=has_thought, with_calls=True)
@@ -224,7 +224,7 @@ class ChatTurns:
             return None
         written = _text(self._writer.pieces(conversation(_ANSWERS[0], _NEWS[0]), self._tools))
         if _ANSWERS[0] not in written or written.count(_NEWS[0]) != len(roles):
-            raise BadRow(f"the chat template {self.name!r} drops messages of {', '.join(roles)} behind an answer")
+            raise MalformedRowError(f"the chat template {self.name!r} drops messages of {', '.join(roles)} behind an answer")
         if has_thought and _THOUGHT not in written:
             return None
         behind = _common_end(whole, other)
@@ -269,7 +269,7 @@ def as_conversation(messages: Sequence[ChatMessage], tools: Sequence[dict[str, A
     """Messages in OpenAI's form as the templates of a file take them; adjacent messages of tools are one.
 
     Raises:
-        BadRow: a role is unknown.
+        MalformedRowError: a role is unknown.
     """
     system: str | None = None
     found: list[Message] = []
@@ -285,7 +285,7 @@ def as_conversation(messages: Sequence[ChatMessage], tools: Sequence[dict[str, A
         elif role in _ROLES:
             found.append(Message(_ROLES[role], (content,)))
         else:
-            raise BadRow(f"message {number} of a conversation is from {role!r}, which the template does not know there")
+            raise MalformedRowError(f"message {number} of a conversation is from {role!r}, which the template does not know there")
     return Conversation(found, system, tools)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.sources import RowSource, TaggedRow
@@ -149,24 +149,24 @@ class Handler(ABC):
         """Value of the dataset column that stands for `key`; None where an optional column is switched off or absent.
 
         Raises:
-            BadRow: the column was asked for in map_keys, or is required, and the row lacks it.
+            MalformedRowError: the column was asked for in map_keys, or is required, and the row lacks it.
         """
         name = self.map[key]
         if not name:
             if required:
-                raise BadRow(f"map_keys switches {key!r} off, but {type(self).__name__} needs it")
+                raise MalformedRowError(f"map_keys switches {key!r} off, but {type(self).__name__} needs it")
             return None
         if name in row:
             return row[name]
         if required or key in self._explicit:
-            raise BadRow(f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours")
+            raise MalformedRowError(f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours")
         return None
 
     def text_column(self, row: Mapping[str, Any], key: str, *, required: bool = False) -> str:
         """Text of a column; "" where it is off, absent or null.
 
         Raises:
-            BadRow: the value is not text.
+            MalformedRowError: the value is not text.
         """
         value = self.column(row, key, required=required)
         if value is None:
@@ -174,10 +174,10 @@ class Handler(ABC):
         # answers such as 42 are numbers in many files
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not math.isfinite(value):
-                raise BadRow(f"column {self.map[key]!r} must be text, not {value}")
+                raise MalformedRowError(f"column {self.map[key]!r} must be text, not {value}")
             return str(value)
         if not isinstance(value, str):
-            raise BadRow(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
+            raise MalformedRowError(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
         return value
 
     def written(self, conversation: Conversation) -> Rendering:
@@ -189,28 +189,28 @@ class Handler(ABC):
         """Return the texts of a row: a mapping from column names, or a TaggedRow of a mixture.
 
         Raises:
-            BadRow: the row's structure is wrong.
-            DroppedRow: the row is sound but unusable.
+            MalformedRowError: the row's structure is wrong.
+            DroppedRowError: the row is sound but unusable.
         """
 
     @abstractmethod
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        """Return the arrays of a row from its encoded renderings; may raise DroppedRow."""
+        """Return the arrays of a row from its encoded renderings; may raise DroppedRowError."""
 
     def encode(self, rows: Sequence[tuple[int, Any]]) -> EncodedBatch:
-        """Encode numbered rows with one call of the tokenizer. A BadRow in place of a row is passed on."""
+        """Encode numbered rows with one call of the tokenizer. A MalformedRowError in place of a row is passed on."""
         batch = EncodedBatch()
         drafts: list[tuple[int, Draft]] = []
         for number, row in rows:
             try:
-                if isinstance(row, BadRow):
+                if isinstance(row, MalformedRowError):
                     raise row
                 if not isinstance(row, (Mapping, TaggedRow)):
-                    raise BadRow(f"must be an object with named columns, not {type(row).__name__}")
+                    raise MalformedRowError(f"must be an object with named columns, not {type(row).__name__}")
                 drafts.append((number, self.render(row)))
-            except BadRow as error:
+            except MalformedRowError as error:
                 batch.bad.append((number, str(error)))
-            except DroppedRow as drop:
+            except DroppedRowError as drop:
                 batch.dropped[drop.reason] += 1
         encoded = iter(self.encoder.encode_renderings([r for _, draft in drafts for r in draft.renderings]))
         for number, draft in drafts:
@@ -218,24 +218,24 @@ class Handler(ABC):
             own = [next(encoded) for _ in draft.renderings]
             try:
                 batch.rows.append(self.assemble(draft, sound(own)))
-            except BadRow as error:
+            except MalformedRowError as error:
                 batch.bad.append((number, str(error)))
-            except DroppedRow as drop:
+            except DroppedRowError as drop:
                 batch.dropped[drop.reason] += 1
         # rows that cannot be rendered come before rows that cannot be encoded; a run stops at the first of the file
         batch.bad.sort()
         return batch
 
 
-def sound(encoded: Sequence[list[TurnIds] | BadRow]) -> list[list[TurnIds]]:
+def sound(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[TurnIds]]:
     """The encoded renderings of a row.
 
     Raises:
-        BadRow: one of them could not be encoded.
+        MalformedRowError: one of them could not be encoded.
     """
     turns = []
     for entry in encoded:
-        if isinstance(entry, BadRow):
+        if isinstance(entry, MalformedRowError):
             raise entry
         turns.append(entry)
     return turns

@@ -9,9 +9,9 @@ import numpy as np
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
-    BadRow,
+    MalformedRowError,
     Conversation,
-    DroppedRow,
+    DroppedRowError,
     Message,
     Role,
     ToolCall,
@@ -43,7 +43,7 @@ class InstructionHandler(Handler):
         """Read one row.
 
         Raises:
-            BadRow: the row's structure is wrong.
+            MalformedRowError: the row's structure is wrong.
         """
         raise NotImplementedError
 
@@ -51,12 +51,12 @@ class InstructionHandler(Handler):
         conversation = self.conversation(row)
         conversation.check_order()
         if len(conversation.messages) % 2:
-            raise BadRow("the last message is not from the assistant")
+            raise MalformedRowError("the last message is not from the assistant")
         for message in conversation.messages[1::2]:
             if not message.content.strip() and not message.calls:
-                raise DroppedRow(EMPTY_ANSWER)
+                raise DroppedRowError(EMPTY_ANSWER)
         if not any(message.content.strip() for message in conversation.messages[::2]):
-            raise DroppedRow(EMPTY_PROMPT)
+            raise DroppedRowError(EMPTY_PROMPT)
         return Draft((self.written(conversation),))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
@@ -69,7 +69,7 @@ class InstructionHandler(Handler):
             total = sum(len(source) + len(target) for source, target in turns) + closes
             # MindSpeed-LLM's rule, so that files come out alike: dropped at seq_length, with neat_pack cut to one less
             if total >= seq_length and not self.settings.neat_pack:
-                raise DroppedRow(TOO_LONG)
+                raise DroppedRowError(TOO_LONG)
             budget = seq_length - 1
         input_ids, labels, truncated = join_turns(
             turns,
@@ -87,13 +87,13 @@ def alpaca_question(handler: Handler, row: Mapping[str, Any]) -> tuple[list[Mess
     """(messages of the history, system, question) of an Alpaca row; the question is `prompt` and `query` on separate lines.
 
     Raises:
-        BadRow: a column is missing or has the wrong form.
+        MalformedRowError: a column is missing or has the wrong form.
     """
     messages: list[Message] = []
     if "history" in handler.map:
         for pair in handler.column(row, "history") or ():
             if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise BadRow(f"column {handler.map['history']!r} must hold [question, answer] pairs")
+                raise MalformedRowError(f"column {handler.map['history']!r} must hold [question, answer] pairs")
             messages += [user(pair[0]), assistant(pair[1])]
     question = join_lines(handler.text_column(row, "prompt", required=True), handler.text_column(row, "query"))
     return messages, handler.text_column(row, "system") or None, question
@@ -143,19 +143,19 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split a function turn into the text (a thought) before the JSON and the calls in it.
 
     Raises:
-        BadRow: there is no JSON object or list of calls at the end.
+        MalformedRowError: there is no JSON object or list of calls at the end.
     """
     starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     start = min(starts, default=-1)
     if start < 0:
-        raise BadRow("a function call turn holds no JSON")
+        raise MalformedRowError("a function call turn holds no JSON")
     try:
         value = strict_json.loads(text[start:])
     except ValueError as error:
-        raise BadRow(f"a function call turn is not JSON: {error}") from error
+        raise MalformedRowError(f"a function call turn is not JSON: {error}") from error
     calls = tuple(ToolCall.parse(entry) for entry in (value if isinstance(value, list) else [value]))
     if not calls:
-        raise BadRow("a function call turn holds no call")
+        raise MalformedRowError("a function call turn holds no call")
     return text[:start].strip(), calls
 
 
@@ -163,10 +163,10 @@ def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, 
     """(system, messages) of a ShareGPT list; a leading system turn is taken out.
 
     Raises:
-        BadRow: not a list of turns, or an unknown speaker.
+        MalformedRowError: not a list of turns, or an unknown speaker.
     """
     if not isinstance(turns, (list, tuple)) or not turns:
-        raise BadRow("the conversation must be a list of turns")
+        raise MalformedRowError("the conversation must be a list of turns")
     roles: dict[str, Role] = {
         tags["user_tag"]: "user",
         tags["assistant_tag"]: "assistant",
@@ -177,13 +177,13 @@ def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, 
     messages = []
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping) or tags["role_tag"] not in turn or not isinstance(turn.get(tags["content_tag"]), str):
-            raise BadRow(f"turn {index} needs {tags['role_tag']!r} and the text {tags['content_tag']!r}")
+            raise MalformedRowError(f"turn {index} needs {tags['role_tag']!r} and the text {tags['content_tag']!r}")
         speaker, content = turn[tags["role_tag"]], turn[tags["content_tag"]]
         if index == 0 and speaker == tags["system_tag"]:
             system = content
             continue
         if speaker not in roles:
-            raise BadRow(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
+            raise MalformedRowError(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
         if roles[speaker] == "function":
             text, calls = parse_calls(content)
             messages.append(Message("function", (text,), calls))
@@ -210,20 +210,20 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
     """(system, messages) of an OpenAI list; the results of parallel calls become one observation, user messages in a row one.
 
     Raises:
-        BadRow: not a list of messages, or an unknown role.
+        MalformedRowError: not a list of messages, or an unknown role.
     """
     if isinstance(entries, str):
         try:
             entries = strict_json.loads(entries)
         except ValueError as error:
-            raise BadRow(f"the messages are not JSON: {error}") from error
+            raise MalformedRowError(f"the messages are not JSON: {error}") from error
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise BadRow("the conversation must be a list of messages")
+        raise MalformedRowError("the conversation must be a list of messages")
     system = None
     messages: list[Message] = []
     for index, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-            raise BadRow(f"message {index} needs a role")
+            raise MalformedRowError(f"message {index} needs a role")
         role = entry["role"]
         content = _openai_text(entry.get("content"), index)
         # developer is OpenAI's later name of the same role
@@ -245,7 +245,7 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
             reasoning = entry.get("reasoning_content") or ""
             messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning))
         else:
-            raise BadRow(f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool")
+            raise MalformedRowError(f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool")
     return system, messages
 
 
@@ -259,7 +259,7 @@ def _openai_text(content: Any, index: int) -> str:
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise BadRow(f"message {index} has content that is not text")
+    raise MalformedRowError(f"message {index} has content that is not text")
 
 
 class OpenAIInstructionHandler(InstructionHandler):
@@ -286,5 +286,5 @@ class HunyuanInstructionHandler(OpenAIInstructionHandler):
             for index, role in enumerate(turns):
                 expected = "assistant" if index % 2 else "user"
                 if role != expected:
-                    raise BadRow(f"{expected} must speak at turn {index}, not {role!r}")
+                    raise MalformedRowError(f"{expected} must speak at turn {index}, not {role!r}")
         return super().conversation(row)

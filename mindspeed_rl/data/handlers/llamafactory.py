@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings
 from mindspeed_rl.data.handlers.instruction import (
@@ -20,7 +20,7 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
-from mindspeed_rl.data.sources import USUAL_CHUNKS, Chunk, Source, TaggedRow, open_source, read_rows
+from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 
 INFO_FILE = "dataset_info.json"
 MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
@@ -140,7 +140,7 @@ class MixedSource:
         first = 1
         for row in self._interleaved():
             rows.append(row)
-            if len(rows) == USUAL_CHUNKS.num_rows:
+            if len(rows) == DEFAULT_CHUNK_SIZE.num_rows:
                 # without weight: how many rows a mixture has shows at its end
                 yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
                 first, rows = first + len(rows), []
@@ -201,13 +201,13 @@ class LlamaFactoryInstructionHandler(Handler):
     def render(self, row: Any) -> Draft:
         assert isinstance(row, TaggedRow)
         try:
-            if isinstance(row.row, BadRow):
+            if isinstance(row.row, MalformedRowError):
                 raise row.row
             if not isinstance(row.row, Mapping):
-                raise BadRow(f"must be an object with named columns, not {type(row.row).__name__}")
+                raise MalformedRowError(f"must be an object with named columns, not {type(row.row).__name__}")
             return self._handlers[row.tag].render(row.row)
-        except BadRow as error:
-            raise BadRow(f"{row.origin}: {error}" if row.origin else str(error)) from error
+        except MalformedRowError as error:
+            raise MalformedRowError(f"{row.origin}: {error}" if row.origin else str(error)) from error
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         # any of them will do: they differ in how they read a row, not in what becomes of its tokens

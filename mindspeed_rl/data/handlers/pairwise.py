@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import SOURCE_ROLES, BadRow, Conversation, DroppedRow, Message, assistant, parse_tools, user
+from mindspeed_rl.data.conversation import SOURCE_ROLES, MalformedRowError, Conversation, DroppedRowError, Message, assistant, parse_tools, user
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -38,21 +38,21 @@ class PairwiseHandler(Handler):
         """Read (prompt, chosen, rejected).
 
         Raises:
-            BadRow: the row's structure is wrong.
+            MalformedRowError: the row's structure is wrong.
         """
         raise NotImplementedError
 
     def render(self, row: Mapping[str, Any]) -> Draft:
         prompt, chosen, rejected = self.pair(row)
         if not prompt.messages or prompt.messages[-1].role not in SOURCE_ROLES:
-            raise BadRow("the prompt's last message is not from the user")
+            raise MalformedRowError("the prompt's last message is not from the user")
         for answer in (chosen, rejected):
             if not answer.content.strip() and not answer.calls:
-                raise DroppedRow(EMPTY_ANSWER)
+                raise DroppedRowError(EMPTY_ANSWER)
         if not prompt.messages[-1].content.strip():
-            raise DroppedRow(EMPTY_PROMPT)
+            raise DroppedRowError(EMPTY_PROMPT)
         if chosen == rejected:
-            raise DroppedRow("chosen equals rejected")
+            raise DroppedRowError("chosen equals rejected")
         whole = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
         return Draft(tuple(self.written(conversation) for conversation in whole))
 
@@ -74,7 +74,7 @@ class PairwiseHandler(Handler):
                 append_eod=self.settings.append_eod,
             )
             if len(input_ids) >= limit:
-                raise DroppedRow(TOO_LONG)
+                raise DroppedRowError(TOO_LONG)
             labels[:prompt_tokens] = IGNORE_INDEX
             columns[f"{side}_input_ids"] = input_ids
             columns[f"{side}_labels"] = labels
@@ -85,14 +85,14 @@ def answer_text(value: Any, name: str) -> str:
     """Text of an answer: a text, a {value} or {content} turn, or a list whose last turn is the answer.
 
     Raises:
-        BadRow: none of these.
+        MalformedRowError: none of these.
     """
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     if isinstance(value, Mapping):
         value = value.get("value", value.get("content"))
     if not isinstance(value, str):
-        raise BadRow(f"column {name!r} must hold an answer: a text, or a turn with 'value' or 'content'")
+        raise MalformedRowError(f"column {name!r} must hold an answer: a text, or a turn with 'value' or 'content'")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
 from mindspeed_rl.data.templates import Rendering, Turn
@@ -36,14 +36,14 @@ class PretrainHandler(Handler):
         """One text per column.
 
         Raises:
-            BadRow: a column is missing or is not text.
+            MalformedRowError: a column is missing or is not text.
         """
         raise NotImplementedError
 
     def render(self, row: Mapping[str, Any]) -> Draft:
         texts = self.texts(row)
         if not all(texts):
-            raise DroppedRow(EMPTY_TEXT)
+            raise DroppedRowError(EMPTY_TEXT)
         return Draft(tuple(Rendering((Turn((text,), ()),)) for text in texts))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
@@ -71,9 +71,9 @@ class GeneralPretrainHandler(PretrainHandler):
         texts = []
         for name in (self.map[key] for key in self.columns):
             if name not in row:
-                raise BadRow(f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours")
+                raise MalformedRowError(f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours")
             if not isinstance(row[name], str):
-                raise BadRow(f"column {name!r} must be text, not {type(row[name]).__name__}")
+                raise MalformedRowError(f"column {name!r} must be text, not {type(row[name]).__name__}")
             texts.append(row[name])
         return texts
 
@@ -100,7 +100,7 @@ class AlpacaPretrainHandler(SingleTextHandler):
         question = join_lines(self.text_column(row, "prompt", required=True), self.text_column(row, "query"))
         answer = self.text_column(row, "response", required=True)
         if not question or not answer:
-            raise DroppedRow(EMPTY_TEXT)
+            raise DroppedRowError(EMPTY_TEXT)
         return [f"{self.opening} USER: {question} ASSISTANT: {answer}"]
 
 
@@ -112,8 +112,8 @@ class SharegptPretrainHandler(SingleTextHandler):
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         turns = self.column(row, "messages", required=True)
         if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
-            raise BadRow(f"column {self.map['messages']!r} must be a list of turns")
+            raise MalformedRowError(f"column {self.map['messages']!r} must be a list of turns")
         contents = [turn.get("value", turn.get("content")) for turn in turns]
         if not all(isinstance(content, str) for content in contents):
-            raise BadRow("every turn needs a text under 'value' or 'content'")
+            raise MalformedRowError("every turn needs a text under 'value' or 'content'")
         return ["\n".join(content for content in contents if content)]

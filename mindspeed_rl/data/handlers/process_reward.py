@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -45,32 +45,32 @@ class AlpacaStyleProcessRewardHandler(Handler):
 
     def _reward_id(self, value: Any) -> int:
         if not isinstance(value, str):
-            raise BadRow(f"column {self.map['response']!r} must hold reward tokens (texts), not {type(value).__name__}")
+            raise MalformedRowError(f"column {self.map['response']!r} must hold reward tokens (texts), not {type(value).__name__}")
         if value not in self._rewards:
             if self.settings.reward_tokens:
-                raise BadRow(f"reward {value!r} is none of reward_tokens ({', '.join(self.settings.reward_tokens)})")
+                raise MalformedRowError(f"reward {value!r} is none of reward_tokens ({', '.join(self.settings.reward_tokens)})")
             try:
                 self._rewards[value] = self._single("reward", value)
             except ValueError as error:
-                raise BadRow(str(error)) from error
+                raise MalformedRowError(str(error)) from error
         return self._rewards[value]
 
     def render(self, row: Mapping[str, Any]) -> Draft:
         text = self.text_column(row, "prompt", required=True)
         values = self.column(row, "response", required=True)
         if not isinstance(values, (list, tuple)) or not values:
-            raise BadRow(f"column {self.map['response']!r} must be a list of reward tokens")
+            raise MalformedRowError(f"column {self.map['response']!r} must be a list of reward tokens")
         if not text.strip():
-            raise DroppedRow(EMPTY_PROMPT)
+            raise DroppedRowError(EMPTY_PROMPT)
         return Draft((Rendering((Turn((text,), ()),)),), note=[self._reward_id(value) for value in values])
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids = np.array(encoded[0][0][0], dtype=np.int32)
         places = np.flatnonzero(input_ids == self.placeholder_id)
         if len(places) != len(draft.note):
-            raise BadRow(f"has {len(places)} placeholders {self.settings.placeholder_token!r}, but {len(draft.note)} rewards")
+            raise MalformedRowError(f"has {len(places)} placeholders {self.settings.placeholder_token!r}, but {len(draft.note)} rewards")
         if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
-            raise DroppedRow(TOO_LONG)
+            raise DroppedRowError(TOO_LONG)
         labels = np.full_like(input_ids, IGNORE_INDEX)
         labels[places] = draft.note
         return EncodedRow({"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels})

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError, Message, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -55,7 +55,7 @@ class PromptHandler(Handler):
         """Read the prompt.
 
         Raises:
-            BadRow: the row's structure is wrong.
+            MalformedRowError: the row's structure is wrong.
         """
         messages, system, question = alpaca_question(self, row)
         return Conversation([*messages, user(question)], system)
@@ -68,7 +68,7 @@ class PromptHandler(Handler):
         """Values of the label and the additional columns, as they are in the row.
 
         Raises:
-            BadRow: a column is missing.
+            MalformedRowError: a column is missing.
         """
         values = {}
         for name in self.extra_columns:
@@ -77,7 +77,7 @@ class PromptHandler(Handler):
             elif name in row:
                 values[name] = row[name]
             else:
-                raise BadRow(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
+                raise MalformedRowError(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
         return values
 
     def render(self, row: Mapping[str, Any]) -> Draft:
@@ -88,21 +88,21 @@ class PromptHandler(Handler):
         if self.settings.tools and not conversation.tools and template is not None and template.writes_tools:
             conversation = replace(conversation, tools=tuple(map(dict, self.settings.tools)))
         if not conversation.messages[-1].content.strip():
-            raise DroppedRow(EMPTY_PROMPT)
+            raise DroppedRowError(EMPTY_PROMPT)
         values = self.extra_values(row)
         if LABELS in values and values[LABELS] in (None, ""):
-            raise DroppedRow(EMPTY_ANSWER)
+            raise DroppedRowError(EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
         return Draft((self.written(conversation), *extra), note=values)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
         if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
-            raise DroppedRow(TOO_LONG)
+            raise DroppedRowError(TOO_LONG)
         columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int32)}
         for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
             if not turns[0][0]:
-                raise DroppedRow(EMPTY_ANSWER if name == LABELS else f"empty {name}")
+                raise DroppedRowError(EMPTY_ANSWER if name == LABELS else f"empty {name}")
             columns[name] = turns[0][0]
         return EncodedRow(columns)
 
@@ -144,7 +144,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
         if messages[-1].role == "assistant":
             messages.pop()
         if not messages or messages[-1].role != "user":
-            raise BadRow("the prompt's last message is not from the user")
+            raise MalformedRowError("the prompt's last message is not from the user")
         return Conversation(messages, self.text_column(row, "system") or system)
 
     def label(self, row: Mapping[str, Any]) -> Any:
@@ -158,7 +158,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
     def _messages(self, row: Mapping[str, Any], key: str) -> tuple[str | None, list[Message]]:
         system, messages = sharegpt_messages(self.column(row, key, required=True), self.tags)
         if not messages:
-            raise BadRow("the conversation holds no message but the system's")
+            raise MalformedRowError("the conversation holds no message but the system's")
         return system, messages
 
 
@@ -175,13 +175,13 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
         system, messages = openai_messages(prompt)
         conversation = Conversation(messages, self.text_column(row, "system") or system)
         if len(messages) % 2 == 0:
-            raise BadRow("the prompt's last message is not from the user")
+            raise MalformedRowError("the prompt's last message is not from the user")
         return conversation
 
     def label(self, row: Mapping[str, Any]) -> Any:
         value = self.column(row, "response", required=True)
         if isinstance(value, Mapping):
             if "ground_truth" not in value:
-                raise BadRow(f"column {self.map['response']!r} has no ground_truth")
+                raise MalformedRowError(f"column {self.map['response']!r} has no ground_truth")
             return value["ground_truth"]
         return value

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, assistant, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError, Message, assistant, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import TOO_LONG, Draft, EncodedRow
 from mindspeed_rl.data.handlers.instruction import AlpacaStyleInstructionHandler, InstructionHandler
@@ -28,7 +28,7 @@ class GeneralInstructionHandler(AlpacaStyleInstructionHandler):
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         row = super().assemble(draft, encoded)
         if row.truncated:
-            raise DroppedRow(TOO_LONG)  # the answer that trains would be the one that is cut
+            raise DroppedRowError(TOO_LONG)  # the answer that trains would be the one that is cut
         (turns,) = encoded
         labels = np.array(row.columns["labels"])
         labels[: sum(len(source) + len(target) for source, target in turns) - len(turns[-1][1])] = IGNORE_INDEX
@@ -47,7 +47,7 @@ class BelleMultiTurnInstructionHandler(GeneralInstructionHandler):
         before, *pieces = self._SPEAKER.split(text)
         if before.strip():
             if pieces:
-                raise BadRow(f"column {self.map['prompt']!r} has text in front of the first 'Human:' or 'Assistant:'")
+                raise MalformedRowError(f"column {self.map['prompt']!r} has text in front of the first 'Human:' or 'Assistant:'")
             return Conversation([user(before.strip()), assistant(answer)])
         turns = [(speaker, content.strip()) for speaker, content in zip(pieces[::2], pieces[1::2])]
         if turns and turns[-1] == ("Assistant", ""):
@@ -70,16 +70,16 @@ class MOSSInstructionHandler(InstructionHandler):
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         chat = self.column(row, "messages", required=True)
         if not isinstance(chat, Mapping):
-            raise BadRow(f"column {self.map['messages']!r} must be an object of turns, not {type(chat).__name__}")
+            raise MalformedRowError(f"column {self.map['messages']!r} must be an object of turns, not {type(chat).__name__}")
         messages: list[Message] = []
         for name, turn in sorted(chat.items(), key=lambda item: _number(item[0])):
             if not turn:  # tables fill turns that a conversation does not have
                 continue
             if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in ("Human", "MOSS")):
-                raise BadRow(f"{name} of column {self.map['messages']!r} needs the texts 'Human' and 'MOSS'")
+                raise MalformedRowError(f"{name} of column {self.map['messages']!r} needs the texts 'Human' and 'MOSS'")
             messages += [user(self._MARKS.sub("", turn["Human"]).strip()), assistant(self._MARKS.sub("", turn["MOSS"]).strip())]
         if not messages:
-            raise BadRow(f"column {self.map['messages']!r} holds no turn")
+            raise MalformedRowError(f"column {self.map['messages']!r} holds no turn")
         return Conversation(messages)
 
 
@@ -113,7 +113,7 @@ class StackOverflowPythonPretrainHandler(SingleTextHandler):
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         title, question, answer = (self.text_column(row, key, required=True) for key in ("title", "question", "answer"))
         if not question.strip() or not answer.strip():
-            raise DroppedRow(EMPTY_TEXT)
+            raise DroppedRowError(EMPTY_TEXT)
         return [f"In python, {title}\n### Question:\n{question}\n### Response:\n{answer}\n"]
 
 
@@ -121,5 +121,5 @@ def _number(name: Any) -> int:
     """12 of "turn_12"."""
     digits = re.search(r"\d+\Z", str(name))
     if digits is None:
-        raise BadRow(f"{name!r} is no turn_N")
+        raise MalformedRowError(f"{name!r} is no turn_N")
     return int(digits[0])

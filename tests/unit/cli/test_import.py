@@ -345,7 +345,7 @@ def test_a_run_file_of_somebody_is_not_written_over(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "from_swift.yaml").write_text("mine: true\n")
     assert main(["swift", LORA]) == 2
-    assert "from_swift.yaml is there already" in capsys.readouterr().err
+    assert "from_swift.yaml already exists" in capsys.readouterr().err
     assert main(["--force", "swift", LORA]) == 0
     assert main(["swift", LORA]) == 0  # the same again
 

@@ -13,7 +13,7 @@ from byte_tokenizer import SPECIAL_TOKENS, TEST_DATA, build_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message, ToolCall, assistant, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import load_template
 
@@ -103,7 +103,7 @@ def check(tokenizer, conversation):
     )
     assert "".join(piece for turn in rendering.turns for piece in (*turn.source, *turn.target)) == whole
     (turns,) = TextEncoder(tokenizer).encode_renderings([rendering])
-    if isinstance(turns, BadRow):
+    if isinstance(turns, MalformedRowError):
         raise turns
     ids = [token for source, target in turns for token in (*source, *target)]
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -133,7 +133,7 @@ def outcomes(tokenizer):
     for case, conversation in CASES.items():
         try:
             check(tokenizer, conversation)
-        except BadRow as error:
+        except MalformedRowError as error:
             refused[case] = str(error)
     return refused
 
@@ -233,13 +233,13 @@ def test_thinking_off_is_a_prompt_that_the_template_writes_too():
 def test_a_template_that_drops_a_text_is_refused():
     text = "{% for m in messages %}{{ m.role + ':' + (m.content if m.role != 'system' else '') + '</s>' }}{% endfor %}"
     text += "{{ 'assistant:' if add_generation_prompt }}"
-    with pytest.raises(BadRow, match="drops or changes 'Be short.'"):
+    with pytest.raises(MalformedRowError, match="drops or changes 'Be short.'"):
         load_template("hf", stand_in(text)).render(CASES["system"])
     shouts = text.replace("m.content if", "(m.content | upper if m.role == 'user' else m.content) if")
-    with pytest.raises(BadRow, match="drops or changes 'U1 hello'"):
+    with pytest.raises(MalformedRowError, match="drops or changes 'U1 hello'"):
         load_template("hf", stand_in(shouts)).render(CASES["one"])
     empties = text.replace("m.content if", "('' if m.role == 'assistant' and m.content == 'A1 hi' else m.content) if")
-    with pytest.raises(BadRow, match="drops or changes the answer 'A1 hi'"):
+    with pytest.raises(MalformedRowError, match="drops or changes the answer 'A1 hi'"):
         load_template("hf", stand_in(empties)).render(CASES["one"])
 
 
@@ -267,7 +267,7 @@ def encoded(tokenizer, *texts):
     conversation = Conversation([speakers[number % 2](text) for number, text in enumerate(texts)])
     (turns,) = TextEncoder(tokenizer).encode_renderings([load_template("hf", tokenizer).render(conversation)])
     whole = tokenizer.apply_chat_template(messages_of(conversation), tokenize=False)
-    if not isinstance(turns, BadRow):
+    if not isinstance(turns, MalformedRowError):
         ids = [token for source, target in turns for token in (*source, *target)]
         assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
         return [tokenizer.decode(side) for turn in turns for side in turn]
@@ -288,7 +288,7 @@ def test_a_token_across_the_end_of_an_answer_is_not_trained():
     )
     assert encoded(tokenizer, "U", "ax", "U", "b") == ["U", "a", "xU", "b</s>"]
     turns = encoded(tokenizer, "U", "x", "U", "b")
-    assert isinstance(turns, BadRow)
+    assert isinstance(turns, MalformedRowError)
     assert str(turns) == "the answer 'x' has no token of its own; the text around it shares them"
 
 

@@ -20,7 +20,7 @@ PAGES = ["data.md", "zh/data.md"]
 #: one file of the user's
 HANDLER = '''
 import numpy as np
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler
 from mindspeed_rl.data.templates import Rendering, Turn
 

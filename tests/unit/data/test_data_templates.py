@@ -6,7 +6,7 @@ import json
 import pytest
 from byte_tokenizer import Trained
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message, ToolCall, assistant, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder, join_turns
 from mindspeed_rl.data.templates import load_template, template_names
 from mindspeed_rl.data.tokenizer import set_eos_token
@@ -312,11 +312,11 @@ def test_tools_and_calls_are_written_or_refused_never_dropped(name, tokenizer):
     template = load_template(name)
     turns = [user("Q"), Message("function", ("",), (ToolCall("get_weather", {"city": "Rome"}),))]
     if template.tools is None:
-        with pytest.raises(BadRow, match="cannot write tools"):
+        with pytest.raises(MalformedRowError, match="cannot write tools"):
             template.render(Conversation([user("Q"), assistant("A")], tools=[WEATHER]))
-        with pytest.raises(BadRow, match="cannot write function calls"):
+        with pytest.raises(MalformedRowError, match="cannot write function calls"):
             template.render(Conversation(turns))
-        with pytest.raises(BadRow, match="cannot write tool results"):
+        with pytest.raises(MalformedRowError, match="cannot write tool results"):
             template.render(Conversation([Message("observation", ("x",)), assistant("A")]))
     else:
         text = tokenizer.decode(encode(template, tokenizer, Conversation(turns, tools=[WEATHER]))[0])
@@ -326,7 +326,7 @@ def test_tools_and_calls_are_written_or_refused_never_dropped(name, tokenizer):
 
 @pytest.mark.parametrize(("name", "problem"), [("glm4", "one call"), ("llama3", "one call")])
 def test_parallel_calls_are_refused_where_the_format_holds_one(name, problem):
-    with pytest.raises(BadRow, match=problem):
+    with pytest.raises(MalformedRowError, match=problem):
         load_template(name).render(Conversation(TOOL_TURNS, tools=[WEATHER]))
 
 
@@ -351,7 +351,7 @@ def test_qwen3_thinking(thinking, answer, read_end, trained, tokenizer, expected
 
 
 def test_a_thought_is_refused_by_a_template_without_thoughts():
-    with pytest.raises(BadRow, match="reasoning_content"):
+    with pytest.raises(MalformedRowError, match="reasoning_content"):
         load_template("qwen").render(Conversation([user("Q"), Message("assistant", ("A",), reasoning="hm")]))
 
 
@@ -437,11 +437,11 @@ def test_hf_template_of_a_prompt_ends_with_the_generation_prompt(with_chat_templ
 def test_hf_template_refuses_what_the_chat_template_would_drop(with_chat_template):
     tokenizer = with_chat_template("chatml", eos_token="<|im_end|>")
     template = load_template("hf", tokenizer)
-    with pytest.raises(BadRow, match="does not write tools"):
+    with pytest.raises(MalformedRowError, match="does not write tools"):
         template.render(Conversation(TWO_TURNS, tools=[WEATHER]))
-    with pytest.raises(BadRow, match="drops function calls"):
+    with pytest.raises(MalformedRowError, match="drops function calls"):
         template.render(Conversation(TOOL_TURNS[:2]))
-    with pytest.raises(BadRow, match="drops the reasoning_content"):
+    with pytest.raises(MalformedRowError, match="drops the reasoning_content"):
         template.render(Conversation([user("Q"), Message("assistant", ("A",), reasoning="hm")]))
 
 
@@ -454,7 +454,7 @@ def test_hf_template_writes_reasoning_content(with_chat_template, expected):
 
 def test_hf_template_passes_on_what_the_chat_template_refuses(with_chat_template):
     template = load_template("hf", with_chat_template("mistral"))
-    with pytest.raises(BadRow, match="Only user and assistant roles"):
+    with pytest.raises(MalformedRowError, match="Only user and assistant roles"):
         template.render(Conversation(TWO_TURNS, "S"))
 
 

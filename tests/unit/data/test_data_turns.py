@@ -14,7 +14,7 @@ import pytest
 from byte_tokenizer import SPECIAL_TOKENS, build_tokenizer
 from test_data_chat_templates import FOLDER, LOOKS_SPECIAL, NAMES, TOKENS, stand_in
 
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import TEMPLATE_FILE, HfTemplate, Template, load_template, template_file, template_names
 from mindspeed_rl.data.turns import ChatTurns, as_conversation
@@ -100,7 +100,7 @@ def writable(turns: ChatTurns, tokenizer: Any) -> list[tuple[str, ...]]:
         try:
             turns.between([{"role": role, "content": "x1"} for role in roles], tokenizer.eos_token_id)
             found.append(roles)
-        except BadRow:
+        except MalformedRowError:
             continue
     return found
 
@@ -162,7 +162,7 @@ def rendered(template: Template | HfTemplate, tokenizer: Any, messages: Sequence
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
     encoded = TextEncoder(tokenizer).encode_renderings([template.render(as_conversation(messages, ()))])[0]
-    assert not isinstance(encoded, BadRow)
+    assert not isinstance(encoded, MalformedRowError)
     return [token for source, target in encoded for token in (*source, *target)]
 
 

@@ -76,7 +76,7 @@ def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None
         ("generate --prompt p --max-new-tokens 0", "--max-new-tokens is 0; it must be positive"),
         ("generate --prompt p --pipeline-model-parallel-size 2", "--engine megatron has stages"),
         ("chat --history-turns -1", "--history-turns is -1; it must be at least 0"),
-        ("chat --greedy --temperature 1", "--greedy draws nothing"),
+        ("chat --greedy --temperature 1", "--greedy samples nothing"),
         ("chat --show-thinking --hide-thinking", "not allowed with argument"),
         ("evaluate --task gsm8 --task-data-path x", "--task gsm8 is unknown; did you mean gsm8k?"),
         ("evaluate --task gsm8k mmlu --task-data-path x", "2 tasks need as many --task-data-path, not 1"),
@@ -105,6 +105,6 @@ def test_the_method_follows_from_the_sampling_options() -> None:
 
 def test_sampling_defaults_are_upstreams() -> None:
     args = generate.make_parser().parse_args(["--load", "x"])
-    sampling = generate.make_settings("do_sample", args, (), 99).sampling
+    sampling = generate.build_generation_settings("do_sample", args, (), 99).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.7, 50, 0.95, 128)
-    assert generate.make_settings("greedy", args, (), 99).sampling.full_distribution
+    assert generate.build_generation_settings("greedy", args, (), 99).sampling.full_distribution
