@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message, assistant, parse_tools, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, assistant, parse_tools, user
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
@@ -173,9 +173,9 @@ def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise BadRow(f"a row is a JSON object, not {type(row).__name__}")
+                raise MalformedRowError(f"a row is a JSON object, not {type(row).__name__}")
             rows.append((read_conversation(row, prompt_key), row))
-        except (json.JSONDecodeError, BadRow) as error:
+        except (json.JSONDecodeError, MalformedRowError) as error:
             raise ValueError(f"{where}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{where} has no rows")
@@ -186,7 +186,7 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
     """Read the conversation of a row.
 
     Raises:
-        BadRow: it has none of the known columns, or messages that do not end with a question.
+        MalformedRowError: it has none of the known columns, or messages that do not end with a question.
     """
     if prompt_key is None and isinstance(row.get("messages"), list):
         return _read_messages(row["messages"], row.get("tools"))
@@ -200,7 +200,7 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
             text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
             system = row.get("system")
             return Conversation([user(text)], system=system if isinstance(system, str) and system else None)
-    raise BadRow(f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}")
+    raise MalformedRowError(f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}")
 
 
 def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
@@ -208,7 +208,7 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
     messages: list[Message] = []
     for entry in entries:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
-            raise BadRow(f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}")
+            raise MalformedRowError(f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}")
         role, content = entry.get("role"), entry["content"]
         if role == "system" and not messages and system is None:
             system = content
@@ -217,11 +217,11 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
         elif role == "assistant":
             messages.append(assistant(content))
         else:
-            raise BadRow(f"a message's role is system (first), user or assistant, not {role!r}")
+            raise MalformedRowError(f"a message's role is system (first), user or assistant, not {role!r}")
     conversation = Conversation(messages, system=system, tools=parse_tools(tools))
     conversation.check_order()
     if messages[-1].role != "user":
-        raise BadRow("the last message is from the assistant: there is nothing to answer")
+        raise MalformedRowError("the last message is from the assistant: there is nothing to answer")
     return conversation
 
 

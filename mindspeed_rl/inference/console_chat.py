@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, assistant, user
+from mindspeed_rl.data.conversation import MalformedRowError, Conversation, assistant, user
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
@@ -40,7 +40,7 @@ class History:
         """Return the prompt of a question after the remembered turns; turns that do not fit are removed.
 
         Raises:
-            BadRow: the template cannot render the conversation.
+            MalformedRowError: the template cannot render the conversation.
             ValueError: the question alone is longer than a prompt may be.
         """
         self.turns = self.turns[max(0, len(self.turns) - self.max_turns) :]
@@ -137,7 +137,7 @@ def run_chat(
         try:
             prompt_ids = history.prompt(question)
         # the template cannot render such a conversation: the next question would fail too
-        except BadRow:
+        except MalformedRowError:
             raise
         except ValueError as error:
             write(f"{error}\n")

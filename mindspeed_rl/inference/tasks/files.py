@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.sources import open_source, read_rows
 
 _SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz")
@@ -85,7 +85,7 @@ def read_data_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{file}, row {number}", row
         return
     for path, number, row in read_rows(open_source(str(file))):
-        if isinstance(row, BadRow):
+        if isinstance(row, MalformedRowError):
             raise ValueError(f"{path}, row {number}: {row}")
         if not isinstance(row, Mapping):
             raise ValueError(f"{path}, row {number}: a row is a JSON object, not {type(row).__name__}")

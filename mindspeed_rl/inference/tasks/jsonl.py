@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.inference.batch_generation import read_conversation
 from mindspeed_rl.inference.tasks.files import column, find_data_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task, TaskOptions
@@ -38,7 +38,7 @@ class Jsonl(Task):
             for where, row in read_data_rows(file):
                 try:
                     conversation = read_conversation(row, self.options.prompt_key)
-                except BadRow as error:
+                except MalformedRowError as error:
                     raise ValueError(f"{where}: {error}") from error
                 questions.append(
                     Question(

@@ -151,7 +151,7 @@ class AgentConversation:
         Where the chat template now renders earlier turns otherwise, a new sequence starts with what it renders.
 
         Raises:
-            BadRow: the template cannot render them.
+            MalformedRowError: the template cannot render them.
         """
         last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
