@@ -144,12 +144,12 @@ def gathered(side: Any) -> Iterator[tuple[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from mindspeed_rl.resharding.layouts import find_stage
+    from mindspeed_rl.resharding.layouts import _find_stage
 
     mine = {shard.op.mcore: shard for shard in side.shards}
     groups = groups_of(side)
     for op in side.ops:
-        stage = find_stage(op, side.layout)
+        stage = _find_stage(op, side.layout)
         shape = op.shard_shape(side.layout.tp)
         shards = torch.empty(side.layout.tp, *shape, dtype=side.case.dtype)
         if op.mcore in mine:
@@ -287,7 +287,6 @@ def plans(bucket_mb: int) -> None:
     from mindspeed_rl.resharding.layouts import (
         InferenceLayout,
         full_slice,
-        inference_slices,
         num_elements,
         rank_positions,
         training_slices,
@@ -308,7 +307,7 @@ def plans(bucket_mb: int) -> None:
         shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
         tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
         held = training_slices(ops, layout, rank_positions(layout, cluster.world))
-        needed = inference_slices(ops, InferenceLayout(**cluster.infer), num_experts=experts)
+        needed = InferenceLayout(**cluster.infer).list_slices(ops, num_experts=experts)
         start = time.perf_counter()
         plan = plan_transfer(tensors, held, needed, bucket_bytes=bucket_mb << 20, find_node=lambda rank: rank // NODE)
         seconds = time.perf_counter() - start

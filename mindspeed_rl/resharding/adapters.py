@@ -17,7 +17,7 @@ from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
-from mindspeed_rl.resharding.exchange import Exchange, build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.loading import LoadsWeights
 
@@ -52,7 +52,7 @@ class AdapterFolder:
         Raises:
             WeightDeliveryError: on a rank whose folder differs from what was trained.
         """
-        exchange, device = build_world_exchange(), next(self._model.models[0].parameters()).device
+        exchange, device = Exchange.from_world(), next(self._model.models[0].parameters()).device
         before, self._home = self._home, TemporaryDirectory(prefix="mindspeed-rl-adapter-")
         if before is not None:
             before.cleanup()

@@ -9,10 +9,13 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from mindspeed_rl.resharding.bit_sums import C
+
+_Rows = npt.NDArray[np.int64]
 
 
 @intrinsic
@@ -26,7 +29,7 @@ def _pointer(_context: Any, _address: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def sums_of_rows(tensors: Any, like: Any, totals: Any) -> None:
+def sums_of_rows(tensors: _Rows, like: npt.NDArray[np.signedinteger], totals: _Rows) -> None:
     for index in range(tensors.shape[0]):
         group, address, rows, step, columns, _ = tensors[index]
         memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
@@ -41,7 +44,7 @@ def sums_of_rows(tensors: Any, like: Any, totals: Any) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def ordered_sums_of_rows(tensors: Any, like: Any, totals: Any) -> None:
+def ordered_sums_of_rows(tensors: _Rows, like: npt.NDArray[np.signedinteger], totals: _Rows) -> None:
     for index in range(tensors.shape[0]):
         group, address, rows, step, columns, first = tensors[index]
         memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A slice of an HF tensor in a parameter.
 
     Attributes:
@@ -67,7 +68,7 @@ class Destinations:
         empty: parameters that take nothing on this rank, as a part of the vocabulary that is all padding.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[_Entry, ...]
     loaded: Mapping[str, tuple[str, ...]]
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
@@ -120,8 +121,8 @@ def _decode(elements: Tensor) -> Tensor:
 
 #: a parameter, and the index of a matrix where it stacks several
 _Plane = tuple[str, int | None]
-#: (index of a tensor, its rows, its columns) -> a number for each element, [rows or 1, columns or 1]
-_Numbering = Callable[[int, int, int], Tensor]
+#: the index that is written into the elements of a tensor
+_Kind = Literal["tensor", "row", "column"]
 
 
 @dataclass
@@ -192,7 +193,7 @@ class _Reader:
     def read(self) -> Destinations:
         for parameter in self._parameters.values():
             parameter.zero_()  # elements that no tensor fills stay 0
-        entries: dict[str, list[Entry]] = {name: [] for name in self._parameters}
+        entries: dict[str, list[_Entry]] = {name: [] for name in self._parameters}
         broken = {name for name, parameter in self._parameters.items() if not 1 <= parameter.dim() <= 3}
         for plane, edges in self._read_edges().items():
             slices = self._read_slices(plane, edges)
@@ -220,13 +221,23 @@ class _Reader:
 
     # ------------------------------------------------------------------ loading codes
 
-    def _load_codes(self, numbering: _Numbering) -> None:
-        """Load tensors whose elements are codes of these numbers."""
+    def _load_codes(self, kind: _Kind, *, factor: int = 1, salt: int | None = None) -> None:
+        """Load tensors whose elements are codes of their indexes.
+
+        Args:
+            kind: of the indexes.
+            factor: of the digit that is written.
+            salt: write what `_mix_indexes` returns for it, instead of a digit.
+        """
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for index, (name, shape) in enumerate(self._shapes.items()):
                 rows, columns = _matrix(shape)
-                elements = _encode(numbering(index, rows, columns).to(self._device), self._dtype)
+                if salt is None:
+                    codes = _index_elements(kind, index, rows, columns) // factor % _BASE
+                else:
+                    codes = _mix_indexes(kind, salt, index, rows, columns)
+                elements = _encode(codes.to(self._device), self._dtype)
                 yield name, elements.expand(rows, columns).view(shape) if len(shape) == 2 else elements.expand(rows, 1)[:, 0]
 
         self._load(tensors())
@@ -243,21 +254,18 @@ class _Reader:
             sizes = self._plane(plane).shape
             edges[plane] = [_Line(*torch.zeros(3, size, dtype=torch.int64)) for size in sizes]
         rows, columns = (max(size) for size in zip(*map(_matrix, self._shapes.values())))
-        for field, count, numbering in (
-            ("tensor", len(self._names), _number_tensors),
-            ("row", rows, _number_rows),
-            ("column", columns, _number_columns),
-        ):
+        counts: dict[_Kind, int] = {"tensor": len(self._names), "row": rows, "column": columns}
+        for kind, count in counts.items():
             factor = 1
             while factor == 1 or factor < count:  # digit by digit
-                self._load_codes(_digit(numbering, factor))
+                self._load_codes(kind, factor=factor)
                 for plane, lines in edges.items():
                     elements = self._plane(plane)
                     for dim, line in enumerate(lines):
                         along = elements if elements.dim() == 1 else elements[:, 0] if dim == 0 else elements[0]
                         numbers = _decode(along).cpu()
                         # a type with fewer bits gives wrong numbers, which the proof then finds
-                        getattr(line, field).add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
+                        getattr(line, kind).add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
                 factor *= _BASE
         return edges
 
@@ -266,7 +274,7 @@ class _Reader:
         totals = {name: torch.zeros(self._parameters[name].shape, dtype=torch.int64) for name in sorted(broken)}
         factor = 1
         while totals and (factor == 1 or factor < len(self._names)):
-            self._load_codes(_digit(_number_tensors, factor))
+            self._load_codes("tensor", factor=factor)
             for name, total in totals.items():
                 numbers = _decode(self._parameters[name]).cpu()
                 total.add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
@@ -278,7 +286,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ reading slices
 
-    def _read_slices(self, plane: _Plane, edges: Sequence[_Line]) -> list[Entry] | None:
+    def _read_slices(self, plane: _Plane, edges: Sequence[_Line]) -> list[_Entry] | None:
         """Return the slices in a plane by its edges; None where the content is no set of slices."""
         runs = [_find_runs(line) for line in edges]
         down, across = runs[0], runs[1] if len(runs) == 2 else [_Run(0, 1, 0, 0, 0, None)]
@@ -296,7 +304,7 @@ class _Reader:
             entries.append(entry)
         return entries
 
-    def _build_entry(self, plane: _Plane, run: _Run, down: _Run, across: _Run) -> Entry | None:
+    def _build_entry(self, plane: _Plane, run: _Run, down: _Run, across: _Run) -> _Entry | None:
         if run.tensor >= len(self._names) or (down.along == across.along and down.along is not None):
             return None
         name = self._names[run.tensor]
@@ -309,21 +317,18 @@ class _Reader:
             return None
         matrix = () if plane[1] is None else (plane[1],)
         index = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
-        return Entry(name, tensor_slice[: len(shape)], plane[0], (*matrix, *index), transposed and len(index) == 2)
+        return _Entry(name, tensor_slice[: len(shape)], plane[0], (*matrix, *index), transposed and len(index) == 2)
 
     # ------------------------------------------------------------------ proving
 
-    def _find_wrong(self, entries: Mapping[str, Sequence[Entry]]) -> set[str]:
+    def _find_wrong(self, entries: Mapping[str, Sequence[_Entry]]) -> set[str]:
         """Return the parameters that have other content than their entries."""
         indexes = {name: index for index, name in enumerate(self._names)}
         wrong = set()
         # codes of rows and columns at once could not be expanded: they would be as large as the model
-        for salt, base in ((31, _number_rows), (57, _number_columns)):
-
-            def numbering(tensor: int, rows: int, columns: int, salt: int = salt, base: _Numbering = base) -> Tensor:
-                return (tensor * salt + base(tensor, rows, columns)) % _PRIME
-
-            self._load_codes(numbering)
+        salts: dict[_Kind, int] = {"row": 31, "column": 57}
+        for kind, salt in salts.items():
+            self._load_codes(kind, salt=salt)
             for name, some in entries.items():
                 parameter = self._parameters[name]
                 # every code is nonzero: this finds elements outside of all entries, and entries that overlap
@@ -331,7 +336,7 @@ class _Reader:
                     wrong.add(name)
                 for entry in some:
                     rows, columns = _matrix(self._shapes[entry.tensor])
-                    expected = numbering(indexes[entry.tensor], rows, columns).expand(rows, columns)
+                    expected = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns).expand(rows, columns)
                     expected = expected[tuple(slice(*side) for side in entry.tensor_slice)]
                     if not _equal_codes(entry.view(parameter), expected.to(self._device)):
                         wrong.add(name)
@@ -343,20 +348,16 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) == 2 else 1
 
 
-def _number_tensors(tensor: int, rows: int, columns: int) -> Tensor:
-    return torch.tensor([[tensor]])
+def _index_elements(kind: _Kind, tensor: int, rows: int, columns: int) -> Tensor:
+    """Return the index of the tensor, of each row or of each column: [rows or 1, columns or 1]."""
+    if kind == "tensor":
+        return torch.tensor([[tensor]])
+    return torch.arange(rows)[:, None] if kind == "row" else torch.arange(columns)[None]
 
 
-def _number_rows(tensor: int, rows: int, columns: int) -> Tensor:
-    return torch.arange(rows)[:, None]
-
-
-def _number_columns(tensor: int, rows: int, columns: int) -> Tensor:
-    return torch.arange(columns)[None]
-
-
-def _digit(numbering: _Numbering, factor: int) -> _Numbering:
-    return lambda tensor, rows, columns: numbering(tensor, rows, columns) // factor % _BASE
+def _mix_indexes(kind: _Kind, salt: int, tensor: int, rows: int, columns: int) -> Tensor:
+    """Return one number below _BASE for the index of the tensor and that of the row or column."""
+    return (tensor * salt + _index_elements(kind, tensor, rows, columns)) % _PRIME
 
 
 def _equal_codes(elements: Tensor, numbers: Tensor) -> bool:

@@ -25,45 +25,6 @@ from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.resharding.transfer_plan import RanksBySlice
 
 
-class WeightSyncGroup:
-    """A process group in addition to those of its members. Building it is collective.
-
-    Attributes:
-        exchange: messages between its members.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Connect the members.
-
-        Raises:
-            torch.distributed.DistError: not all members joined in time.
-        """
-        store = open_store(
-            rendezvous.host, rendezvous.port, rendezvous.size, serves=rank == 0, timeout_s=rendezvous.timeout_s
-        )
-        self._store = store  # rank 0 serves it as long as the group exists
-        self._group: Any = platform.current().process_group(
-            dist.PrefixStore(rendezvous.name, store), rank, rendezvous.size, rendezvous.timeout_s
-        )
-        self.exchange: Exchange = Exchange(self._group)
-
-    def close(self) -> None:
-        """Close the connections; each member at any time."""
-        group, self._group = self._group, None
-        # it has a reference to the group as well
-        del self.exchange
-        if hasattr(group, "shutdown"):
-            group.shutdown()
-        del self._store
-
-
-def build_trainer_push(group: WeightSyncGroup, trained: TrainedWeights, *, delta: bool) -> WeightPush:
-    """Build the weight sync of a trainer; collective over the group."""
-    exchange = group.exchange
-    exchange.broadcast(_pack(trained, delta) if exchange.rank == 0 else None, trained.device)
-    return WeightPush(replace(trained, find_node=_gather_nodes(exchange, trained.device)), None, exchange, delta=delta)
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """The trainers' description of the model.
@@ -80,32 +41,68 @@ class ServedModel:
     delta: bool
 
 
-def build_engine_push(
-    group: WeightSyncGroup,
-    read: Callable[[ServedModel], tuple[Destinations, set[str]]],
-    *,
-    replica: int,
-    derived: tuple[str, ...],
-    device: torch.device,
-) -> WeightPush:
-    """Build the weight sync of an engine's worker; collective over the group.
+class WeightSyncGroup:
+    """A process group in addition to those of its members. Building it is collective.
 
-    Args:
-        group: of trainers and engines.
-        read: returns the engine's destinations, and the parameters that it lays out again after each load.
-        replica: index of the engine.
-        derived: suffixes of names of parameters that the engine computes from others.
-        device: of the engine's weights.
-
-    Raises:
-        WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until this one leaves.
+    Attributes:
+        exchange: messages between its members.
     """
-    exchange = group.exchange
-    model = _unpack(exchange.broadcast(None, device))
-    nodes = _gather_nodes(exchange, device)
-    destinations, repacked = read(model)
-    trained = TrainedWeights(model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
-    return WeightPush(trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta)
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        """Connect the members.
+
+        Raises:
+            torch.distributed.DistError: not all members joined in time.
+        """
+        store = open_store(rendezvous.host, rendezvous.port, rendezvous.size, serves=rank == 0, timeout_s=rendezvous.timeout_s)
+        self._store = store  # rank 0 serves it as long as the group exists
+        self._group: Any = platform.current().process_group(
+            dist.PrefixStore(rendezvous.name, store), rank, rendezvous.size, rendezvous.timeout_s
+        )
+        self.exchange: Exchange = Exchange(self._group)
+
+    def close(self) -> None:
+        """Close the connections; each member at any time."""
+        group, self._group = self._group, None
+        # it has a reference to the group as well
+        del self.exchange
+        if hasattr(group, "shutdown"):
+            group.shutdown()
+        del self._store
+
+    def build_trainer_push(self, trained: TrainedWeights, *, delta: bool) -> WeightPush:
+        """Build the weight sync of a trainer; collective over the group."""
+        exchange = self.exchange
+        exchange.broadcast(_pack(trained, delta) if exchange.rank == 0 else None, trained.device)
+        return WeightPush(replace(trained, find_node=_gather_nodes(exchange, trained.device)), None, exchange, delta=delta)
+
+    def build_engine_push(
+        self,
+        read: Callable[[ServedModel], tuple[Destinations, set[str]]],
+        *,
+        replica: int,
+        derived: tuple[str, ...],
+        device: torch.device,
+    ) -> WeightPush:
+        """Build the weight sync of an engine's worker; collective over the group.
+
+        Args:
+            read: returns the engine's destinations, and the parameters that it lays out again after each load.
+            replica: index of the engine.
+            derived: suffixes of names of parameters that the engine computes from others.
+            device: of the engine's weights.
+
+        Raises:
+            WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until it leaves.
+        """
+        exchange = self.exchange
+        model = _unpack(exchange.broadcast(None, device))
+        nodes = _gather_nodes(exchange, device)
+        destinations, repacked = read(model)
+        trained = TrainedWeights(model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
+        return WeightPush(
+            trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta
+        )
 
 
 def _gather_nodes(exchange: Exchange, device: torch.device) -> Callable[[int], int]:

@@ -29,6 +29,13 @@ class Exchange:
         self.rank: int = group.rank()
         self.size: int = group.size()
 
+    @classmethod
+    def from_world(cls) -> Exchange:
+        """Return the exchange between all processes of torch.distributed."""
+        group = dist.group.WORLD
+        assert group is not None  # torch.distributed is up
+        return cls(group)
+
     def start(self, send: Tensor, send_sizes: list[int], receive: Tensor, receive_sizes: list[int]) -> dist.Work:
         """Start one exchange; sizes are bytes for and from each member."""
         return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
@@ -69,13 +76,6 @@ class Exchange:
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([received], options).wait()
         return received.cpu().numpy().tobytes()
-
-
-def build_world_exchange() -> Exchange:
-    """Return the exchange between all processes of torch.distributed."""
-    group = dist.group.WORLD
-    assert group is not None  # torch.distributed is up
-    return Exchange(group)
 
 
 @dataclass

@@ -112,7 +112,7 @@ def rank_positions(layout: Layout, world_size: int, *, cp: int = 1, order: str =
     return positions
 
 
-def find_stage(op: WeightOp, layout: Layout) -> int:
+def _find_stage(op: WeightOp, layout: Layout) -> int:
     """Return the pipeline rank that has a weight."""
     if op.section == "pre":
         return layout.first_chunk[0]
@@ -164,7 +164,7 @@ def training_slices(
         expert.setdefault((position.pp, position.experts, position.etp), []).append(rank)
     holders: _RanksBySlice = {}
     for op in ops:
-        stage, is_expert = find_stage(op, layout), op.axis == "etp"
+        stage, is_expert = _find_stage(op, layout), op.axis == "etp"
         num_shards = layout.expert_tp_size if is_expert else layout.tp
         for name, shape, split in zip(op.hf, op.shapes, op.splits):
             slices = holders.setdefault(name, {})
@@ -199,43 +199,40 @@ class InferenceLayout:
     expert_parallel: bool = False
     sharing: int = 1
 
+    def list_slices(self, ops: Sequence[WeightOp], *, num_experts: int = 0, first_rank: int = 0) -> _RanksBySlice:
+        """Return the slices of each tensor with the engine ranks that need them.
+
+        Raises:
+            ValueError: a tensor cannot be split over the engine's ranks.
+        """
+        needed: _RanksBySlice = {}
+        group = self.tp * self.sharing
+        for op in ops:
+            # vLLM ties the head itself, and samples without the layers that predict further tokens
+            if op.copy_of_tied or op.section == "mtp":
+                continue
+            for name, shape, split in zip(op.hf, op.shapes, op.splits):
+                slices = needed.setdefault(name, {})
+                if op.experts and self.expert_parallel:
+                    # consecutive experts are together; the first ranks have one more where they do not divide
+                    expert = int(name.rpartition(".experts.")[2].partition(".")[0])
+                    base, more = divmod(num_experts, group)
+                    owner = expert // (base + 1) if expert < more * (base + 1) else more + (expert - more * (base + 1)) // base
+                    ranks = range(owner, self.tp * self.replicas, group)
+                    slices[full_slice(shape)] = [first_rank + rank for rank in ranks]
+                    continue
+                for rank in range(self.tp):
+                    ranks = [first_rank + replica * self.tp + rank for replica in range(self.replicas)]
+                    for tensor_slice in _engine_slices(name, shape, split, self.tp, rank):
+                        slices.setdefault(tensor_slice, []).extend(ranks)
+        return needed
+
 
 #: projections that vLLM replicates on each rank though training splits them
 _REPLICATED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 #: projections of which an engine with more ranks than heads has each head on several ranks
 _REPEATED = (".k_proj.", ".v_proj.")
 _PADDED_ROWS = 64  # DEFAULT_VOCAB_PADDING_SIZE of vLLM
-
-
-def inference_slices(
-    ops: Sequence[WeightOp], layout: InferenceLayout, *, num_experts: int = 0, first_rank: int = 0
-) -> _RanksBySlice:
-    """Return the slices of each tensor with the engine ranks that need them.
-
-    Raises:
-        ValueError: a tensor cannot be split over the engine's ranks.
-    """
-    needed: _RanksBySlice = {}
-    group = layout.tp * layout.sharing
-    for op in ops:
-        # vLLM ties the head itself, and samples without the layers that predict further tokens
-        if op.copy_of_tied or op.section == "mtp":
-            continue
-        for name, shape, split in zip(op.hf, op.shapes, op.splits):
-            slices = needed.setdefault(name, {})
-            if op.experts and layout.expert_parallel:
-                # consecutive experts are together; the first ranks have one more where they do not divide
-                expert = int(name.rpartition(".experts.")[2].partition(".")[0])
-                base, more = divmod(num_experts, group)
-                owner = expert // (base + 1) if expert < more * (base + 1) else more + (expert - more * (base + 1)) // base
-                ranks = range(owner, layout.tp * layout.replicas, group)
-                slices[full_slice(shape)] = [first_rank + rank for rank in ranks]
-                continue
-            for rank in range(layout.tp):
-                ranks = [first_rank + replica * layout.tp + rank for replica in range(layout.replicas)]
-                for tensor_slice in _engine_slices(name, shape, split, layout.tp, rank):
-                    slices.setdefault(tensor_slice, []).extend(ranks)
-    return needed
 
 
 def _engine_slices(name: str, shape: tuple[int, ...], split: Split, tp: int, rank: int) -> list[Slice]:

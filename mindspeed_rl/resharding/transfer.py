@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.exchange import PlanExecution, Sinks, build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
 from mindspeed_rl.resharding.layouts import (
     RankPosition,
     Slice,
@@ -177,7 +177,7 @@ class WeightStream:
             ranks: the ranks that get them; None for every rank. The others get nothing, and take part.
         """
         plan, dtypes = self.plan_full_tensors(dtype, ranks)
-        exchange = build_world_exchange()
+        exchange = Exchange.from_world()
         sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
         # adapters may have been trained since; after the last tensor the memory is needed
         self.sources.forget_merged()

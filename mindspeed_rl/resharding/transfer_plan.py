@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from mindspeed_rl.resharding.layouts import Slice, intersect, num_elements, split_slice
 
-Column = npt.NDArray[np.int64]
+_Column = npt.NDArray[np.int64]
 #: messages up to which the loops are not compiled: to import numba takes longer
 _UNCOMPILED = 10_000
 #: tensor name -> slice -> the ranks that have (or need) it
@@ -88,7 +88,7 @@ class Move:
 class _Moves:
     """All messages of a plan, ordered by bucket, then in the order of the tensors."""
 
-    def __init__(self, messages: MessageList, slices: Sequence[Slice], source: Column, bucket: Column) -> None:
+    def __init__(self, messages: _MessageList, slices: Sequence[Slice], source: _Column, bucket: _Column) -> None:
         # stable: both ends of a message pack and unpack in this order
         order = np.argsort(bucket, kind="stable")
         self._slices = slices
@@ -197,7 +197,7 @@ def plan_transfer(
         chunk = chunks[index]
         return split_slice(chunk.tensor_slice, max(1, max_bytes // tensors[chunk.tensor].itemsize))
 
-    builder = MessageBuilder(split_chunk)
+    builder = _MessageBuilder(split_chunk)
     senders = _Senders(builder, find_node)
     for number, tensor in enumerate(tensors):
         shards = [(shard, tuple(ranks)) for shard, ranks in holders.get(tensor.name, {}).items()]
@@ -242,7 +242,7 @@ def plan_transfer(
 class _Senders:
     """Senders for each target; computed once for each pair, since the tensors of all layers are on the same ranks."""
 
-    def __init__(self, builder: MessageBuilder, find_node: Callable[[int], int]) -> None:
+    def __init__(self, builder: _MessageBuilder, find_node: Callable[[int], int]) -> None:
         self._builder, self._find_node = builder, find_node
         self._groups: dict[tuple[tuple[int, ...], int], int | None] = {}
 
@@ -259,7 +259,7 @@ class _Senders:
 
 
 @dataclass
-class MessageList:
+class _MessageList:
     """Messages without sender and exchange yet, in the order of their transfer.
 
     Attributes:
@@ -268,14 +268,14 @@ class MessageList:
         groups: ranks that may send; equal ones have one index.
     """
 
-    chunk: Column
-    tensor_slice: Column
-    target: Column
-    group: Column
-    size: Column
+    chunk: _Column
+    tensor_slice: _Column
+    target: _Column
+    group: _Column
+    size: _Column
     groups: Sequence[Sequence[int]]
 
-    def choose_senders(self) -> Column:
+    def choose_senders(self) -> _Column:
         """Return the sender of each message, such that no message could move to another one and even out the two."""
         if not len(self.chunk):
             return self.chunk
@@ -286,7 +286,7 @@ class MessageList:
         loop = _choose_senders if len(self.chunk) <= _UNCOMPILED else _compile(_choose_senders)
         return loop(self.group, self.size, largest_first, first.astype(np.int64), ranks)
 
-    def fill_buckets(self, source: Column, bucket_bytes: int, max_bytes: int) -> Column:
+    def fill_buckets(self, source: _Column, bucket_bytes: int, max_bytes: int) -> _Column:
         """Return the exchange of each message: the first one with room on both its ranks.
 
         Args:
@@ -301,7 +301,7 @@ class MessageList:
         return loop(source, self.target, self.size, num_ranks, bucket_bytes, max_bytes)
 
 
-class MessageBuilder:
+class _MessageBuilder:
     """Collects the chunks that each rank receives.
 
     Args:
@@ -327,7 +327,7 @@ class MessageBuilder:
             self.slices += parts
         self._rows.append((chunk, target, group, *self._first[chunk]))
 
-    def messages(self, count_bytes: Callable[[int, Slice], int]) -> MessageList:
+    def messages(self, count_bytes: Callable[[int, Slice], int]) -> _MessageList:
         """Return all messages, in the order of the calls.
 
         Args:
@@ -341,18 +341,18 @@ class MessageBuilder:
         sizes = np.zeros(len(self.slices), dtype=np.int64)
         for index, (start, count) in self._first.items():
             sizes[start : start + count] = [count_bytes(index, part) for part in self.slices[start : start + count]]
-        return MessageList(chunk, tensor_slice, target, group, sizes[tensor_slice], list(self._groups))
+        return _MessageList(chunk, tensor_slice, target, group, sizes[tensor_slice], list(self._groups))
 
 
 @functools.cache
-def _compile(loop: Callable[..., Column]) -> Callable[..., Column]:
+def _compile(loop: Callable[..., _Column]) -> Callable[..., _Column]:
     import numba  # brings LLVM
 
-    compiled: Callable[..., Column] = numba.njit(cache=True)(loop)
+    compiled: Callable[..., _Column] = numba.njit(cache=True)(loop)
     return compiled
 
 
-def _choose_senders(group: Column, size: Column, largest_first: Column, first: Column, ranks: Column) -> Column:
+def _choose_senders(group: _Column, size: _Column, largest_first: _Column, first: _Column, ranks: _Column) -> _Column:
     load = np.zeros(ranks.max() + 1, dtype=np.int64)
     source = np.full(group.size, -1, dtype=np.int64)
     for message in range(group.size):
@@ -389,7 +389,9 @@ def _choose_senders(group: Column, size: Column, largest_first: Column, first: C
     return source
 
 
-def _fill_buckets(source: Column, target: Column, size: Column, num_ranks: int, bucket_bytes: int, max_bytes: int) -> Column:
+def _fill_buckets(
+    source: _Column, target: _Column, size: _Column, num_ranks: int, bucket_bytes: int, max_bytes: int
+) -> _Column:
     load = np.zeros((num_ranks, 64), dtype=np.int64)
     first_open = np.zeros(num_ranks, dtype=np.int64)
     buckets = np.empty(size.size, dtype=np.int64)

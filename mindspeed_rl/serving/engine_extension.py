@@ -20,7 +20,7 @@ import torch
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup, build_engine_push
+from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 
@@ -113,8 +113,8 @@ class EngineExtension:
             hooks.before_load(model)
             push = self._weights_push
             if push is None:
-                push = self._weights_push = build_engine_push(
-                    group, self._read_destinations, replica=self._weights_replica, derived=DERIVED, device=self.device
+                push = self._weights_push = group.build_engine_push(
+                    self._read_destinations, replica=self._weights_replica, derived=DERIVED, device=self.device
                 )
             push.write(model)
             hooks.after_load(model)

@@ -31,7 +31,7 @@ from mindspeed_rl.resharding.adapters import (
     sum_sent_adapters,
 )
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -63,6 +63,7 @@ class RolloutReplica:
         replica: index of the rollout engine that this rank belongs to.
         num_replicas: rollout engines of the run.
         is_output: True on the rank that returns the replica's responses.
+        push: the way of the weights to this rank's engine; None before the first `load`.
         swaps_memory: True where engine and training take turns in memory: on devices, and on the CPU only when the run file
             offloads training weights.
     """
@@ -102,7 +103,7 @@ class RolloutReplica:
         self._weights_index = self.rank // (self.layout.tensor * self.layout.sharing)
         group = _make_group(self.layout.replica_groups())
         self.host = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
-        self._push: WeightPush | None = None
+        self.push: WeightPush | None = None
         self.reconfigure(run, plane)
 
     def reconfigure(self, run: Run, plane: DataPlane | None) -> None:
@@ -130,9 +131,9 @@ class RolloutReplica:
         """
         self.engine.restore_weights()
         self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
-        assert self._push is not None
+        assert self.push is not None
         model = self.engine.get_model()
-        num_proven = self._push.prove(model).num_parameters
+        num_proven = self.push.prove(model).num_parameters
         if adapters is not None:
             adapters.write()
             self.engine.load_adapter(adapters.path, version)
@@ -141,27 +142,27 @@ class RolloutReplica:
 
     def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
         """Add the bytes that the last weight sync brought to this rank."""
-        assert self._push is not None
+        assert self.push is not None
         # the first rank writes the folder, the others receive it
         folder_bytes = 0 if adapters is None or not self.rank else adapters.num_bytes
-        add_sync_bytes(metrics, self._push.received_bytes + folder_bytes, self._push.needed_bytes + folder_bytes)
+        add_sync_bytes(metrics, self.push.received_bytes + folder_bytes, self.push.needed_bytes + folder_bytes)
 
     def _write(self, model: nn.Module, stream: WeightStream, base_only: bool) -> None:
         load = BaseLoader(model) if base_only else cast(LoadsWeights, model).load_weights
-        if self._push is None:  # the layouts do not change during a run
+        if self.push is None:  # the layouts do not change during a run
             config = self.run.generate
             trained = stream.base if base_only else stream.trained
-            self._push = WeightPush(
+            self.push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
                 read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED),
-                build_world_exchange(),
+                Exchange.from_world(),
                 replica=self._weights_index,
                 derived=DERIVED,
                 repacked=self.engine.find_repacked_parameters(model),
                 # next to adapters the weights do not change
                 delta=base_only or config.update_weight_mode == "delta",
             )
-        self._push.write(model, load)
+        self.push.write(model, load)
 
     def _prove_adapters(self, model: nn.Module, adapters: AdapterFolder) -> int:
         """Return how many matrices of adapters the engine has, all of them as they were trained.
@@ -172,7 +173,7 @@ class RolloutReplica:
         loaded = sum_loaded_adapters(model)
         device = next(model.parameters()).device
         message = json.dumps([self._weights_index, loaded])
-        by_rank = [json.loads(text) for text in build_world_exchange().all_gather(message, device)]
+        by_rank = [json.loads(text) for text in Exchange.from_world().all_gather(message, device)]
         sent = sum_sent_adapters(adapters.tensors, adapters.scale, self.dtype)
         for engine in {index for index, _ in by_rank}:
             if wrong := find_differing_adapters([part for index, part in by_rank if index == engine], sent):
@@ -181,10 +182,6 @@ class RolloutReplica:
                     f"{', '.join(wrong[:5])}."
                 )
         return 2 * len(loaded)  # an A and a B each
-
-    def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
-        """Return the HF tensors that each parameter of this rank's engine is made of; none before the first `load`."""
-        return {} if self._push is None else self._push.tensors_by_parameter()
 
     # ------------------------------------------------------------------ responses
 
@@ -279,10 +276,6 @@ class RolloutReplica:
             return [trajectory.drop_routing() for trajectory in trajectories]
 
         return self.host.run(generate_all)
-
-    def close(self) -> None:
-        """Terminate the tools."""
-        self.host.run_without_steps(self.agents.close)
 
 
 def _make_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ The methods are the phases of an iteration; `Fleet` calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,14 +23,14 @@ from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.resharding.disaggregated import WeightSyncGroup, build_trainer_push
+from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, add_step
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import Role, build_roles
-from mindspeed_rl.workers.routing import REPLAYS, Routing
+from mindspeed_rl.workers.routing import REPLAYS
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         """Take rows from this plane from now on, with the routing and the hooks of the run; collective over the world."""
         run, mode = self.run, self.run.rl.router_replay.mode
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled")
-        self.routing = Routing() if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
+        self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def resident_bytes(self) -> Mapping[str, int]:
@@ -110,7 +110,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
             self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
-        self.routing.add_to(metrics)
+        if self.routing is not None:
+            self.routing.add_to(metrics)
         return self._report(metrics)
 
     def update_actor(self, plan: UpdatePlan) -> WorkerReport:
@@ -126,11 +127,12 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         with self.phase(Phases.UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
             for rows in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, plan.columns):
                 self._prepare_step(actor)
-                routed = self.routing.for_update(rows)
+                routed = rows if self.routing is None else self.routing.for_update(rows)
                 result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
                 add_step(metrics, "actor", result)
-            self.routing.add_to(metrics)
-            actor.poll_save()
+            if self.routing is not None:
+                self.routing.add_to(metrics)
+            actor.finish_saves(wait=False)
             # the weight sync is next, which needs none of it
             actor.offloader.start_offload(optimizer=self.run.generate.offload_train_optimizer)
         if plan.records_log_probs:
@@ -215,7 +217,7 @@ class TrainerWorker(ActorPhases):
             try:
                 if self._push is None:
                     trained = replace(self.actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
-                    self._push = build_trainer_push(self._group, trained, delta=generate.update_weight_mode == "delta")
+                    self._push = self._group.build_trainer_push(trained, delta=generate.update_weight_mode == "delta")
                 self._push.write(None)
                 self._push.compare(None)
             except Exception:
@@ -226,6 +228,7 @@ class TrainerWorker(ActorPhases):
         return self._report(metrics)
 
 
+@dataclass(frozen=True)
 class _RecordedLogProbs:
     """The log-probs that the policy loss read in the last optimizer step of each row, which the update's ratios are made of.
 
@@ -233,8 +236,7 @@ class _RecordedLogProbs:
         rows: index of the row -> [tokens of its response] float32, on the host.
     """
 
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}
+    rows: dict[int, Tensor] = field(default_factory=dict)
 
     def inputs(self, function: Callable[[LossInputs], _Result]) -> Callable[[LossInputs], _Result]:
         """Return the function, which also records the log-probs of its inputs; column `row` has the index of each row."""

@@ -15,8 +15,8 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import MemorySource, WeightOp
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.exchange import Exchange, build_world_exchange
-from mindspeed_rl.resharding.layouts import find_stage, rank_positions, training_slices
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.layouts import _find_stage, rank_positions, training_slices
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.transfer import Sources
@@ -110,7 +110,7 @@ class Side:
         self.layout = Layout(num_layers=model_config.num_layers, num_experts=num_experts, **case.train)
         packing = ExpertPacking("grouped", self.layout.num_expert_groups) if case.grouped else None
         self.ops = architecture.weight_ops(model_config, packing)
-        self.exchange = exchange or build_world_exchange()
+        self.exchange = exchange or Exchange.from_world()
         rank, world = self.exchange.rank, self.exchange.size
         trainers = case.train_ranks or world
         self.places = rank_positions(self.layout, trainers)
@@ -150,7 +150,7 @@ class Side:
         for op in self.ops:
             count, index = (self.layout.expert_tp_size, place.etp) if op.axis == "etp" else (self.layout.tp, place.tp)
             mine = not op.experts or op.experts[0] // self.layout.experts_per_group == place.experts
-            if find_stage(op, self.layout) == place.pp and mine:
+            if _find_stage(op, self.layout) == place.pp and mine:
                 dtype = torch.float32 if op.buffer else self.case.dtype
                 found.append(Shard(op, op.read_shard(empty, count, index).to(dtype).clone(), count, index))
         return found

@@ -34,7 +34,7 @@ from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -73,7 +73,7 @@ class Pair:
             self._push = WeightPush(
                 self.stream.trained,
                 found,
-                build_world_exchange(),
+                Exchange.from_world(),
                 replica=replica,
                 derived=DERIVED,
                 repacked=repacked,
@@ -162,9 +162,9 @@ def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None, *, rout
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
     plan = plan_model(config, setting.folder)
-    parallel.init_model_parallel(config, plan.layout.vpp, 120)
+    parallel._init_model_parallel(config, plan.layout.vpp, 120)
     try:
-        parallel.seed_all(1)
+        parallel._seed_all(1)
         model = build_model(config, plan, trainable=True)
         load_weights(model, HfFolder(setting.folder))
         shape = batch_shape(config, packed=setting.packed, pad_id=0)

@@ -15,7 +15,7 @@ from test_weight_push import MOE, TIED
 
 from mindspeed_rl import platform
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
-from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup, build_engine_push, build_trainer_push
+from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.rendezvous import Rendezvous
@@ -91,9 +91,9 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
 
     def work(rank: int, group: WeightSyncGroup) -> Any:
         if rank < TRAINERS:
-            push = build_trainer_push(group, sides[rank].trained, delta=delta)
+            push = group.build_trainer_push(sides[rank].trained, delta=delta)
         else:
-            push = build_engine_push(group, engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
+            push = group.build_engine_push(engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
         said = []
         for update in range(3):
             tensors = weights_of(sides[0].ops, update, torch.float32, frozen)
@@ -124,10 +124,10 @@ def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:
     def work(rank: int, group: WeightSyncGroup) -> Any:
         if rank < TRAINERS:
             sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
-            push, model = build_trainer_push(group, sides[rank].trained, delta=False), None
+            push, model = group.build_trainer_push(sides[rank].trained, delta=False), None
         else:
             engine = engines[rank - TRAINERS]
-            push, model = build_engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+            push, model = group.build_engine_push(engine.read, replica=rank, derived=(), device=CPU), engine.model
         push.write(model)
         if rank == 3:
             dict(engines[1].model.named_parameters())["model.norm.weight"].data[0] += 1
@@ -147,10 +147,10 @@ def test_an_engine_of_another_model_says_so_and_its_leaving_ends_the_push_of_the
         try:
             if rank < TRAINERS:
                 sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
-                push, model = build_trainer_push(group, sides[rank].trained, delta=False), None
+                push, model = group.build_trainer_push(sides[rank].trained, delta=False), None
             else:
                 engine = engines[rank - TRAINERS]
-                push, model = build_engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+                push, model = group.build_engine_push(engine.read, replica=rank, derived=(), device=CPU), engine.model
             push.write(model)
             push.compare(model)
         except WeightDeliveryError as error:

@@ -14,7 +14,7 @@ from mindspeed_rl.engine.weights import list_model_ops, load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.resharding.bit_sums import bit_sum
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import compute_chunk_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
@@ -34,7 +34,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
     config = MegatronConfig(bf16=True)
-    parallel.seed_all(1)
+    parallel._seed_all(1)
     model = build_model(config, plan_model(config, tmp_path), trainable=True)
     tensors = {name: torch.randn(shape) for op in list_model_ops(model) for name, shape in zip(op.hf, op.shapes)}
     tensors[BIAS] = torch.tensor([3.0001, 3.0002, 3.0003, 3.0004])  # all the same in bfloat16
@@ -44,6 +44,6 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
     assert pushed["model.norm.weight"].dtype == torch.bfloat16
     plan, dtypes = stream.plan_full_tensors(torch.bfloat16)
-    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
+    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, Exchange.from_world(), torch.device("cpu")).wait()
     sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}

@@ -29,7 +29,7 @@ from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.bit_sums import bit_sum
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError, compute_chunk_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
@@ -83,7 +83,7 @@ def make_engine(folder: Path, *, weights: TensorSource | None = None, started: b
         "lora_alpha": 8,
     }
     config = MegatronConfig(**{**settings, **keys})
-    parallel.seed_all(1)
+    parallel._seed_all(1)
     model = build_model(config, plan_model(config, folder), trainable=True)
     load_weights(model, hf_weights(folder) if weights is None else weights)
     engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
@@ -172,7 +172,7 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
     plan, dtypes = stream.plan_full_tensors(torch.bfloat16)
-    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, build_world_exchange(), torch.device("cpu")).wait()
+    chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, Exchange.from_world(), torch.device("cpu")).wait()
     sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert_same(base_of(engine), before)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -389,12 +389,12 @@ def test_a_folder_for_the_rollout_engine_is_proven_against_the_adapters_that_tra
     # what lies in the folder is not what is trained any more
     next(p for name, p in engine.model.models[0].named_parameters() if "lora_B" in name).data[0, 0] += 1e-3
     with pytest.raises(WeightDeliveryError, match="differ from those trained in 1 layers, for example model.layers.0"):
-        folder._check(build_world_exchange(), torch.device("cpu"))
+        folder._check(Exchange.from_world(), torch.device("cpu"))
     folder.write()
     assert not first.exists() and set(folder.tensors) == set(tensors)
     folder.tensors.popitem()
     with pytest.raises(WeightDeliveryError, match="differ from those trained"):
-        folder._check(build_world_exchange(), torch.device("cpu"))
+        folder._check(Exchange.from_world(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- mistakes

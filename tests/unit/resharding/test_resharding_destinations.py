@@ -9,7 +9,7 @@ from test_resharding_plan import CONFIGS, ops_of
 from torch import nn
 
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.layouts import InferenceLayout, inference_slices
+from mindspeed_rl.resharding.layouts import InferenceLayout
 
 SHAPES = {
     "q": (8, 6),
@@ -103,7 +103,7 @@ def test_the_stated_layout_is_what_an_engine_reads_out(name: str, tp: int, exper
     kv_heads = {"few heads": 2, "latent": 8}.get(name, 4)
     count = 8 if experts else 0
     sharing = max(1, expert_ranks // tp)
-    stated = inference_slices(ops, InferenceLayout(tp, sharing, expert_ranks > 1, sharing), num_experts=count)
+    stated = InferenceLayout(tp, sharing, expert_ranks > 1, sharing).list_slices(ops, num_experts=count)
     for rank in range(max(tp, expert_ranks)):
         at = EngineRank(tp, rank % tp, 8, kv_heads, count, expert_ranks, rank % expert_ranks)
         engine = EngineModel(shapes, at)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mindspeed_rl.resharding import transfer_plan as plan_module
-from mindspeed_rl.resharding.transfer_plan import MessageBuilder, MessageList
+from mindspeed_rl.resharding.transfer_plan import _MessageBuilder, _MessageList
 
 
 def naive_senders(senders: list[tuple[int, ...]], sizes: list[int]) -> list[int]:
@@ -50,11 +50,11 @@ def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: 
     return found
 
 
-def drawn(seed: int) -> tuple[MessageList, list[tuple[int, ...]], list[int], list[int]]:
+def drawn(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[int], list[int]]:
     """Messages of chunks in one to three parts, for ranks 4 to 7 from some of ranks 0 to 3."""
     dice = random.Random(seed)
     chunks = [[dice.randint(1, 40) for _ in range(dice.randint(1, 3))] for _ in range(40)]
-    builder = MessageBuilder(lambda chunk: chunks[chunk])
+    builder = _MessageBuilder(lambda chunk: chunks[chunk])
     senders, targets, sizes = [], [], []
     for chunk, parts in enumerate(chunks):
         ranks = tuple(sorted(dice.sample(range(4), dice.randint(1, 4))))
@@ -80,5 +80,5 @@ def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, mo
 
 
 def test_no_messages_need_nothing() -> None:
-    messages = MessageBuilder(lambda chunk: []).messages(lambda chunk, part: 1)
+    messages = _MessageBuilder(lambda chunk: []).messages(lambda chunk, part: 1)
     assert messages.choose_senders().tolist() == [] and messages.fill_buckets(messages.chunk, 10, 2).tolist() == []

@@ -21,7 +21,6 @@ from mindspeed_rl.resharding.layouts import (
     InferenceLayout,
     Slice,
     full_slice,
-    inference_slices,
     intersect,
     num_elements,
     rank_positions,
@@ -104,7 +103,7 @@ def draw(seed: int) -> Pair | None:
     try:
         for op in ops:
             op.check_divisible(layout.expert_tp_size if op.axis == "etp" else tp)
-        needed = inference_slices(ops, infer, num_experts=8 if moe else 0, first_rank=first)
+        needed = infer.list_slices(ops, num_experts=8 if moe else 0, first_rank=first)
         places = rank_positions(layout, world, cp=cp, order=dice.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")))
     except (ValueError, AssertionError):
         return None
@@ -209,7 +208,7 @@ def test_equal_layouts_move_nothing() -> None:
     layout = Layout(num_layers=4, tp=2)
     held = training_slices(ops, layout, rank_positions(layout, 4))
     tensors = [TensorInfo(name, shape, 2) for op in ops for name, shape in zip(op.hf, op.shapes)]
-    plan = plan_transfer(tensors, held, inference_slices(ops, InferenceLayout(2, 2)), bucket_bytes=1 << 20)
+    plan = plan_transfer(tensors, held, InferenceLayout(2, 2).list_slices(ops), bucket_bytes=1 << 20)
     moved = {plan.tensors[plan.chunks[move.chunk].tensor].name for move in plan.moves}
     assert moved == {"model.embed_tokens.weight", "lm_head.weight"}  # the engine pads 40 rows to 64, the trainer does not
 
@@ -220,7 +219,7 @@ def test_a_rank_of_a_pipeline_gets_the_other_stages_and_nothing_else() -> None:
     held = training_slices(ops, layout, rank_positions(layout, 2))
     shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
-    plan = plan_transfer(tensors, held, inference_slices(ops, InferenceLayout(1, 2)), bucket_bytes=1 << 20)
+    plan = plan_transfer(tensors, held, InferenceLayout(1, 2).list_slices(ops), bucket_bytes=1 << 20)
     size = {name: 2 * num_elements(full_slice(shape)) for name, shape in shapes.items()}
     second = [
         name for name in size if "layers.2." in name or "layers.3." in name or name in ("model.norm.weight", "lm_head.weight")
@@ -236,7 +235,8 @@ def test_copies_on_data_parallel_ranks_share_the_sending() -> None:
     held = {"w": {full_slice((64, 8)): [0, 1, 2, 3]}}
     needed = {"w": {full_slice((64, 8)): list(range(4, 8))}}
     plan = plan_transfer(tensors, held, needed, bucket_bytes=512)
-    assert plan.moves.bytes_by_rank("source") == dict.fromkeys(range(4), 1024) and plan.moves.bytes_by_rank("target") == dict.fromkeys(range(4, 8), 1024)
+    assert plan.moves.bytes_by_rank("source") == dict.fromkeys(range(4), 1024)
+    assert plan.moves.bytes_by_rank("target") == dict.fromkeys(range(4, 8), 1024)
 
 
 def test_a_tensor_that_is_larger_than_a_bucket_is_split_evenly() -> None:

@@ -12,7 +12,7 @@ from engine_model import EngineModel, EngineRank
 
 from mindspeed_rl.resharding.bit_sums import bit_sum, sum_groups
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
@@ -127,7 +127,7 @@ def pushed(trained: dict[str, torch.Tensor]) -> tuple[WeightPush, EngineModel]:
     push = WeightPush(
         TrainedWeights(held, shapes, sources, torch.device("cpu"), 1 << 20),
         read_destinations(engine, engine.load_weights, shapes, torch.float32),
-        build_world_exchange(),
+        Exchange.from_world(),
     )
     push.write(engine)
     return push, engine
@@ -179,10 +179,10 @@ def test_a_tensor_without_a_place_and_a_place_without_a_tensor_are_named(group: 
     held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
     side = TrainedWeights(held, shapes, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
     with pytest.raises(WeightDeliveryError, match=r"no parameter for 1 tensors, for example embed_tokens\.weight"):
-        WeightPush(side, found, build_world_exchange())
+        WeightPush(side, found, Exchange.from_world())
     engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3))
     fewer = {name: shape for name, shape in shapes.items() if name != "embed_tokens.weight"}
     side = TrainedWeights(held, fewer, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
     found = read_destinations(engine, engine.load_weights, fewer, torch.float32)
     with pytest.raises(WeightDeliveryError, match=r"1 parameters .* got no tensor, for example embed_tokens\.weight"):
-        WeightPush(side, found, build_world_exchange())
+        WeightPush(side, found, Exchange.from_world())

@@ -42,7 +42,7 @@ from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.resharding.layouts import relative_index, full_slice
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.exchange import build_world_exchange
+from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -75,7 +75,7 @@ def write(model):
         holders = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
         trained = TrainedWeights(holders, shapes, held, torch.device("cpu"), 1 << 20)
         repacked = engine.find_repacked_parameters(model)
-        pushes.append(WeightPush(trained, found, build_world_exchange(), derived=DERIVED, repacked=repacked))
+        pushes.append(WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, repacked=repacked))
     pushes[0].write(model)
 
 
