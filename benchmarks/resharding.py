@@ -294,7 +294,7 @@ def plans(bucket_mb: int) -> None:
     from mindspeed_rl.resharding.transfer_plan import TensorInfo, plan_transfer
 
     columns = (
-        "model and layouts", "model, GB", "engine, GB a device", "received, GB a device: mean, most", "sent: most",
+        "model and layouts", "model, GB", "engine, GB a device", "received, GB a device: mean, max", "sent: max",
         "/ gather all", "exchanges", "plan s",
     )  # fmt: skip
     print(heading(columns))
