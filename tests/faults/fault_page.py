@@ -1,4 +1,4 @@
-"""Writes docs/faults.md and its Chinese twin from the table of faults and the results of the last runs:
+"""Write docs/faults.md and docs/zh/faults.md from the table of faults and the results of the last runs:
 
 RECORD_FAULTS=1 python -m pytest tests/faults; python tests/faults/fault_page.py
 """
@@ -17,50 +17,50 @@ RESULTS = Path(__file__).parent / "results.json"
 _TEXT = {
     "en": """# Faults
 
-What happens when something breaks. The tests in `tests/faults` strike real runs with each of these faults (a run of the tiny
-model on two cores) and look at what comes of it: the run **goes on** as if nothing had happened, **recovers** (all workers are
-ended, and the same command goes on from its last checkpoint by itself), **ends** with an exit code that is not 0, or is
-**refused** before anything starts. In each case the process at fault is named in one line, no iteration is lost or written
-twice, and no process, shared memory, log folder or half-written file is left. A run that recovered computes the very figures of one
-that was not disturbed.
+This page lists what happens when a process, a disk, a checkpoint or a reward function fails. The tests in `tests/faults` inject each of
+these faults into real runs (the tiny model on two cores) and check the result. The run **continues** as if nothing had happened,
+**recovers** (all workers are stopped, and the same command resumes automatically from its last checkpoint), **ends** with an exit code
+other than 0, or is **refused** before anything starts. In each case one line names the failed process, no iteration is lost or written
+twice, and no process, shared memory, log folder or partial file is left. A recovered run computes exactly the figures of a run without
+the fault.
 
-This page is made from the results (`python tests/faults/fault_page.py`). Seconds are those from the fault to the next
-iteration that was complete, or to the end of the command; where a worker is lost, most of them are Python's imports.
+This page is generated from the results (`python tests/faults/fault_page.py`). Seconds are measured from the fault to the next complete
+iteration, or to the end of the command. If a worker is lost, most of this time is spent on Python imports. Console lines are
+those of the last recorded run.
 
-| Fault | Who | Where | What comes of it | Seconds | The console says |
+| Fault | Process | Phase | Result | Seconds | Console line |
 |---|---|---|---|---|---|
 {rows}
 {missing}{uncompared}
 """,
     "zh": """# 故障
 
-出了问题会怎样。`tests/faults` 中的测试把下列每一种故障施加到真实的运行上（两个核上的极小模型），并检查结果：运行 **继续**，
-好像什么也没发生；**恢复**（全部 worker 结束，同一条命令自行从最后一个检查点继续）；**结束**，退出码不为 0；或在启动任何东西
-之前被 **拒绝**。每种情况下，肇事者都用一行话指出，没有迭代丢失或重复写入，也不遗留进程、共享内存、日志目录或写了一半的文件。
-恢复后的运行算出的数字与未受干扰的运行完全相同。
+本页列出进程、磁盘、检查点或奖励函数出现故障时的结果。`tests/faults` 中的测试把每一种故障注入真实的运行（两个核上的微型模型），并检查结果：运行
+**继续**，不受影响；**恢复**（停止全部 worker，同一条命令自动从最近的检查点断点续训）；**结束**，退出码不为 0；或在启动之前被 **拒绝**。每种情况下都用
+一行信息指出出错的进程，没有迭代丢失或重复写入，也不遗留进程、共享内存、日志目录或不完整的文件。恢复后的运行与没有故障的运行数值完全相同。
 
-本页由结果生成（`python tests/faults/fault_page.py`）。秒数从故障发生算到下一次完整的迭代，或到命令结束；失去 worker 时大部分
-是 Python 的导入时间。
+本页由测试结果生成（`python tests/faults/fault_page.py`）。秒数从故障发生算到下一次完整的迭代，或到命令结束；worker 丢失时大部分时间用于 Python
+导入。控制台信息取自最近一次记录的运行。
 
-| 故障 | 对象 | 位置 | 结果 | 秒 | 控制台显示 |
+| 故障 | 进程 | 阶段 | 结果 | 秒 | 控制台信息 |
 |---|---|---|---|---|---|
 {rows}
 {missing}{uncompared}
 """,
 }
 _ENDS = {
-    "en": {"goes on": "goes on", "recovers": "recovers", "ends": "ends", "refused": "refused"},
+    "en": {"goes on": "continues", "recovers": "recovers", "ends": "ends", "refused": "refused"},
     "zh": {"goes on": "继续", "recovers": "恢复", "ends": "结束", "refused": "拒绝"},
 }
 _UNCOMPARED = {
-    "en": "Recovered, but their figures have not been compared since the suite records that: {}.",
-    "zh": "已恢复，但自从测试开始记录比较结果以来尚未比较过数字：{}。",
+    "en": "Recovered, but the figures have not been compared since the tests record the comparison: {}.",
+    "zh": "已恢复，但测试开始记录比较结果之后尚未比较数值：{}。",
 }
-_MISSING = {"en": "Not run since the table last changed: {}.", "zh": "表格上次修改之后尚未运行：{}。"}
+_MISSING = {"en": "Not run since the last change of the table: {}.", "zh": "表格最近一次修改之后尚未运行：{}。"}
 
 
 def page(language: Literal["en", "zh"]) -> str:
-    """The page as it is to be."""
+    """Return the page in a language."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = "\n".join(_row(fault, results[fault.id], language) for fault in FAULTS if fault.id in results)
     left = [fault.id for fault in FAULTS if fault.id not in results]

@@ -1,4 +1,4 @@
-"""The faults of the suite: who is struck where and how, and what has to come of it."""
+"""The faults of the suite: process, phase and kind of each, and the expected result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Fault:
 
     Attributes:
         id: unique.
-        role, phase, how: for people.
-        end: what has to come of it.
-        within_s: of seconds.
+        role, phase, how: columns of the table.
+        end: expected result.
+        within_s: maximum seconds.
         said: a regular expression; a line of the console that names the failed process.
         arm: what the injector takes (site/sitecustomize.py); empty for faults that a test makes itself.
     """
@@ -34,7 +34,7 @@ class Fault:
 
 
 def _worker(phase: str, how: str, said: str, within_s: float = 240.0, rank: int = 1) -> Fault:
-    words = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exception", "hang": "sleeps for ever"}[how]
+    words = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exception", "hang": "sleeps forever"}[how]
     arm = {"place": f"worker.{phase}", "rank": rank, "how": how}
     return Fault(f"worker-{how}-{phase}", "worker", phase, words, "recovers", within_s, said, arm)
 
@@ -121,7 +121,7 @@ RECOVERED = [
         "disk-hang",
         "disk",
         "save",
-        "does not answer any more",
+        "does not respond any more",
         "recovers",
         240.0,
         r"worker \d failed in save: save did not end within 20 s \(rl_config.deadlines.save\)",
@@ -145,7 +145,7 @@ OTHER_DISK = Fault(
     "disk-not-shared",
     "node",
     "start",
-    "has another model folder",
+    "has a different model folder",
     "ends",
     200.0,
     r"^error: machines do not see the same files: .*model has another config.json on ",
@@ -153,7 +153,7 @@ OTHER_DISK = Fault(
 
 #: in one run of one worker that nothing may end
 SURVIVED = [
-    Fault("reward-hang", "reward process", "score", "sleeps for ever", "goes on", 60.0, "", {"place": "reward", "how": "hang"}),
+    Fault("reward-hang", "reward process", "score", "sleeps forever", "goes on", 60.0, "", {"place": "reward", "how": "hang"}),
     Fault("reward-kill", "reward process", "score", "SIGKILL", "goes on", 60.0, "", {"place": "reward", "how": "kill"}),
     Fault("reward-stop", "reward process", "score", "SIGSTOP", "goes on", 60.0, "", {"place": "reward", "how": "stop"}),
     Fault(
@@ -161,7 +161,16 @@ SURVIVED = [
     ),
     Fault("reward-raise", "reward process", "score", "exception", "goes on", 60.0, "", {"place": "reward", "how": "raise"}),
     Fault("reward-fork", "reward process", "score", "forks 20 times", "goes on", 60.0, "", {"place": "reward", "how": "fork"}),
-    Fault("reward-memory", "reward process", "score", "eats memory", "goes on", 90.0, "", {"place": "reward", "how": "memory"}),
+    Fault(
+        "reward-memory",
+        "reward process",
+        "score",
+        "uses too much memory",
+        "goes on",
+        90.0,
+        "",
+        {"place": "reward", "how": "memory"},
+    ),
     Fault(
         "reward-nan", "reward process", "score", "a score that is NaN", "goes on", 60.0, "", {"place": "reward", "how": "nan"}
     ),
@@ -199,7 +208,7 @@ SURVIVED = [
         "tracker-down",
         "tracker",
         "log",
-        "raises for ever",
+        "raises on every call",
         "goes on",
         60.0,
         "ConnectionError: the tracker is down",
@@ -209,7 +218,7 @@ SURVIVED = [
         "disk-slow",
         "disk",
         "save",
-        "takes 8 s longer",
+        "is 8 s slower",
         "goes on",
         60.0,
         "",
@@ -233,7 +242,7 @@ SERVED = [
         "server-slow",
         "rollout server",
         "generate",
-        "says nothing for 8 s",
+        "does not respond for 8 s",
         "goes on",
         60.0,
         "",
@@ -357,7 +366,7 @@ REFUSED = [
         "checkpoint-no-tracker",
         "checkpoint",
         "start",
-        "the file that names the newest is missing",
+        "the file with the newest iteration is missing",
         "refused",
         30.0,
         "latest_checkpointed_iteration.txt: missing",
@@ -366,15 +375,17 @@ REFUSED = [
         "checkpoint-absent-iteration",
         "checkpoint",
         "start",
-        "it names an absent iteration",
+        "this file names a missing iteration",
         "refused",
         30.0,
         "names iteration 99",
     ),
-    Fault("checkpoint-garbage-tracker", "checkpoint", "start", "it holds garbage", "refused", 30.0, "not an iteration number"),
-    Fault("checkpoint-truncated", "checkpoint", "start", "a file is cut short", "refused", 30.0, r"__0_0.distcp"),
+    Fault(
+        "checkpoint-garbage-tracker", "checkpoint", "start", "this file is invalid", "refused", 30.0, "not an iteration number"
+    ),
+    Fault("checkpoint-truncated", "checkpoint", "start", "a file is truncated", "refused", 30.0, r"__0_0.distcp"),
     Fault("checkpoint-missing-file", "checkpoint", "start", "a file is missing", "refused", 30.0, r"__0_0.distcp"),
-    Fault("checkpoint-record", "checkpoint", "start", "its record is no JSON", "refused", 30.0, "run_state.json"),
+    Fault("checkpoint-record", "checkpoint", "start", "run_state.json is not JSON", "refused", 30.0, "run_state.json"),
     Fault(
         "checkpoint-inverted",
         "checkpoint",
