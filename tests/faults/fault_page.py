@@ -17,16 +17,16 @@ RESULTS = Path(__file__).parent / "results.json"
 _TEXT = {
     "en": """# Faults
 
-This page lists what happens when a process, a disk, a checkpoint or a reward function fails. The tests in `tests/faults` inject each of
-these faults into real runs (the tiny model on two cores) and check the result. The run **continues** as if nothing had happened,
-**recovers** (all workers are stopped, and the same command resumes automatically from its last checkpoint), **ends** with an exit code
-other than 0, or is **refused** before anything starts. In each case one line names the failed process, no iteration is lost or written
-twice, and no process, shared memory, log folder or partial file is left. A recovered run computes exactly the figures of a run without
-the fault.
+This page lists what happens when a process, a disk, a checkpoint or a reward function fails. The tests in `tests/faults`
+inject each of these faults into real runs (the tiny model on two cores) and check the result. The run **continues** as if
+nothing had happened, **recovers** (all workers are stopped, and the same command resumes automatically from its last
+checkpoint), **ends** with an exit code other than 0, or is **refused** before anything starts. In each case one line names the
+failed process, no iteration is lost or written twice, and no process, shared memory, log folder or partial file is left. A
+recovered run computes exactly the figures of a run without the fault.
 
-This page is generated from the results (`python tests/faults/fault_page.py`). Seconds are measured from the fault to the next complete
-iteration, or to the end of the command. If a worker is lost, most of this time is spent on Python imports. Console lines are
-those of the last recorded run.
+This page is generated from the results (`python tests/faults/fault_page.py`). Seconds are measured from the fault to the next
+complete iteration, or to the end of the command. If a worker is lost, most of this time is spent on Python imports. Console
+lines are those of the last recorded run.
 
 | Fault | Process | Phase | Result | Seconds | Console line |
 |---|---|---|---|---|---|
@@ -35,12 +35,13 @@ those of the last recorded run.
 """,
     "zh": """# 故障
 
-本页列出进程、磁盘、检查点或奖励函数出现故障时的结果。`tests/faults` 中的测试把每一种故障注入真实的运行（两个核上的微型模型），并检查结果：运行
-**继续**，不受影响；**恢复**（停止全部 worker，同一条命令自动从最近的检查点断点续训）；**结束**，退出码不为 0；或在启动之前被 **拒绝**。每种情况下都用
-一行信息指出出错的进程，没有迭代丢失或重复写入，也不遗留进程、共享内存、日志目录或不完整的文件。恢复后的运行与没有故障的运行数值完全相同。
+本页列出进程、磁盘、检查点或奖励函数出现故障时的结果。`tests/faults` 中的测试把每一种故障注入真实的运行（两个核上的微型模型），
+并检查结果：运行**继续**，不受影响；**恢复**（停止全部 worker，同一条命令自动从最近的检查点断点续训）；**结束**，退出码不为
+0；或在启动之前被 **拒绝**。每种情况下都用一行信息指出出错的进程，没有迭代丢失或重复写入，也不遗留进程、共享内存、日志目录或
+不完整的文件。恢复后的运行与没有故障的运行数值完全相同。
 
-本页由测试结果生成（`python tests/faults/fault_page.py`）。秒数从故障发生算到下一次完整的迭代，或到命令结束；worker 丢失时大部分时间用于 Python
-导入。控制台信息取自最近一次记录的运行。
+本页由测试结果生成（`python tests/faults/fault_page.py`）。秒数从故障发生算到下一次完整的迭代，或到命令结束；worker 丢失时大
+部分时间用于 Python导入。控制台信息取自最近一次记录的运行。
 
 | 故障 | 进程 | 阶段 | 结果 | 秒 | 控制台信息 |
 |---|---|---|---|---|---|
