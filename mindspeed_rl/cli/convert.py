@@ -45,7 +45,7 @@ _WITHOUT_EFFECT_SWITCHES = {
     "--trust-remote-code": "no code of a checkpoint is run; its Python files are copied",
     "--save-layer-by-layer": "every conversion streams",
 }
-_SEE = "see What is not there in docs/checkpoint_conversion.md"
+_SEE = "see Unsupported options in docs/checkpoint_conversion.md"
 #: Flags of features that no supported model has.
 _REFUSED_SWITCHES = {
     "--add-dense-bias": f"no supported model has biases in its dense layers; {_SEE}",
@@ -155,7 +155,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--ckpt-format torch_dist holds mcore checkpoints only; drop --save-to-legacy")
 
 
-#: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they have an effect.
+#: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they apply.
 _MEGATRON_RESULT_OPTIONS = (
     "expert_tensor_parallel_size",
     "num_layer_list",
@@ -236,7 +236,9 @@ def _convert(args: argparse.Namespace) -> int:
             print_status(f"would write {len(source.adapters)} adapters to {options.save_dir}")
             return 0
         base = str(source.companions) if source.companions is not None else None
-        with convert.nothing_left(options.save_dir, lora.adapter_bytes(source.adapters), [lora.get_staging_path(options.save_dir)]):
+        with convert.nothing_left(
+            options.save_dir, lora.adapter_bytes(source.adapters), [lora.get_staging_path(options.save_dir)]
+        ):
             modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
         print_status(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0
