@@ -46,5 +46,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., h]; the gradients are summed in float32."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., h]; the gradients are summed in float32."""
     return _RMSNorm.apply(x, weight, eps)

@@ -1,8 +1,8 @@
 """Gradients and parameters that data-parallel ranks exchange over gloo, without copies of whole buffers.
 
 torch (2.13) copies all of a reduce-scatter's input before gloo sums the copy, and both it and the gathering of parameters
-allocate a buffer's size anew in each step, in groups of one rank too. Here each rank sends pieces of its buffer to those they
-belong to and adds what comes to its own, a piece at a time: 120 MB between two processes took 38 ms for 126, and gathering
+allocate a buffer's size anew in each step, in groups of one rank too. Here each rank sends chunks of its buffer to those they
+belong to and adds what comes to its own, a chunk at a time: 120 MB between two processes took 38 ms for 126, and gathering
 60 MB 14 ms for 75.
 
 | patch | symbol | why |
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 #: elements of a message: what is being summed fits the processor's cache with what it is added to
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
-    """output [n] <- the sum over the group of what lies at this rank's place in source [ranks * n]; others' places stay.
+    """Write to output [n] the sum over the group of this rank's slot in source [ranks * n]; other slots stay.
 
-    A sum starts with what its own rank has and takes the others in the order of their ranks. `output` may be the place itself.
+    A sum starts with the rank's own values and adds the others in the order of their ranks. `output` may be the slot itself.
     """
     rank, size = group.rank(), group.size()
     shards = source.chunk(size)
@@ -39,27 +39,27 @@ def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
     # messages are no collectives for who looks at a run that stands; this says which ranks have not come
     group.barrier().wait()
     others = [other for other in range(size) if other != rank]
-    pieces = [slice(start, start + _PIECE) for start in range(0, output.numel(), _PIECE)]
-    sent = [group.send([shards[other][piece]], other, tag) for tag, piece in enumerate(pieces) for other in others]
+    chunks = [slice(start, start + _CHUNK) for start in range(0, output.numel(), _CHUNK)]
+    sent = [group.send([shards[other][chunk]], other, tag) for tag, chunk in enumerate(chunks) for other in others]
     # of each other rank one message is on its way while the one before it is added
-    rooms = {(other, turn): torch.empty_like(output[pieces[0]]) for other in others for turn in range(2)}
+    rooms = {(other, turn): torch.empty_like(output[chunks[0]]) for other in others for turn in range(2)}
 
     def receive(tag: int) -> list[tuple[Tensor, Any]]:
-        held = [rooms[other, tag % 2][: output[pieces[tag]].numel()] for other in others]
-        return [(room, group.recv([room], other, tag)) for other, room in zip(others, held)]
+        buffers = [rooms[other, tag % 2][: output[chunks[tag]].numel()] for other in others]
+        return [(room, group.recv([room], other, tag)) for other, room in zip(others, buffers)]
 
     coming = receive(0)
-    for tag, piece in enumerate(pieces):
-        arriving, coming = coming, receive(tag + 1) if tag + 1 < len(pieces) else []
+    for tag, chunk in enumerate(chunks):
+        arriving, coming = coming, receive(tag + 1) if tag + 1 < len(chunks) else []
         for room, message in arriving:
             message.wait()
-            output[piece].add_(room)
+            output[chunk].add_(room)
     for message in sent:
         message.wait()
 
 
 def all_gather(output: Tensor, source: Tensor, group: Any) -> None:
-    """output [ranks * n] <- source [n] of every rank of the group, in their order. `source` may be this rank's place itself."""
+    """Write to output [ranks * n] the source [n] of every rank in order. `source` may be this rank's slot itself."""
     rank, size = group.rank(), group.size()
     shards = output.chunk(size)
     if source.data_ptr() != shards[rank].data_ptr():

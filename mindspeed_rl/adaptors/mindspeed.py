@@ -74,7 +74,7 @@ PASSED_KEYS = (
 #: megatron-core package does not have; without a Megatron-LM source tree they are left off with a warning. They change
 #: speed and memory, not results. Experts then run on Megatron's own GroupedMLP, whose grouped product MindSpeed replaces in
 #: any case.
-NEED_MEGATRON_TRAINING = (
+_NEED_MEGATRON_TRAINING = (
     "moe_alltoall_overlap_comm",
     "gemm_gradient_accumulation_fusion",
     "moe_grouped_gemm",
@@ -194,7 +194,7 @@ def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict
     if config.moe_grouped_gemm and megatron_training:
         keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
     if not megatron_training:
-        for name in NEED_MEGATRON_TRAINING:
+        for name in _NEED_MEGATRON_TRAINING:
             if keys.pop(name, None):
                 warnings.warn(f"{name}: left off; MindSpeed needs a Megatron-LM source tree for it.", stacklevel=3)
     if not keys.get("use_ascend_coc"):

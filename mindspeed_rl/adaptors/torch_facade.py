@@ -144,7 +144,7 @@ class _Device(metaclass=_DeviceType):
     """`torch.device`, with "cuda" read as the CPU; isinstance works."""
 
 
-class TorchFacade(types.ModuleType):
+class _TorchFacade(types.ModuleType):
     """torch as Megatron sees it on the CPU."""
 
     _FACTORIES = (
@@ -166,4 +166,4 @@ class TorchFacade(types.ModuleType):
         return dir(torch)
 
 
-facade = TorchFacade()
+facade = _TorchFacade()

@@ -43,7 +43,7 @@ ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, Any]] = {
     (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
 }
 #: the releases that were read name by name
-KNOWN_RELEASES = ((0, 18), (0, 23))
+_KNOWN_RELEASES = ((0, 18), (0, 23))
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
@@ -82,8 +82,8 @@ def row_for(table: dict[tuple[int, int], Any], release: tuple[int, int]) -> Any:
 def installed_release() -> tuple[int, int]:
     """Release of the installed vllm-ascend."""
     release = parse_release(importlib.metadata.version("vllm_ascend"))
-    if release not in KNOWN_RELEASES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in KNOWN_RELEASES)
+    if release not in _KNOWN_RELEASES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
         warnings.warn(
             f"vllm-ascend {release[0]}.{release[1]} was not looked at ({known} were); its keys are guessed.", stacklevel=2
         )

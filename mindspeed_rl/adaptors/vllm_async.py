@@ -106,7 +106,7 @@ async def resume(llm: Any) -> None:
 
 
 async def openai_app(llm: Any, model: str, names: list[str]) -> Any:
-    """vLLM's own FastAPI application for a running engine that has a tokenizer.
+    """Build vLLM's own FastAPI application for a running engine that has a tokenizer.
 
     Module, signature and order of its parts moved between releases; what exists is asked for by name.
 

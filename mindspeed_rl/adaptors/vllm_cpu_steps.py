@@ -222,7 +222,7 @@ def _next_seeds(generators: Iterable[torch.Generator | None]) -> list[int]:
 
 
 def _sample_in_bulk(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's `forward_cpu` with seeds in bulk; with noise in float64 there are none, and it is left to itself."""
+    """Run vLLM's `forward_cpu` with seeds in bulk; with noise in float64 there are none, and it is left to itself."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def forward_cpu(

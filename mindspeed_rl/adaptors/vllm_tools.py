@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _PACKAGES = ("vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers")
 _REQUESTS = ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")
 
-Extracted = tuple[str, list[tuple[str, str, str]]]
+_Extracted = tuple[str, list[tuple[str, str, str]]]
 """The text beside the calls, and of each call its name, its arguments as JSON text and its id."""
 
 
 def tool_extractor(
     name: str, schemas: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> Callable[[str, Sequence[int]], Extracted]:
+) -> Callable[[str, Sequence[int]], _Extracted]:
     """A function from a turn, as text and as tokens, to its calls; it raises whatever the parser raises.
 
     Raises:
@@ -51,7 +51,7 @@ def tool_extractor(
             f"vLLM's tool parser {name!r} does not work with this tokenizer: {type(error).__name__}: {error}"
         ) from error
 
-    def extract(text: str, token_ids: Sequence[int]) -> Extracted:
+    def extract(text: str, token_ids: Sequence[int]) -> _Extracted:
         more = {"token_ids": list(token_ids)} if takes_tokens else {}
         found = kind(tokenizer, **words).extract_tool_calls(text, request, **more)
         calls = [(call.function.name, call.function.arguments, call.id) for call in found.tool_calls]

@@ -18,33 +18,33 @@ from mindspeed_rl.models.model_config import read_quantization_block
 from mindspeed_rl.models.weights import TensorSource
 
 #: what the name of a weight's scales adds to its own; they multiply, whatever the name says
-SCALES = "_scale_inv"
+_SCALES = "_scale_inv"
 
 
 def open_weights(path: str | Path) -> TensorSource:
-    """The tensors of an HF folder, those in block-wise 8-bit floats as bfloat16.
+    """Open the tensors of an HF folder, those in block-wise 8-bit floats as bfloat16.
 
     Raises:
         ValueError: as for `HfFolder`, or the weights are quantized in another way.
     """
     folder = HfFolder(path)
     block = read_quantization_block(folder.config)
-    return folder if block is None else BlockFp8Source(folder, block)
+    return folder if block is None else _BlockFp8Source(folder, block)
 
 
 def without_quantization(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes in config.json where the weights are written in full; None takes a key away."""
+    """Return the changes of config.json for weights that are written in full; None removes a key."""
     return {"quantization_config": None} if "quantization_config" in hf_config else {}
 
 
 def is_scale(folder: HfFolder, name: str) -> bool:
-    """Whether a tensor of the folder is the scales of another one in 8-bit floats."""
-    weight = folder.records.get(name.removesuffix(SCALES)) if name.endswith(SCALES) else None
+    """Return whether a tensor of the folder is the scales of another one in 8-bit floats."""
+    weight = folder.records.get(name.removesuffix(_SCALES)) if name.endswith(_SCALES) else None
     return weight is not None and _is_8_bit(weight.dtype)
 
 
 def group_of(folder: HfFolder, name: str, block: tuple[int, int] | None) -> Group:
-    """The tensor of this name as what a conversion reads; one in 8-bit floats with its scales.
+    """Return the group of a tensor for a conversion; one in 8-bit floats comes with its scales.
 
     Args:
         block: rows and columns that share a scale, as config.json says.
@@ -57,11 +57,11 @@ def group_of(folder: HfFolder, name: str, block: tuple[int, int] | None) -> Grou
         return HfGroup(name, record)
     if block is None:
         raise ValueError(f"{folder.path}: {name} is {record.dtype}, of which config.json has no quantization_config")
-    return ScaledGroup(name, record, _scales_of(folder, name, block), block)
+    return _ScaledGroup(name, record, _find_scales(folder, name, block), block)
 
 
 @dataclass(frozen=True)
-class ScaledGroup(Group):
+class _ScaledGroup(Group):
     """One tensor of an HF folder in 8-bit floats, read as bfloat16."""
 
     name: str
@@ -82,22 +82,22 @@ class ScaledGroup(Group):
         return torch.bfloat16
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {self.name: _in_full(self.record.read(), self.scales.read(), self.block)}
+        return {self.name: _dequantize(self.record.read(), self.scales.read(), self.block)}
 
 
-class BlockFp8Source:
-    """A TensorSource over a folder some of whose matrices have scales beside them."""
+class _BlockFp8Source:
+    """A TensorSource over a folder some of whose matrices have scales next to them."""
 
     def __init__(self, folder: HfFolder, block: tuple[int, int]) -> None:
         self._folder = folder
         self._block = block
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return self._folder.shape(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tensor, or its slice along `dim`.
+        """Read the tensor, or its slice along `dim`.
 
         Raises:
             ValueError: an 8-bit tensor has no scales, or they are of another shape.
@@ -105,36 +105,36 @@ class BlockFp8Source:
         stored = self._folder.read(name, dim, start, stop)
         if not _is_8_bit(stored.dtype):
             return stored
-        # a slice may begin inside a block: scales go by the place in the whole weight
+        # a slice may begin inside a block: scales go by the position in the full weight
         first = [start if axis == dim and stop is not None else 0 for axis in range(2)]
-        return _in_full(stored, _scales_of(self._folder, name, self._block).read(), self._block, first)
+        return _dequantize(stored, _find_scales(self._folder, name, self._block).read(), self._block, first)
 
 
 def _is_8_bit(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _scales_of(folder: HfFolder, name: str, block: tuple[int, int]) -> TensorRecord:
-    """Where the scales of a tensor are.
+def _find_scales(folder: HfFolder, name: str, block: tuple[int, int]) -> TensorRecord:
+    """Find the scales of a tensor.
 
     Raises:
         ValueError: there are none, or they are of another shape.
     """
     shape = folder.shape(name)
-    if name + SCALES not in folder.records:
-        raise ValueError(f"{folder.path}: {name} is {folder.record(name).dtype} without {name + SCALES}")
-    scales = folder.record(name + SCALES)
+    if name + _SCALES not in folder.records:
+        raise ValueError(f"{folder.path}: {name} is {folder.record(name).dtype} without {name + _SCALES}")
+    scales = folder.record(name + _SCALES)
     expected = [-(-size // rows) for size, rows in zip(shape, block)]
     if len(shape) != 2 or list(scales.shape) != expected:
         raise ValueError(
-            f"{folder.path}: {name + SCALES} has shape {list(scales.shape)}; {name} of shape {list(shape)} in blocks of "
+            f"{folder.path}: {name + _SCALES} has shape {list(scales.shape)}; {name} of shape {list(shape)} in blocks of "
             f"{list(block)} needs {expected}"
         )
     return scales
 
 
-def _in_full(stored: Tensor, scales: Tensor, block: tuple[int, int], first: Sequence[int] = (0, 0)) -> Tensor:
-    """weight[i, j] x scale[i // rows, j // columns], where `first` is the place of stored[0, 0] in the whole weight."""
+def _dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], first: Sequence[int] = (0, 0)) -> Tensor:
+    """Compute weight[i, j] x scale[i // rows, j // columns], where `first` is the position of stored[0, 0]."""
     rows, columns = block
     result = torch.empty(stored.shape, dtype=torch.bfloat16)
     # indexed, not repeated: the last block of an axis may be shorter

@@ -15,8 +15,8 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 NAME = "checksums.json"
-#: sums of the files of one rank, until they are joined: `<PARTS>/rank_00003.json`
-PARTS = "checksums"
+#: sums of the files of one rank, until they are joined: `<_PARTS>/rank_00003.json`
+_PARTS = "checksums"
 #: beside them, where machines that share no disk have written a checkpoint: which of its large files is on whose disk
 SPREAD = "disks.json"
 #: what is read at once; it stays in the processor's second cache
@@ -29,18 +29,18 @@ _THREADS = 4
 Sums = dict[str, tuple[int, int]]
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing, truncated, changed, or of another checkpoint; the message names it."""
 
 
 def checksum(path: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file."""
+    """Compute bytes and CRC-32 of a file."""
     (found,) = _sums(path.parent, [path.name]).values()
     return found
 
 
-def combined(first: int, second: int, num_bytes: int) -> int:
-    """The CRC-32 of two parts one behind the other, from those of each.
+def combine(first: int, second: int, num_bytes: int) -> int:
+    """Compute the CRC-32 of two consecutive parts from those of each.
 
     A CRC is a remainder of polynomials over GF(2), so what follows the first part multiplies its remainder by x^8 a byte.
 
@@ -60,7 +60,7 @@ _DIVISOR, _ONE, _BYTE = 0xEDB88320, 1 << 31, 1 << 23
 
 
 def _product(one: int, other: int) -> int:
-    """The remainder of the product of two polynomials of less than 32 coefficients."""
+    """Compute the remainder of the product of two polynomials of less than 32 coefficients."""
     found = 0
     while one:
         if one & _ONE:
@@ -70,54 +70,54 @@ def _product(one: int, other: int) -> int:
     return found
 
 
-def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
-    """`checksums/rank_<rank>.json` holds the sums of these files."""
-    path = folder / PARTS / f"rank_{rank:05d}.json"
+def write_list(folder: Path, rank: int, names: Iterable[str]) -> None:
+    """Write the sums of these files to `checksums/rank_<rank>.json`."""
+    path = folder / _PARTS / f"rank_{rank:05d}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(_sums(folder, sorted(names))), encoding="utf-8")
 
 
-def take_parts(folder: Path) -> Sums:
-    """The sums of all files of the folder: those that ranks have written, whose lists are gone then, and of the rest."""
+def take_lists(folder: Path) -> Sums:
+    """Compute the sums of all files of the folder, with those of the ranks' lists, which are removed."""
     sums: Sums = {}
-    for part in sorted((folder / PARTS).glob("rank_*.json")):
+    for part in sorted((folder / _PARTS).glob("rank_*.json")):
         sums.update({name: (size, crc) for name, (size, crc) in json.loads(part.read_text(encoding="utf-8")).items()})
         part.unlink()
-    if (folder / PARTS).is_dir():
-        (folder / PARTS).rmdir()
+    if (folder / _PARTS).is_dir():
+        (folder / _PARTS).rmdir()
     return sums | _sums(folder, sorted(_files(folder) - sums.keys()))
 
 
-def join_parts(folder: Path) -> None:
-    """`checksums.json` holds the sums of all files of the folder."""
-    write(folder, take_parts(folder))
+def join_lists(folder: Path) -> None:
+    """Write the sums of all files of the folder to `checksums.json`."""
+    write(folder, take_lists(folder))
 
 
 def write(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """`checksums.json` holds these."""
+    """Write these sums to `checksums.json`."""
     (folder / NAME).write_text(json.dumps(dict(sorted(sums.items())), indent=0), encoding="utf-8")
 
 
 def read(folder: Path) -> Sums | None:
-    """What the files must be; None for a checkpoint of a version that wrote no sums.
+    """Read the expected sums of the files; None for a checkpoint of a version that wrote no sums.
 
     Raises:
-        DamagedCheckpoint: the list is missing or damaged.
+        DamagedCheckpointError: the list is missing or damaged.
     """
     path = folder / NAME
     if not path.is_file():
         # a list that was lost must not make a checkpoint pass for an old one
         if _promises_sums(folder):
-            raise DamagedCheckpoint(f"{path} is missing; the files of this checkpoint cannot be verified")
+            raise DamagedCheckpointError(f"{path} is missing; the files of this checkpoint cannot be verified")
         return None
     try:
         return {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(path.read_text("utf-8")).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {type(error).__name__}: {str(error)[:100]}") from None
+        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error)[:100]}") from None
 
 
 def _promises_sums(folder: Path) -> bool:
-    """True when the checkpoint says of itself that it has them."""
+    """Return whether the checkpoint's record promises checksums."""
     try:
         record = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -126,26 +126,26 @@ def _promises_sums(folder: Path) -> bool:
 
 
 def absent(folder: Path) -> frozenset[str]:
-    """The listed files that are not there; none of a checkpoint of a version that wrote no sums, or whose list is damaged."""
+    """Return the listed files that are missing; none for a checkpoint without sums, or whose list is damaged."""
     try:
         return frozenset(name for name in read(folder) or () if not (folder / name).is_file())
-    except DamagedCheckpoint:
+    except DamagedCheckpointError:
         return frozenset()
 
 
 def elsewhere(folder: Path) -> frozenset[str]:
-    """The files that are missing here and may lie on the disk of another machine that has written this checkpoint."""
+    """Return the files that are missing here and may be on the disk of another machine that has written this checkpoint."""
     return absent(folder) if (folder / SPREAD).is_file() else frozenset()
 
 
 def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Collection[str] = ()) -> None:
-    """Every listed file is there in its size, and none that is not listed; reads no file.
+    """Check that every listed file has its size and no other weight file is there; reads no file.
 
     Args:
-        leave_out: files that lie on other disks.
+        leave_out: files on other disks.
 
     Raises:
-        DamagedCheckpoint: naming the first that is not.
+        DamagedCheckpointError: naming the first that is not.
     """
     for name, (size, _) in sums.items():
         if name in leave_out:
@@ -153,33 +153,33 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Co
         path = folder / name
         if not path.is_file():
             apart = "; machines without a shared disk wrote this checkpoint: copy the folders of all of them into one"
-            raise DamagedCheckpoint(f"{path} is missing" + (apart if (folder / SPREAD).is_file() else ""))
+            raise DamagedCheckpointError(f"{path} is missing" + (apart if (folder / SPREAD).is_file() else ""))
         found = path.stat().st_size
         if found != size:
-            raise DamagedCheckpoint(f"{path} has {found} bytes, but was written with {size}")
+            raise DamagedCheckpointError(f"{path} has {found} bytes, but was written with {size}")
     for name in sorted(_files(folder) - sums.keys() - {NAME}):
-        # what a loader would read; a note beside it does no harm
+        # what a loader would read; a note next to it does no harm
         if name.endswith((".distcp", ".pt", ".safetensors")):
-            raise DamagedCheckpoint(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
+            raise DamagedCheckpointError(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
 
 
 def verify(
     folder: Path,
     *,
-    share: int = 0,
-    num_shares: int = 1,
+    shard: int = 0,
+    num_shards: int = 1,
     only: Callable[[str], bool] | None = None,
     leave_out: Collection[str] = (),
 ) -> bool:
-    """The files are what was written; False for a checkpoint of a version that wrote no sums.
+    """Check the files against their sums; return False for a checkpoint of a version that wrote no sums.
 
     Args:
-        share, num_shares: reads every `num_shares`-th file, beginning with number `share`; the ranks of a node divide the work.
-        only: which files are looked at; all when None.
-        leave_out: files that lie on other disks.
+        shard, num_shards: read every `num_shards`-th file from index `shard` on; the ranks of a node divide the work.
+        only: selects the files to check; all when None.
+        leave_out: files on other disks.
 
     Raises:
-        DamagedCheckpoint: naming the file.
+        DamagedCheckpointError: naming the file.
     """
     sums = read(folder)
     if sums is None:
@@ -188,10 +188,10 @@ def verify(
         sums = {name: value for name, value in sums.items() if only(name)}
     else:
         check_sizes(folder, sums, leave_out)
-    mine = sorted(sums.keys() - set(leave_out))[share::num_shares]
+    mine = sorted(sums.keys() - set(leave_out))[shard::num_shards]
     for name, found in _sums(folder, mine).items():
         if found[1] != sums[name][1]:
-            raise DamagedCheckpoint(f"{folder / name} is damaged: its checksum is {found[1]:08x}, not {sums[name][1]:08x}")
+            raise DamagedCheckpointError(f"{folder / name} is damaged: its checksum is {found[1]:08x}, not {sums[name][1]:08x}")
     return True
 
 
@@ -203,14 +203,14 @@ def _sums(folder: Path, names: Iterable[str]) -> Sums:
     if not parts:
         return sums
     with ThreadPoolExecutor(min(_THREADS, len(parts))) as pool:
-        for (name, _), (count, crc) in zip(parts, pool.map(lambda part: _sum_of_part(folder / part[0], part[1]), parts)):
+        for (name, _), (count, crc) in zip(parts, pool.map(lambda part: _sum_part(folder / part[0], part[1]), parts)):
             size, before = sums[name]
-            sums[name] = size + count, combined(before, crc, count)
+            sums[name] = size + count, combine(before, crc, count)
     return sums
 
 
-def _sum_of_part(path: Path, start: int) -> tuple[int, int]:
-    """Bytes and CRC-32 of the part that begins there, read in blocks."""
+def _sum_part(path: Path, start: int) -> tuple[int, int]:
+    """Compute bytes and CRC-32 of the part from this byte on, read in blocks."""
     end, position, crc = start + _PART_BYTES, start, 0
     block = memoryview(bytearray(_BLOCK_BYTES))
     descriptor = os.open(path, os.O_RDONLY)
@@ -223,7 +223,7 @@ def _sum_of_part(path: Path, start: int) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> set[str]:
-    """All files below the folder, relative to it."""
+    """Return all files below the folder, relative to it."""
     found = set()
     for root, _, names in os.walk(folder):
         found |= {os.path.relpath(os.path.join(root, name), folder) for name in names}

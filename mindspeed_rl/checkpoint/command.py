@@ -29,8 +29,8 @@ def open_source(options: ConvertOptions) -> Source:
     Raises:
         ValueError: it is not what the options say, or the conversion would only copy it.
     """
-    form = options.load_model_type or form_of(options.load_dir)
-    check_folders(options)
+    form = options.load_model_type or _detect_form(options.load_dir)
+    _check_folders(options)
     if form == options.save_model_type == "hf":
         raise ValueError("--save-model-type hf of an HF source would only copy it; to merge LoRA go through mg")
     model = ModelOptions(
@@ -60,7 +60,7 @@ def open_source(options: ConvertOptions) -> Source:
     return source
 
 
-def check_folders(options: ConvertOptions) -> None:
+def _check_folders(options: ConvertOptions) -> None:
     """Raise ValueError if the result would be written into what is read, or in its place."""
     for flag, path in (("--load-dir", options.load_dir), ("--lora-load", options.lora_load)):
         if path is None:
@@ -76,7 +76,7 @@ def check_folders(options: ConvertOptions) -> None:
             raise ValueError(f"--save-dir {options.save_dir} would replace {flag} {path}, which is read; choose another folder")
 
 
-def form_of(folder: Path) -> SourceForm:
+def _detect_form(folder: Path) -> SourceForm:
     """What a folder looks like; "hf" in doubt."""
     if (folder / "config.json").is_file():
         return "hf"
@@ -106,7 +106,7 @@ def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:
     if not source.adapters:
         raise ValueError("--save-lora-to-hf: neither --load-dir nor --lora-load holds LoRA weights")
     check_target_modules(options.lora_target_modules, source.adapters)
-    return source, lora.checked_scale(options.lora_r, options.lora_alpha, source.adapters, source.lora)
+    return source, lora.check_scale(options.lora_r, options.lora_alpha, source.adapters, source.lora)
 
 
 def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lora.PeftMerge | None]:
@@ -125,7 +125,7 @@ def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lor
             )
         return source, None
     check_target_modules(options.lora_target_modules, source.adapters)
-    return source.merged(lora.checked_scale(r, alpha, source.adapters, source.lora)), None
+    return source.merge_adapters(lora.check_scale(r, alpha, source.adapters, source.lora)), None
 
 
 def _with_loaded_adapters(options: ConvertOptions, source: Source) -> Source:

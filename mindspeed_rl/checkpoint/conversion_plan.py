@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.block_writer import is_finite
 from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
 from mindspeed_rl.checkpoint.jobs import HfTarget, MegatronGroup, Target, Transform
 from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
 from mindspeed_rl.checkpoint.source import Source
-from mindspeed_rl.checkpoint.tensor_record import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
@@ -74,7 +73,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class Cast:
+class _Cast:
     """A transform that casts floating-point weights; buffers keep their dtype.
 
     A value that the dtype cannot hold, and that would become an infinity, is a ValueError.
@@ -98,7 +97,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Chain:
+class _Chain:
     """Transforms one after the other."""
 
     steps: tuple[Transform, ...]
@@ -110,7 +109,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class HfPlan:
+class _HfPlan:
     """Which weight files an HF folder gets and what is in them."""
 
     folder: Path
@@ -195,9 +194,9 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
     buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
     steps: list[Transform] = [] if peft is None else [peft]
     if destination.dtype is not None:
-        steps.append(Cast(destination.dtype, buffers))
+        steps.append(_Cast(destination.dtype, buffers))
         dtypes = {name: dtype if name in buffers else destination.dtype for name, dtype in dtypes.items()}
-    transform = None if not steps else steps[0] if len(steps) == 1 else Chain(tuple(steps))
+    transform = None if not steps else steps[0] if len(steps) == 1 else _Chain(tuple(steps))
 
     def dtype_of(op: WeightOp) -> torch.dtype:
         if op.hf[0] not in dtypes:
@@ -274,7 +273,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
 
 def _plan_hf(
     source: Source, ops: Sequence[WeightOp], dtype_of: Callable[[WeightOp], torch.dtype], folder: Path, max_shard_bytes: int
-) -> HfPlan:
+) -> _HfPlan:
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for op in ops:
         if not op.copy_of_tied:
@@ -282,7 +281,7 @@ def _plan_hf(
     copies = source.architecture.hf_copies(source.model_config)
     entries |= {copy: entries[owner] for copy, owner in copies.items()}
     sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
-    return HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
+    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
 
 
 def _memory_bound(

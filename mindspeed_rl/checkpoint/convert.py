@@ -32,7 +32,7 @@ from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config.model_metadata import HF_FILES
 
-TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
+_TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
 _LATEST_STAGING = LATEST_NAME + ".partial"
@@ -50,7 +50,7 @@ class Progress(Protocol):
 
     def finish(self) -> None: ...
 
-    def notice(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Told what the user should know of the weights."""
         ...
 
@@ -67,7 +67,7 @@ class Silent:
     def finish(self) -> None:
         pass
 
-    def notice(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         pass
 
 
@@ -84,7 +84,7 @@ def check_destination(destination: Destination) -> None:
 
 
 def run_plan(
-    plan: Plan, *, workers: int = 1, verify: bool = False, progress: Progress | None = None, task_bytes: int = TASK_BYTES
+    plan: Plan, *, workers: int = 1, verify: bool = False, progress: Progress | None = None, task_bytes: int = _TASK_BYTES
 ) -> Path:
     """Write the checkpoint and give it its name; the folder that was made.
 
@@ -181,17 +181,17 @@ def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> Non
     open_tasks = [(number, jobs) for number, jobs in enumerate(tasks) if number not in done]
     total = sum(job.num_bytes for jobs in tasks for job in jobs)
     progress.start("writing", total, total - sum(job.num_bytes for _, jobs in open_tasks for job in jobs))
-    strange: set[str] = set()
+    non_finite: set[str] = set()
     with done_file.open("a", encoding="utf-8") as log:
         for number, report in _execute(_run_jobs, open_tasks, (plan.transform,), workers):
             # flushed at once: a task that a kill leaves unsaid is written again, to the same places
             log.write(f"{number}\n")
             log.flush()
-            strange.update(report.strange)
+            non_finite.update(report.non_finite)
             progress.advance(report.num_bytes)
     progress.finish()
-    if strange:
-        progress.notice(f"{len(strange)} tensors hold NaN or infinities, the first {min(strange)!r}")
+    if non_finite:
+        progress.warn(f"{len(non_finite)} tensors hold NaN or infinities, the first {min(non_finite)!r}")
 
 
 def _jobs(source: Source, targets: Sequence[Target]) -> list[Job]:
@@ -293,7 +293,7 @@ def _publish(plan: Plan) -> Path:
     if destination.kind == "hf":
         _replace_folder(staging, final)
         return final
-    checksums.join_parts(staging)
+    checksums.join_lists(staging)
     # all that may find the disk full is written before the first rename
     (companions / LATEST_NAME).write_text("1", encoding="utf-8")
     os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)

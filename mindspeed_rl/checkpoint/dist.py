@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, Piece
+from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
@@ -38,7 +38,7 @@ from mindspeed_rl.models.weights import WeightOp, concatenate
 METADATA_FILE = ".metadata"
 
 #: Holds the one object that stands for every layer's empty extra state.
-EXTRA_STATE_FILE = "__0_extra_state.distcp"
+_EXTRA_STATE_FILE = "__0_extra_state.distcp"
 
 _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
@@ -92,8 +92,8 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def locate(self) -> Piece:
-        """Where its data lie in the file. [sizes]
+    def locate(self) -> StoredTensor:
+        """Find its data in the file, of shape [sizes].
 
         Raises:
             ValueError: the file is truncated or damaged.
@@ -135,7 +135,7 @@ def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
     return chunks
 
 
-def stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
+def _stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
     """The pieces of every tensor of a checkpoint; ValueError if a file is missing."""
     chunks = listed_chunks(folder, metadata)
     missing = sorted(path for path in {c.path for found in chunks.values() for c in found} if not os.path.isfile(path))
@@ -176,11 +176,11 @@ class DistGroup:
         return self.stored_dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenate(pieces) for name, pieces in self.pieces().items()}
+        return {name: concatenate(pieces) for name, pieces in self.load_chunks().items()}
 
-    def pieces(self) -> dict[str, list[Tensor]]:
+    def load_chunks(self) -> dict[str, list[Tensor]]:
         whole = self.read()
-        return self.op.shards_to_hf_chunks([whole if self.lora is None else self.lora.merged_into(self.op, whole)])
+        return self.op.shards_to_hf_chunks([whole if self.lora is None else self.lora.merge_into(self.op, whole)])
 
     def read(self) -> Tensor:
         """The whole stored parameter."""
@@ -224,7 +224,7 @@ class DistFolder:
         lora = _trained_lora(self.folder)
         if lora is not None:
             self.args = replace(self.args, lora_r=int(lora["r"]), lora_alpha=float(lora["alpha"]))
-        self.chunks = stored_chunks(self.folder, self.metadata)
+        self.chunks = _stored_chunks(self.folder, self.metadata)
         #: whether it holds the state of an optimizer
         self.holds_optimizer = any(name.startswith(_OPTIMIZER) for name in self.metadata.state_dict_metadata)
 
@@ -358,7 +358,7 @@ def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[in
 
 
 @dataclass(frozen=True)
-class DistFile:
+class _DistFile:
     """One ``.distcp`` file to be made."""
 
     path: Path
@@ -376,7 +376,7 @@ class DistPlan:
 
     folder: Path
     model_config: ModelConfig
-    files: Sequence[DistFile]
+    files: Sequence[_DistFile]
 
     def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
         """Make the files with holes, index and common state unless they are there; return what fills the holes."""
@@ -384,7 +384,7 @@ class DistPlan:
         # `_write_files` writes the index last: where it is, the other files are whole
         if not (self.folder / METADATA_FILE).is_file():
             self._write_files(args)
-        chunks = stored_chunks(self.folder, read_metadata(self.folder / METADATA_FILE))
+        chunks = _stored_chunks(self.folder, read_metadata(self.folder / METADATA_FILE))
         places = {(name, chunk.offsets): chunk for name, pieces in chunks.items() for chunk in pieces}
         targets = []
         for op, _, shape in (item for file in self.files for item in file.items):
@@ -425,7 +425,7 @@ class DistPlan:
         empty = io.BytesIO()
         # a list of one, as Megatron saves the objects under a key; None is a state without 8-bit scales
         torch.save([None], empty)
-        path = self.folder / EXTRA_STATE_FILE
+        path = self.folder / _EXTRA_STATE_FILE
         path.write_bytes(empty.getvalue())
         info = _StorageInfo(path.name, 0, len(empty.getvalue()))
         names: dict[str, dcp.BytesStorageMetadata] = {}
@@ -466,4 +466,4 @@ def plan_dist(
             filled = 0
         files[-1].append(item)
         filled += size
-    return DistPlan(folder, model_config, [DistFile(folder / f"__0_{i}.distcp", items) for i, items in enumerate(files)])
+    return DistPlan(folder, model_config, [_DistFile(folder / f"__0_{i}.distcp", items) for i, items in enumerate(files)])

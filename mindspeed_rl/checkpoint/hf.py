@@ -18,7 +18,7 @@ from mindspeed_rl.checkpoint.tensor_record import RecordSource, TensorRecord
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
-SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+_SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,15 +32,15 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
 
 #: Files beside the weights that make an HF folder usable.
-COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*.py")
+_COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*.py")
 # they describe the weights or the training beside them, not the model
 _NOT_COMPANIONS = ("*.index.json", "adapter_config.json", "trainer_state.json", "conversion.json")
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,12 +80,12 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
             continue
         if not _is_entry(entry):
             raise ValueError(f"{path} is not a safetensors file: {name} has no dtype, shape and data_offsets")
-        if entry["dtype"] not in SAFETENSORS_DTYPES:
+        if entry["dtype"] not in _SAFETENSORS_DTYPES:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which is not supported")
         begin, end = entry["data_offsets"]
         if 8 + length + end > size:
             raise ValueError(f"{path} is truncated: {size} bytes, but {name} ends at byte {8 + length + end}")
-        record = TensorRecord(str(path), 8 + length + begin, tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]])
+        record = TensorRecord(str(path), 8 + length + begin, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
         if record.num_bytes != end - begin:
             raise ValueError(f"{path}: {name} of shape {entry['shape']} occupies {end - begin} bytes, not {record.num_bytes}")
         records[name] = record
@@ -135,17 +135,17 @@ class HfFolder(RecordSource):
 
 
 def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
-    index_path = folder / INDEX_NAME
+    index_path = folder / _INDEX_NAME
     if not index_path.is_file():
-        if (folder / SINGLE_NAME).is_file():
-            return read_safetensors_header(folder / SINGLE_NAME)
+        if (folder / _SINGLE_NAME).is_file():
+            return read_safetensors_header(folder / _SINGLE_NAME)
         # an only file may have any name; an adapter's is no model
         files = sorted(folder.glob("*.safetensors"))
         if len(files) == 1 and files[0].name != "adapter_model.safetensors":
             return read_safetensors_header(files[0])
         if list(folder.glob("pytorch_model*.bin")):
             raise ValueError(f"{folder} holds pytorch_model*.bin files; save it as safetensors first (save_pretrained does)")
-        raise ValueError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        raise ValueError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}")
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
         raise ValueError(f"{index_path} has no weight_map from tensor names to files")
@@ -153,11 +153,11 @@ def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ValueError(f"{folder} lacks {file_name}, which {INDEX_NAME} names")
+            raise ValueError(f"{folder} lacks {file_name}, which {_INDEX_NAME} names")
         records |= read_safetensors_header(path)
     for name, file_name in weight_map.items():
         if name not in records:
-            raise ValueError(f"{file_name} lacks tensor {name!r}, which {INDEX_NAME} places there")
+            raise ValueError(f"{file_name} lacks tensor {name!r}, which {_INDEX_NAME} places there")
     return records
 
 
@@ -233,21 +233,21 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[tuple[st
         files[-1].append(name)
         filled += size
     if len(files) <= 1:
-        return [(SINGLE_NAME, names) for names in files]
+        return [(_SINGLE_NAME, names) for names in files]
     return [(f"model-{i:05d}-of-{len(files):05d}.safetensors", names) for i, names in enumerate(files, 1)]
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     """Write ``model.safetensors.index.json`` if there is more than one weight file."""
-    if set(weight_map.values()) == {SINGLE_NAME}:
+    if set(weight_map.values()) == {_SINGLE_NAME}:
         return
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def companion_files(folder: Path) -> list[Path]:
+def _companion_files(folder: Path) -> list[Path]:
     """Config, generation config, tokenizer and code files of an HF folder (no weights, no index)."""
-    found = {path for pattern in COMPANION_PATTERNS for path in folder.glob(pattern)}
+    found = {path for pattern in _COMPANION_PATTERNS for path in folder.glob(pattern)}
     skipped = {path for pattern in _NOT_COMPANIONS for path in folder.glob(pattern)}
     return sorted(path for path in found - skipped if path.is_file())
 
@@ -255,7 +255,7 @@ def companion_files(folder: Path) -> list[Path]:
 def copy_companions(source: Path, target: Path, config_changes: Mapping[str, Any] | None = None) -> None:
     """Copy the companion files of an HF folder; ``config_changes`` replaces keys of config.json (None removes one)."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in companion_files(source):
+    for path in _companion_files(source):
         shutil.copyfile(path, target / path.name)
     if config_changes:
         config = read_json(target / "config.json")
@@ -352,7 +352,7 @@ class HfFolderWriter:
         weight_map = {}
         count = len(self._files)
         for i, names in enumerate(self._files):
-            file_name = SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            file_name = _SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self.partial / f"part-{i:05d}", self.partial / file_name)
             weight_map |= dict.fromkeys(names, file_name)
         write_index(self.partial, weight_map, self._total_bytes)

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.block_writer import is_finite
-from mindspeed_rl.checkpoint.tensor_record import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
 from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenate
 
 
@@ -29,14 +28,14 @@ class Group(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of its tensors."""
+        """Format of its tensors."""
         ...
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         """Read the HF tensors; ``strict`` also compares every copy that the checkpoint holds of them."""
         ...
 
-    def pieces(self) -> dict[str, list[Tensor]]:
+    def load_chunks(self) -> dict[str, list[Tensor]]:
         """Tensors that, one after the other, are the bytes of each HF tensor; what ``load`` must copy stays in parts."""
         return {name: [tensor] for name, tensor in self.load().items()}
 
@@ -86,14 +85,14 @@ class FreshGroup:
         # drawn in float32 whatever the dtype, so that every cast of a source starts from the same head
         return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
 
-    def pieces(self) -> dict[str, list[Tensor]]:
+    def load_chunks(self) -> dict[str, list[Tensor]]:
         return {name: [tensor] for name, tensor in self.load().items()}
 
 
-Piece = TensorRecord | Tensor
+StoredTensor = TensorRecord | Tensor
 
 
-def read_piece(piece: Piece) -> Tensor:
+def read_stored(piece: StoredTensor) -> Tensor:
     """A tensor from its record; one that had to be loaded with its file is returned as it is."""
     return piece.read() if isinstance(piece, TensorRecord) else piece
 
@@ -105,23 +104,23 @@ class LoraShards:
     ``a`` is [r, in], ``b`` [out, r]; each as the shards of its ranks in rank order.
     """
 
-    a: tuple[Piece, ...]
-    b: tuple[Piece, ...]
+    a: tuple[StoredTensor, ...]
+    b: tuple[StoredTensor, ...]
     scale: float
 
-    def full(self, op: WeightOp) -> tuple[Tensor, Tensor]:
-        """A and B of the whole parameter: the dimension that the base is split along is joined, the other replicated."""
-        a, b = [read_piece(piece) for piece in self.a], [read_piece(piece) for piece in self.b]
+    def join_shards(self, op: WeightOp) -> tuple[Tensor, Tensor]:
+        """Return A and B of the full parameter: the dimension that the base is split along is joined, the other replicated."""
+        a, b = [read_stored(piece) for piece in self.a], [read_stored(piece) for piece in self.b]
         along_input = op.splits[0].dim == 1
         return (op.unshard(a), b[0]) if along_input else (a[0], op.unshard(b))
 
-    def merged_into(self, op: WeightOp, base: Tensor) -> Tensor:
-        """The whole parameter with its adapter added, in the base's dtype."""
-        return with_delta(base, *self.full(op), self.scale)
+    def merge_into(self, op: WeightOp, base: Tensor) -> Tensor:
+        """Return the full parameter with its adapter added, in the base's dtype."""
+        return add_delta(base, *self.join_shards(op), self.scale)
 
 
-def with_delta(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base [out, in] + scale * B [out, r] @ A [r, in], in the base's dtype."""
+def add_delta(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return base [out, in] + scale * B [out, r] @ A [r, in], in the base's dtype."""
     # as upstream merges: in float32, rounded once. In place: a matrix of an expert layer is large, and so are its copies
     return (b.float() @ a.float()).mul_(scale).add_(base).to(base.dtype)
 
@@ -137,7 +136,7 @@ class MegatronGroup(Group):
     """
 
     op: WeightOp
-    shards: tuple[tuple[Piece, ...], ...]
+    shards: tuple[tuple[StoredTensor, ...], ...]
     lora: LoraShards | None = None
 
     @property
@@ -154,25 +153,25 @@ class MegatronGroup(Group):
         return self.shards[0][0].dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenate(pieces) for name, pieces in self._hf_pieces(strict).items()}
+        return {name: concatenate(pieces) for name, pieces in self._read_chunks(strict).items()}
 
-    def pieces(self) -> dict[str, list[Tensor]]:
-        return self._hf_pieces(strict=False)
+    def load_chunks(self) -> dict[str, list[Tensor]]:
+        return self._read_chunks(strict=False)
 
-    def _hf_pieces(self, strict: bool) -> dict[str, list[Tensor]]:
+    def _read_chunks(self, strict: bool) -> dict[str, list[Tensor]]:
         # one copy is enough, as ranks repeat each other; verification (strict) proves that they do
-        shards = [read_piece(copies[0]) for copies in self.shards]
+        shards = [read_stored(copies[0]) for copies in self.shards]
         if strict:
             for shard, copies in zip(shards, self.shards):
                 for copy in copies[1:]:
-                    if not same_bits(shard, read_piece(copy)):
+                    if not same_bits(shard, read_stored(copy)):
                         raise ValueError(f"{self.op.mcore} differs between ranks that should hold the same copy")
         expected = self.op.shard_shape(len(shards))
         for shard in shards:
             if tuple(shard.shape) != expected:
                 raise ValueError(f"{self.op.mcore} has shards of shape {list(shard.shape)}; expected {list(expected)}")
         if self.lora is not None:
-            shards = [self.lora.merged_into(self.op, self.op.unshard(shards))]
+            shards = [self.lora.merge_into(self.op, self.op.unshard(shards))]
         return self.op.shards_to_hf_chunks(shards)
 
 
@@ -181,7 +180,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """What a plan calls it."""
+        """Name of the parameter in a plan."""
         ...
 
     @property
@@ -244,19 +243,19 @@ class MegatronTarget:
         for index, copies in enumerate(self.shards):
             pieces = self.op.read_chunks(source, len(self.shards), index)
             for record in copies:
-                finite &= record.write_pieces(pieces)
+                finite &= record.write_tensors(pieces)
         return finite
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of some work: bytes that went through it, and the tensors in it that hold NaN or infinities."""
+    """Result of some work: its bytes, and the tensors in it that hold NaN or infinities."""
 
     num_bytes: int = 0
-    strange: tuple[str, ...] = ()
+    non_finite: tuple[str, ...] = ()
 
     def __add__(self, other: Report) -> Report:
-        return Report(self.num_bytes + other.num_bytes, self.strange + other.strange)
+        return Report(self.num_bytes + other.num_bytes, self.non_finite + other.non_finite)
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ class Job:
         return sum(target.num_bytes for target in self.targets) or sum(group.num_bytes for group in self.groups)
 
     def load(self, transform: Transform | None) -> dict[str, Tensor]:
-        """The HF tensors, transformed; ValueError if a copy differs from its owner."""
+        """Load the HF tensors, transformed; ValueError if a copy differs from its owner."""
         tensors: dict[str, Tensor] = {}
         for group in self.groups:
             tensors |= group.load()
@@ -291,22 +290,22 @@ class Job:
         """Read, transform and write."""
         # nothing looks at a tensor as a whole, so pieces go to their place without being joined
         if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
-            pieces = {name: parts for group in self.groups for name, parts in group.pieces().items()}
+            pieces = {name: parts for group in self.groups for name, parts in group.load_chunks().items()}
             finite = True
             for target in self.targets:
                 assert isinstance(target, HfTarget)
-                finite &= target.record.write_pieces(pieces[target.source_name])
-            return Report(self.num_bytes, () if finite else _strange(pieces))
+                finite &= target.record.write_tensors(pieces[target.source_name])
+            return Report(self.num_bytes, () if finite else _non_finite(pieces))
         tensors = self.load(transform)
         finite = all([target.write(tensors) for target in self.targets])  # a list: all of them are written
-        return Report(self.num_bytes, () if finite else _strange({name: [tensor] for name, tensor in tensors.items()}))
+        return Report(self.num_bytes, () if finite else _non_finite({name: [tensor] for name, tensor in tensors.items()}))
 
     def check(self, result: Sequence[Group], transform: Transform | None) -> None:
         """Raise ValueError unless the groups of the result yield, bit for bit, what this job read, and all of it is finite."""
         expected = self.load(transform)
         for name, tensor in expected.items():
             if not is_finite(tensor):
-                raise ValueError(f"verification: {name} holds {describe_strange(tensor)}")
+                raise ValueError(f"verification: {name} holds {describe_non_finite(tensor)}")
         for group in result:
             for name, tensor in group.load(strict=True).items():
                 if name not in expected:
@@ -321,20 +320,20 @@ class Transform(Protocol):
     def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
 
 
-def _strange(pieces: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
+def _non_finite(pieces: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
     """Names of the tensors of which a piece holds NaN or infinities."""
     return tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
 
 
-def describe_strange(tensor: Tensor) -> str:
-    """How many elements are not finite, and where the first one is."""
-    strange = ~torch.isfinite(tensor.float())
-    kind = "NaN" if tensor[strange][0].isnan() else "an infinity"
-    return f"{int(strange.sum())} elements that are not finite, the first {kind} at {strange.nonzero()[0].tolist()}"
+def describe_non_finite(tensor: Tensor) -> str:
+    """Describe the elements that are not finite: their number and the first position."""
+    non_finite = ~torch.isfinite(tensor.float())
+    kind = "NaN" if tensor[non_finite][0].isnan() else "an infinity"
+    return f"{int(non_finite.sum())} elements that are not finite, the first {kind} at {non_finite.nonzero()[0].tolist()}"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal shape, dtype and bytes (NaN and -0.0 included)."""
+    """Return whether two tensors have equal shape, dtype and bytes (NaN and -0.0 included)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -14,18 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
-from mindspeed_rl.checkpoint.jobs import LoraShards, with_delta
+from mindspeed_rl.checkpoint.jobs import LoraShards, add_delta
 from mindspeed_rl.checkpoint.mcore import Adapters
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 
 _PEFT_PREFIX = "base_model.model."
 
 
-def checked_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: tuple[int | None, float | None]) -> float:
-    """alpha / r of Megatron adapters.
+def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: tuple[int | None, float | None]) -> float:
+    """Compute alpha / r of Megatron adapters.
 
     Args:
-        r, alpha: what the user says; None takes what the checkpoint states.
+        r, alpha: the user's values; None takes what the checkpoint states.
         stated: (r, alpha) in the checkpoint's args.
 
     Raises:
@@ -46,7 +46,7 @@ def checked_scale(r: int | None, alpha: float | None, adapters: Adapters, stated
 
 
 def is_peft_folder(path: Path) -> bool:
-    """Whether a folder holds a PEFT adapter."""
+    """Return whether a folder holds a PEFT adapter."""
     return (path / "adapter_config.json").is_file()
 
 
@@ -66,7 +66,7 @@ class PeftMerge:
         if name not in self.pairs:
             return tensor
         a, b = (record.read() for record in self.pairs[name])
-        return with_delta(tensor, a, b, self.scale)
+        return add_delta(tensor, a, b, self.scale)
 
 
 def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | None, alpha: float | None) -> PeftMerge:
@@ -74,7 +74,7 @@ def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | Non
 
     Args:
         hf_shapes: shapes of the base's HF tensors.
-        r, alpha: what the user says; checked against adapter_config.json.
+        r, alpha: the user's values; checked against adapter_config.json.
 
     Raises:
         ValueError: it is no plain LoRA, r or alpha contradicts it, or it does not fit the base.
@@ -101,7 +101,7 @@ def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | Non
         other = records.get(key.replace(".lora_A.", ".lora_B."))
         name = f"{module}.weight"
         if other is None:
-            raise ValueError(f"{path}: {key} has no lora_B beside it")
+            raise ValueError(f"{path}: {key} has no lora_B next to it")
         if name not in hf_shapes:
             raise ValueError(f"{path} adapts {module}, which the base does not have")
         fits = (other.shape[0], record.shape[1]) == hf_shapes[name] and record.shape[0] == other.shape[1] == rank
@@ -117,13 +117,13 @@ def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | Non
     return PeftMerge(pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def staging_of(path: Path) -> Path:
-    """Where an exported folder is built."""
+def get_staging_path(path: Path) -> Path:
+    """Return the folder in which an export is built."""
     return path.with_name(path.name + ".partial")
 
 
 def adapter_bytes(adapters: Adapters) -> int:
-    """About the size of exported adapters: the shards of each."""
+    """Estimate the size of exported adapters: the shards of each."""
     pieces = [piece for _, a, b in adapters.values() for piece in (*a, *b)]
     return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
 
@@ -145,7 +145,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
     for op, a_shards, b_shards in adapters.values():
         if len(op.experts) > 1:
             raise ValueError(f"{op.mcore}: adapters of grouped experts cannot be exported; merge them instead")
-        a, b = LoraShards(a_shards, b_shards, scale).full(op)
+        a, b = LoraShards(a_shards, b_shards, scale).join_shards(op)
         rank = a.shape[0]
         for name, part in op.shards_to_hf([b]).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
             module = _PEFT_PREFIX + name.removesuffix(".weight")
@@ -166,7 +166,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "inference_mode": True,
         "target_modules": modules,
     }
-    partial = staging_of(path)
+    partial = get_staging_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})

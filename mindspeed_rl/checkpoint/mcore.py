@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, Piece
+from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
@@ -36,7 +36,7 @@ _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
 _IGNORED = re.compile(r"_extra_state$|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$|_float8_state$")
 
 #: LoRA weights of a checkpoint: Megatron name -> its row, A shards, B shards.
-Adapters = Mapping[str, tuple[WeightOp, tuple[Piece, ...], tuple[Piece, ...]]]
+Adapters = Mapping[str, tuple[WeightOp, tuple[StoredTensor, ...], tuple[StoredTensor, ...]]]
 
 
 def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
@@ -69,7 +69,7 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
     return found
 
 
-def rank_folder_name(rank: Rank, layout: Layout) -> str:
+def _rank_folder_name(rank: Rank, layout: Layout) -> str:
     """``mp_rank_TT``, with the pipeline rank if PP > 1 and the expert rank if EP > 1."""
     name = f"mp_rank_{rank.tp:02d}"
     if layout.pp > 1:
@@ -79,13 +79,13 @@ def rank_folder_name(rank: Rank, layout: Layout) -> str:
     return name
 
 
-def model_key(vp_stage: int, vpp: int) -> str:
+def _model_key(vp_stage: int, vpp: int) -> str:
     """The key of a model chunk in a rank file."""
     return "model" if vpp == 1 else f"model{vp_stage}"
 
 
 @dataclass(frozen=True)
-class Holders:
+class _Holders:
     """Where the shards of a parameter live: for every shard, the ranks that hold it and the chunk's (pp_rank, vp_stage)."""
 
     pp_rank: int
@@ -93,7 +93,7 @@ class Holders:
     shards: tuple[tuple[Rank, ...], ...]
 
 
-def holders(op: WeightOp, layout: Layout) -> Holders:
+def holders(op: WeightOp, layout: Layout) -> _Holders:
     """The ranks that hold each shard of a parameter, in shard order."""
     if op.section == "pre":
         pp_rank, vp_stage = layout.first_chunk
@@ -112,10 +112,10 @@ def holders(op: WeightOp, layout: Layout) -> Holders:
         shard_of = lambda rank: rank.tp  # noqa: E731
     shards = tuple(tuple(rank for rank in ranks if shard_of(rank) == index) for index in range(count))
     assert all(shards), f"{op.mcore}: no rank holds some shard"
-    return Holders(pp_rank, vp_stage, shards)
+    return _Holders(pp_rank, vp_stage, shards)
 
 
-def stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConfig) -> list[WeightOp]:
+def _stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConfig) -> list[WeightOp]:
     """The parameters a layout stores: a tied head only where the last chunk is not also the first.
 
     With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
@@ -201,7 +201,7 @@ class MegatronFolder:
         second = len({second for _, second, _ in parts if second is not None}) or 1
         if three:
             pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
-        elif second > 1 and model_config.num_moe_experts and self._second_number_is_expert(args):
+        elif second > 1 and model_config.num_moe_experts and self._second_index_is_expert(args):
             pp, ep = 1, args.ep or second
         else:
             pp, ep = args.pp or second, args.ep or 1
@@ -220,7 +220,7 @@ class MegatronFolder:
             moe_tp_extend_ep=args.moe_tp_extend_ep and bool(model_config.num_moe_experts),
             schedule="dualpipev" if args.schedule == "dualpipev" else None,
         )
-        expected = {rank_folder_name(rank, layout) for rank in layout.ranks()}
+        expected = {_rank_folder_name(rank, layout) for rank in layout.ranks()}
         missing = sorted(expected - set(self.rank_folders))
         if missing:
             raise ValueError(
@@ -231,7 +231,7 @@ class MegatronFolder:
             raise ValueError(f"{self.folder} has {surplus[0]}, which does not belong to TP {tp}, PP {pp}, EP {ep}")
         return layout
 
-    def _second_number_is_expert(self, args: CheckpointArgs) -> bool:
+    def _second_index_is_expert(self, args: CheckpointArgs) -> bool:
         """Whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""
         if args.pp is not None or args.ep is not None:
             return (args.pp or 1) == 1 and (args.ep or 1) > 1
@@ -239,9 +239,9 @@ class MegatronFolder:
         last = next(value for key, value in content.items() if re.fullmatch(r"model\d*", key))
         return any("word_embeddings" in "/".join(keys) for keys, _ in walk_records(last))
 
-    def state(self, rank: Rank, vp_stage: int, layout: Layout) -> dict[str, Piece]:
+    def state(self, rank: Rank, vp_stage: int, layout: Layout) -> dict[str, StoredTensor]:
         """The tensors of one model chunk by name (for the legacy layout: keys joined by '/')."""
-        name, key = rank_folder_name(rank, layout), model_key(vp_stage, layout.vpp)
+        name, key = _rank_folder_name(rank, layout), _model_key(vp_stage, layout.vpp)
         content = self._load(name)
         if key not in content:
             raise ValueError(f"{self.folder / name / RANK_FILE} has no {key!r}; it has {', '.join(sorted(map(str, content)))}")
@@ -278,7 +278,7 @@ class MegatronFolder:
         if model_config.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
             ops = fuse_mindspeed_mla(model_config, ops)
         reader = _Reader(self, model_config, layout, states)
-        found = [reader.group(op) for op in stored_ops(ops, layout, model_config)]
+        found = [reader.group(op) for op in _stored_ops(ops, layout, model_config)]
         if not loosely:
             reader.check_all_used()
         return OpenCheckpoint(architecture, model_config, layout, found, reader.adapters, reader.unused())
@@ -297,7 +297,7 @@ class MegatronFolder:
             )
         states = {(rank, stage): self.state(rank, stage, own) for rank in own.ranks() for stage in range(own.vpp)}
         reader = _Reader(self, model_config, own, states)
-        for op in stored_ops(architecture.weight_ops(model_config), own, model_config):
+        for op in _stored_ops(architecture.weight_ops(model_config), own, model_config):
             reader.collect_adapter(op, holders(op, own))
         unknown = [name for state in states.values() for name in state if ".lora_" in name]
         unknown = [name for name in unknown if not any(name in names for names in reader.used.values())]
@@ -307,13 +307,13 @@ class MegatronFolder:
             raise ValueError(f"{self.path} holds no LoRA weights (names ending in lora_A.default.weight)")
         return reader.adapters
 
-    def _embedding_rows(self, state: Mapping[str, Piece]) -> int:
+    def _embedding_rows(self, state: Mapping[str, StoredTensor]) -> int:
         for name, piece in state.items():
             if name.endswith(("word_embeddings.weight", "word_embeddings/weight")) and len(piece.shape) == 2:
                 return piece.shape[0]
         raise ValueError(f"{self.folder / self.rank_folders[0]} has no word embeddings")
 
-    def _num_prediction_layers(self, states: Mapping[Any, Mapping[str, Piece]]) -> int:
+    def _num_prediction_layers(self, states: Mapping[Any, Mapping[str, StoredTensor]]) -> int:
         numbers = [
             int(match[1]) for state in states.values() for name in state if (match := re.match(r"mtp\.layers\.(\d+)\.", name))
         ]
@@ -346,11 +346,11 @@ class _Reader:
         folder: MegatronFolder,
         model_config: ModelConfig,
         layout: Layout,
-        states: Mapping[tuple[Rank, int], Mapping[str, Piece]],
+        states: Mapping[tuple[Rank, int], Mapping[str, StoredTensor]],
     ) -> None:
         self.folder, self.model_config, self.layout, self.states = folder, model_config, layout, states
         self.used: dict[tuple[Rank, int], set[str]] = {key: set() for key in states}
-        self.adapters: dict[str, tuple[WeightOp, tuple[Piece, ...], tuple[Piece, ...]]] = {}
+        self.adapters: dict[str, tuple[WeightOp, tuple[StoredTensor, ...], tuple[StoredTensor, ...]]] = {}
 
     def _candidates(self, op: WeightOp) -> list[str]:
         local = self.layout.local_name(op.mcore)
@@ -360,14 +360,14 @@ class _Reader:
         # an adapted layer's own weight and bias lie under base_layer, as PEFT wraps it
         return [variant for name in names for variant in (name, re.sub(r"\.(weight|bias)$", r".base_layer.\1", name))]
 
-    def _find(self, op: WeightOp, rank: Rank, vp_stage: int) -> tuple[str, Piece]:
+    def _find(self, op: WeightOp, rank: Rank, vp_stage: int) -> tuple[str, StoredTensor]:
         state = self.states[rank, vp_stage]
         names = self._candidates(op)
         for name in names:
             if name in state:
                 self.used[rank, vp_stage].add(name)
                 return name, state[name]
-        where = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+        where = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
         raise ValueError(
             f"{where} lacks {names[0]!r}, which a {self.model_config.architecture} checkpoint"
             f" with num_hidden_layers {self.model_config.num_layers} has"
@@ -382,19 +382,19 @@ class _Reader:
             for rank in ranks:
                 name, piece = self._find(op, rank, where.vp_stage)
                 if tuple(piece.shape) != expected:
-                    file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+                    file = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
                     raise ValueError(f"{file}: {name} has shape {list(piece.shape)}; expected {list(expected)}")
                 copies.append(piece)
             shards.append(tuple(copies))
         self.collect_adapter(op, where)
         return MegatronGroup(op, tuple(shards))
 
-    def collect_adapter(self, op: WeightOp, where: Holders) -> None:
+    def collect_adapter(self, op: WeightOp, where: _Holders) -> None:
         """Note the LoRA weights of a parameter, if the checkpoint has any."""
         if self.folder.legacy:
             return
         stems = {name.removesuffix(".weight").removesuffix(".base_layer") for name in self._candidates(op)}
-        parts: dict[str, list[Piece]] = {"lora_A": [], "lora_B": []}
+        parts: dict[str, list[StoredTensor]] = {"lora_A": [], "lora_B": []}
         # ranks that repeat a shard repeat its adapter: one copy is taken, and all count as used
         for ranks in where.shards:
             for kind, pieces in parts.items():
@@ -420,7 +420,7 @@ class _Reader:
         for rank, vp_stage in self.states:
             extra = self._unused((rank, vp_stage))
             if extra:
-                file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+                file = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
                 raise ValueError(
                     f"{file} holds {extra[0]!r}"
                     + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
@@ -446,7 +446,7 @@ def with_adapters(groups: Sequence[Group], adapters: Adapters, scale: float) -> 
 
 
 @dataclass(frozen=True)
-class RankFile:
+class _RankFile:
     """One rank file to be made: its place, and the dtype and shape of everything in it."""
 
     path: Path
@@ -462,7 +462,7 @@ class RankFile:
 class RankPlan:
     """Which files a per-rank checkpoint has and where each parameter goes."""
 
-    files: Sequence[RankFile]
+    files: Sequence[_RankFile]
     places: Sequence[tuple[WeightOp, tuple[tuple[tuple[Path, tuple[str, ...]], ...], ...]]]
 
     def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
@@ -500,25 +500,25 @@ def plan_ranks(
     for op in ops:  # before there is a file for every rank: far too many ranks are one error as well
         op.check_divisible(layout.expert_tp_size if op.axis == "etp" else layout.tp)
     tensors: dict[Path, dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]] = {
-        folder / rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
+        folder / _rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
     }
     places = []
-    for op in stored_ops(ops, layout, model_config):
+    for op in _stored_ops(ops, layout, model_config):
         where = holders(op, layout)
         local = layout.local_name(op.mcore)
         if legacy:
             inner = get_legacy_keys(op, local)
         else:
             inner = (get_transformer_engine_name(model_config, op, local) if transformer_engine else local,)
-        keys = (model_key(where.vp_stage, layout.vpp), *inner)
+        keys = (_model_key(where.vp_stage, layout.vpp), *inner)
         shape, dtype = op.shard_shape(len(where.shards)), dtype_of(op)
         shards = []
         for ranks in where.shards:
             copies = []
             for rank in ranks:
-                path = folder / rank_folder_name(rank, layout) / RANK_FILE
+                path = folder / _rank_folder_name(rank, layout) / RANK_FILE
                 tensors[path][keys] = (dtype, shape)
                 copies.append((path, keys))
             shards.append(tuple(copies))
         places.append((op, tuple(shards)))
-    return RankPlan([RankFile(path, content) for path, content in tensors.items()], places)
+    return RankPlan([_RankFile(path, content) for path, content in tensors.items()], places)

@@ -14,7 +14,7 @@ from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
 
 #: Where our checkpoints keep the HF config.json they were made from.
-HF_CONFIG_KEY = "hf_config_json"
+_HF_CONFIG_KEY = "hf_config_json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_args(args: Any) -> CheckpointArgs:
         value = values.get(name)
         return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
 
-    config = values.get(HF_CONFIG_KEY)
+    config = values.get(_HF_CONFIG_KEY)
     layers = parse_layers(values.get("num_layer_list"), "num_layer_list")
     alpha = values.get("lora_alpha")
     pp, num_layers, per_chunk = (
@@ -161,5 +161,5 @@ def write_args(
         iteration=1,
         consumed_train_samples=0,
         consumed_valid_samples=0,
-        **{HF_CONFIG_KEY: json.dumps(dict(hf_config))},
+        **{_HF_CONFIG_KEY: json.dumps(dict(hf_config))},
     )

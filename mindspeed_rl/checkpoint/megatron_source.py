@@ -15,7 +15,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 SCORE_HEAD = "rm_head.weight"
 
 
-class MegatronTensors:
+class _MegatronTensors:
     """A TensorSource over stored parameters; the last one read stays in memory, as its tensors are asked for together."""
 
     def __init__(self, groups: list[Group]) -> None:
@@ -45,7 +45,7 @@ def open_megatron(
     *,
     loosely: bool = False,
     verified: bool = False,
-) -> MegatronTensors:
+) -> _MegatronTensors:
     """The weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
 
     Args:
@@ -62,7 +62,7 @@ def open_megatron(
         opened = DistFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
     else:
         opened = MegatronFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
-    return MegatronTensors(list(opened.groups))
+    return _MegatronTensors(list(opened.groups))
 
 
 def has_score_head(path: Path, iteration: int | None = None) -> bool:

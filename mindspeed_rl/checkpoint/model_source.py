@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-WeightsKind = Literal["hf", "training", "megatron"]
+_WeightsKind = Literal["hf", "training", "megatron"]
 #: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
 _REFERENCE_FOLDER = "reference"
 
 
 def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
-    """Looks at `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
+    """Find a role's weights in `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
 
     `load` may name a folder that holds no checkpoint yet (the `save` folder of a run that may have to resume):
     `pretrained_checkpoint` is then the start.
@@ -41,7 +42,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     candidates = [(key, getattr(config, key)) for key in ("load", "pretrained_checkpoint") if getattr(config, key)]
     if not candidates:
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
-    weights: tuple[Path, WeightsKind, int | None] | None = None
+    weights: tuple[Path, _WeightsKind, int | None] | None = None
     for key, value in candidates:
         # the number is of `load`'s checkpoints, and means nothing in another folder
         asked = config.load_iteration if key == "load" else None
@@ -72,12 +73,12 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
 
 
 def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer that the keys name, else the one beside the weights."""
+    """Load the tokenizer that the keys name, else the one next to the weights."""
     return load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
 
 
 def base_of(config: MegatronConfig, role: str) -> ModelSource:
-    """The weights below adapters that were saved alone: those of `pretrained_checkpoint`.
+    """Find the base weights of adapters that were saved alone: those of `pretrained_checkpoint`.
 
     Raises:
         ValueError: the key is not set, or names another checkpoint of ours.
@@ -93,8 +94,8 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
     return ModelSource(folder, folder, kind)
 
 
-def weights_kind(folder: Path, iteration: int | None = None) -> WeightsKind | None:
-    """What a folder holds, None for nothing usable.
+def weights_kind(folder: Path, iteration: int | None = None) -> _WeightsKind | None:
+    """Return the kind of weights in a folder, None without usable ones.
 
     Args:
         iteration: which of its checkpoints is meant; None for the newest.
@@ -116,7 +117,7 @@ def weights_kind(folder: Path, iteration: int | None = None) -> WeightsKind | No
 
 
 def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: bool = False) -> list[str]:
-    """Holds the weights of a Hugging Face folder against its config.json, as every role does when it loads them.
+    """Check the weights of a Hugging Face folder against its config.json, as every role does when it loads them.
 
     Args:
         is_scored: the model ends in a score.
@@ -131,13 +132,13 @@ def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: boo
         return []
     hf_config = read_json(source.weights / "config.json")
     architecture = architecture_for(hf_config)
-    model_config = architecture.read_model_config(hf_config).with_head("reward" if is_scored else "lm")
+    model_config = replace(architecture.read_model_config(hf_config), head="reward" if is_scored else "lm")
     left = check_hf_tensors(source.weights, architecture, model_config, loosely=config.load_checkpoint_loosely)
     return [f"{source.weights}: {sentence}" for sentence in left]
 
 
 def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
-    """True for the weights of a language model: a critic, or a reward model in training, starts from them with a fresh head.
+    """Return True for the weights of a language model: a critic or reward model starts from them with a fresh head.
 
     Args:
         iteration: which of the source's checkpoints is meant; None for the newest.
@@ -147,36 +148,36 @@ def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
     return not has_score_head(source.weights, iteration)
 
 
-def fresh_head_notice(role: str, source: ModelSource) -> str:
-    """The line that says so."""
+def describe_fresh_head(role: str, source: ModelSource) -> str:
+    """Describe a fresh score head in one line."""
     return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
 
 
-def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_after: int | None) -> None:
-    """Actor and critic begin alike.
+def check_critic_start(config: MegatronConfig, source: ModelSource, resume_iteration: int | None) -> None:
+    """Check that actor and critic both resume or both start anew.
 
     Args:
         config, source: of the critic.
-        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
 
     Raises:
         ValueError: one of them would go on and the other start anew.
     """
     resumes = source.kind == "training" and not config.finetune
-    if goes_on_after is None and resumes:
+    if resume_iteration is None and resumes:
         raise ValueError(
             f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
             "critic_config.finetune: true to take its weights alone."
         )
-    if goes_on_after is not None and not (resumes and (source.weights / f"iter_{goes_on_after:07d}").is_dir()):
+    if resume_iteration is not None and not (resumes and (source.weights / f"iter_{resume_iteration:07d}").is_dir()):
         raise ValueError(
-            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of "
-            "that iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
+            f"critic_config.load: the actor goes on after iteration {resume_iteration}, but {source.weights} holds no critic "
+            "of that iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
         )
 
 
 def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
-    """A reward model ends in a score, unless `reward_tokens` say how it judges in words.
+    """Check that a reward model ends in a score, unless `reward_tokens` say how it judges in words.
 
     Raises:
         ValueError: it has no such head.
@@ -188,14 +189,14 @@ def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
         )
 
 
-def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
-    """Keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
+def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
+    """Find keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
 
     It is what the run file says, else what the actor started from before any resume.
 
     Args:
         actor: the actor's weights.
-        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
 
     Raises:
         ValueError: the weights do not exist, or nothing says what the actor started from.
@@ -219,12 +220,12 @@ def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tup
     # it has no optimizer, and draws nothing
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     same = path is not None and Path(path).expanduser() == actor.weights
-    if goes_on_after is not None:
+    if resume_iteration is not None:
         moved = actor.weights / _REFERENCE_FOLDER
         # one that has moved goes on where it was when the actor was saved
-        if rl.sync_ref_model and (moved / f"iter_{goes_on_after:07d}").is_dir():
+        if rl.sync_ref_model and (moved / f"iter_{resume_iteration:07d}").is_dir():
             config.load = str(moved)
-            return config, find_model(config, "ref_config"), goes_on_after
+            return config, find_model(config, "ref_config"), resume_iteration
         if same:
             raise ValueError(
                 f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
@@ -236,12 +237,12 @@ def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tup
 
 
 def has_own_reference(config: MegatronConfig) -> bool:
-    """False when the reference of stage dpo is the policy without its adapters."""
+    """Return False when the reference of stage dpo is the policy without its adapters."""
     return bool(config.ref_model) or not config.lora_target_modules
 
 
 def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
-    """Keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
+    """Find keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
 
     Args:
         config: the policy's keys.

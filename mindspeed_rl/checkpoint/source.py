@@ -15,7 +15,7 @@ from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
 from mindspeed_rl.config.model_metadata import HF_FILES
-from mindspeed_rl.models import all_architectures, architecture_for
+from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, read_group, read_quantization_block, read_size
@@ -30,7 +30,7 @@ _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user says about the model itself.
+    """The user's options about the model itself.
 
     Args:
         model_type: an upstream ``--model-type-hf`` name, checked against the checkpoint; None infers it.
@@ -68,7 +68,7 @@ class Source:
         equal: HF tensors that repeat another one: {copy: owner}.
         layout: how a Megatron source is cut.
         adapters: LoRA weights in it.
-        notices: what the user should know.
+        warnings: what the user should know.
         num_dropped: tensors of the checkpoint that are left behind, as a notice says.
         lora: (r, alpha) that the checkpoint states.
     """
@@ -83,24 +83,24 @@ class Source:
     equal: Mapping[str, str] = field(default_factory=dict)
     layout: Layout | None = None
     adapters: Adapters = field(default_factory=dict)
-    notices: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     num_dropped: int = 0
     lora: tuple[int | None, float | None] = (None, None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the largest part of the weights."""
+        """Format of the largest part of the weights."""
         sizes: dict[torch.dtype, int] = {}
         for group in self.groups:
             sizes[group.dtype] = sizes.get(group.dtype, 0) + group.num_bytes
         return max(sizes, key=sizes.__getitem__)
 
-    def merged(self, scale: float, adapters: Adapters | None = None) -> Source:
+    def merge_adapters(self, scale: float, adapters: Adapters | None = None) -> Source:
         """The same checkpoint with adapters (its own by default) added to their weights."""
         return replace(self, groups=with_adapters(self.groups, self.adapters if adapters is None else adapters, scale))
 
 
-def check_model_type(options: ModelOptions, architecture: Architecture, model_config: ModelConfig) -> None:
+def _check_model_type(options: ModelOptions, architecture: Architecture, model_config: ModelConfig) -> None:
     """Raise ValueError if what the user says about the model contradicts the checkpoint; the error names what is right."""
     right = " or ".join(dict.fromkeys((*architecture.upstream_names, architecture.name)))
     name = options.model_type
@@ -109,7 +109,7 @@ def check_model_type(options: ModelOptions, architecture: Architecture, model_co
         and name not in architecture.upstream_names
         and name not in (architecture.name, *architecture.model_types)
     ):
-        known = {upstream for other in all_architectures() for upstream in (*other.upstream_names, other.name)}
+        known = {name for other in map(find_architecture, ARCHITECTURES) for name in (*other.upstream_names, other.name)}
         what = "is another family" if name in known else "is not supported"
         raise ValueError(f"--model-type-hf {name} {what}: the checkpoint is {architecture.name}; use {right}, or leave it out")
     if options.add_qkv_bias and not model_config.add_qkv_bias:
@@ -140,7 +140,7 @@ def _changed_config(config: Mapping[str, Any], options: ModelOptions) -> dict[st
     return {**config, **changes}
 
 
-def as_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def make_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of the same model with one score in place of the vocabulary head.
 
     Raises:
@@ -158,7 +158,7 @@ def as_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _model_config(architecture: Architecture, config: Mapping[str, Any], options: ModelOptions) -> ModelConfig:
     model_config = architecture.read_model_config(config)
     if options.reward_head:
-        model_config = model_config.with_head("reward")
+        model_config = replace(model_config, head="reward")
     elif model_config.head == "reward":
         raise ValueError("config.json describes a classifier (a reward model); pass --orm to convert it as one")
     return model_config
@@ -176,11 +176,11 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     config = _changed_config(folder.config, options)
     architecture = architecture_for(config)
     model_config = replace(_model_config(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
-    check_model_type(options, architecture, model_config)
+    _check_model_type(options, architecture, model_config)
     _check_layer_count(folder, architecture, model_config)
-    notices = []
+    warnings = []
     if block is not None:
-        notices.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
+        warnings.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
         gone = without_quantization(config)
         config = {name: value for name, value in config.items() if name not in gone}
     groups: list[Group] = []
@@ -192,7 +192,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
                 continue
             expected.add(name)
             if name == "score.weight" and name not in folder.records:
-                notices.append("the checkpoint has no score.weight: the reward head starts from normal(0, 0.02), seed 0")
+                warnings.append("the checkpoint has no score.weight: the reward head starts from normal(0, 0.02), seed 0")
                 groups.append(FreshGroup(name, shape, folder.record("model.embed_tokens.weight").dtype))
                 continue
             if name not in folder.records:
@@ -207,12 +207,12 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
     groups += [group_of(folder, copy, block) for copy in copies]
-    dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, model_config, options)
-    notices += dropped_notices
+    dropped, dropped_warnings = _dropped(folder, expected | set(copies), architecture, model_config, options)
+    warnings += dropped_warnings
     if options.reward_head:
-        config = as_reward_config(config)
+        config = make_reward_config(config)
     return Source(
-        "hf", path, architecture, model_config, config, groups, path, equal=copies, notices=notices, num_dropped=len(dropped)
+        "hf", path, architecture, model_config, config, groups, path, equal=copies, warnings=warnings, num_dropped=len(dropped)
     )
 
 
@@ -314,17 +314,18 @@ def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> 
 def _dropped(
     folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> tuple[list[str], list[str]]:
-    """Names of the tensors that are left behind on purpose, and the notices that say so; ValueError for those nobody knows."""
+    """Names of the tensors that are left behind on purpose, and the warnings that say so; ValueError for those nobody knows."""
     surplus = _surplus(folder, expected, architecture, model_config, options)
     if surplus.unknown and not options.loosely:
         raise ValueError(f"{_unknown(folder, surplus, model_config)}; --load-checkpoint-loosely skips them")
-    notices = [_skipped(surplus, model_config)] if surplus.unknown else []
+    warnings = [_skipped(surplus, model_config)] if surplus.unknown else []
     if surplus.predictions:
         count = _num_layers(surplus.predictions)
-        notices.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
+        warnings.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
     if surplus.truncated:
-        notices.append(f"dropped {_num_layers(surplus.truncated)} decoder layers beyond --num-layers {model_config.num_layers}")
-    return [*surplus.unknown, *surplus.predictions, *surplus.truncated, *surplus.replaced], notices
+        count = _num_layers(surplus.truncated)
+        warnings.append(f"dropped {count} decoder layers beyond --num-layers {model_config.num_layers}")
+    return [*surplus.unknown, *surplus.predictions, *surplus.truncated, *surplus.replaced], warnings
 
 
 def _surplus(
@@ -413,25 +414,25 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     else:
         raise ValueError(f"{path} does not say which model it holds; pass --hf-cfg-dir with the HF folder it was made from")
     if options.reward_head:
-        config = as_reward_config(config)
+        config = make_reward_config(config)
     config = _changed_config(config, options)
     architecture = architecture_for(config)
     model_config = _model_config(architecture, config, options)
-    check_model_type(options, architecture, model_config)
+    _check_model_type(options, architecture, model_config)
     checkpoint = opened.open(architecture, model_config, options.loosely)
     # with what the files alone tell: padding of the vocabulary, prediction layers
     model_config = checkpoint.model_config
-    notices, num_dropped = [], len(checkpoint.skipped)
+    warnings, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:
-        notices.append(f"the optimizer state in {folder} is not converted, only the weights are")
+        warnings.append(f"the optimizer state in {folder} is not converted, only the weights are")
     if checkpoint.skipped:
-        notices.append(
+        warnings.append(
             f"skipped {num_dropped} tensors unknown to {model_config.architecture}, the first {checkpoint.skipped[0]!r}"
         )
     if options.mtp_num_layers is not None and options.mtp_num_layers != model_config.mtp_num_layers:
         if not 0 <= options.mtp_num_layers < model_config.mtp_num_layers:
             raise ValueError(f"--mtp-num-layers {options.mtp_num_layers}: {path} has {model_config.mtp_num_layers} such layers")
-        notices.append(f"dropped {model_config.mtp_num_layers - options.mtp_num_layers} multi-token-prediction layer(s)")
+        warnings.append(f"dropped {model_config.mtp_num_layers - options.mtp_num_layers} multi-token-prediction layer(s)")
         model_config = replace(model_config, mtp_num_layers=options.mtp_num_layers)
         kept = {name for op in architecture.weight_ops(model_config) for name in op.hf}
         num_dropped += sum(1 for group in checkpoint.groups for name in group.hf if name not in kept)
@@ -445,7 +446,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
         companions,
         layout=checkpoint.layout,
         adapters=checkpoint.adapters,
-        notices=notices,
+        warnings=warnings,
         num_dropped=num_dropped,
         lora=(opened.args.lora_r, opened.args.lora_alpha),
     )

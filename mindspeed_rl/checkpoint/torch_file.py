@@ -126,8 +126,8 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 #: What ``torch.load(pickle_module=...)`` needs.
-safe_pickle = types.ModuleType("safe_pickle")
-vars(safe_pickle).update(
+_safe_pickle = types.ModuleType("safe_pickle")
+vars(_safe_pickle).update(
     Unpickler=SafeUnpickler,
     UnpicklingError=pickle.UnpicklingError,
     load=lambda file, **options: SafeUnpickler(file, **options).load(),
@@ -207,7 +207,7 @@ def load_with_records(path: str | Path) -> Any:
             return load_part_with_records(str(path), path, 0)
     try:
         # weights_only takes no pickle_module; the module's list of names is what keeps this safe
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_safe_pickle)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise _unreadable(str(path), 0, error) from error
 

@@ -69,7 +69,7 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
     return Path(folder, f"iter_{iteration:07d}")
 
 
-def find_latest_iteration(folder: str | Path) -> int | None:
+def _find_latest_iteration(folder: str | Path) -> int | None:
     """Return the iteration of the newest finished checkpoint, None when there is none.
 
     Raises:
@@ -224,7 +224,7 @@ def _write_with_sums(write: Callable[..., None], partial: Path, rank: int, *argu
     names |= {name for name in [_get_random_name(rank)] if (partial / name).is_file()}
     # a full disk fails the save in the finisher, which computes missing checksums
     with contextlib.suppress(OSError):
-        checksums.write_part(partial, rank, names)
+        checksums.write_list(partial, rank, names)
 
 
 @contextlib.contextmanager
@@ -361,7 +361,7 @@ def choose_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple
     failure: str | None = None
     if iteration is None and dist.get_rank() == 0:
         try:
-            iteration = find_latest_iteration(folder)
+            iteration = _find_latest_iteration(folder)
         except ValueError as error:
             failure = str(error)
     iteration, failure = gather_objects((iteration, failure))[0]
@@ -379,7 +379,7 @@ def has_base_weights(folder: str | Path, iteration: int | None = None) -> bool:
         iteration: another checkpoint than the newest.
     """
     if iteration is None:
-        iteration = find_latest_iteration(folder)
+        iteration = _find_latest_iteration(folder)
     assert iteration is not None
     saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
     return saved is None or saved["with_base"]
@@ -447,8 +447,8 @@ def verify_files(path: Path, advice: str, files: CheckpointFiles | None = None) 
     peers = list(range(dist.get_world_size())) if files is None else files.disks.peers
     leave_out = () if files is None else files.absent[rank]
     try:
-        has_sums = checksums.verify(path, share=peers.index(rank), num_shares=len(peers), leave_out=leave_out)
-    except (OSError, checksums.DamagedCheckpoint) as error:
+        has_sums = checksums.verify(path, shard=peers.index(rank), num_shards=len(peers), leave_out=leave_out)
+    except (OSError, checksums.DamagedCheckpointError) as error:
         failure = str(error)
     for text in gather_objects(failure):
         if text is not None:

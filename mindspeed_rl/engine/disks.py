@@ -141,7 +141,7 @@ def join_checksums(disks: Disks, partial: Path) -> None:
     local: checksums.Sums = {}
     failure: str | None = None
     try:
-        local = checksums.take_parts(partial) if disks.leads else {}
+        local = checksums.take_lists(partial) if disks.leads else {}
     except (OSError, ValueError) as error:
         failure = f"{partial}: {error}"
     raise_any_failure(failure)

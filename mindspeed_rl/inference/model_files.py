@@ -15,7 +15,7 @@ from mindspeed_rl.checkpoint.command import check_target_modules
 from mindspeed_rl.checkpoint.dist import DistFolder
 from mindspeed_rl.checkpoint.hf import read_json, write_config
 from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
-from mindspeed_rl.checkpoint.lora import checked_scale, is_peft_folder, open_peft
+from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
@@ -107,7 +107,7 @@ class _MegatronMerge:
             return tensor
         op, a, b = self._adapters[name]
         if self._last[0] != op.mcore:  # query, key and value (gate and up) come one after another: one product serves them
-            full_a, full_b = LoraShards(a, b, self._scale).full(op)
+            full_a, full_b = LoraShards(a, b, self._scale).join_shards(op)
             self._last = (op.mcore, op.shards_to_hf([self._scale * (full_b.float() @ full_a.float())]))
         return (tensor.float() + self._last[1][name]).to(tensor.dtype)
 
@@ -173,7 +173,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
     if path is None:
         if source.adapters:
             check_target_modules(settings.lora_target_modules, source.adapters)
-            return source.merged(checked_scale(r, alpha, source.adapters, source.lora)), None
+            return source.merge_adapters(check_scale(r, alpha, source.adapters, source.lora)), None
         if r is not None or alpha is not None or settings.lora_target_modules:
             raise ValueError(f"--lora-r, --lora-alpha and --lora-target-modules need an adapter: {source.path} holds none")
         return source, None
@@ -188,7 +188,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
         raise ValueError(f"--lora-load {path} is not a folder")
     adapters, stated = _megatron_adapters(path, source)
     check_target_modules(settings.lora_target_modules, adapters)
-    return source, _MegatronMerge(adapters, checked_scale(r, alpha, adapters, stated))
+    return source, _MegatronMerge(adapters, check_scale(r, alpha, adapters, stated))
 
 
 def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int | None, float | None]]:

@@ -18,7 +18,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.checksums import DamagedCheckpoint
+from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
@@ -110,9 +110,9 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
         checksums.verify(folder, only=lambda name: name == path.name)
         record = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
-            raise DamagedCheckpoint(f"{path} is no record of a run")
+            raise DamagedCheckpointError(f"{path} is no record of a run")
     except (OSError, ValueError) as error:
-        reason = error if isinstance(error, DamagedCheckpoint) else f"{path}: {error}"
+        reason = error if isinstance(error, DamagedCheckpointError) else f"{path}: {error}"
         advice = "load_previous: true resumes from the one before, load_iteration names another"
         raise ValueError(f"{group}.load: {reason}; {advice}.") from None
     return record
@@ -143,7 +143,7 @@ def select_sound_checkpoint(run: Run) -> Run:
         try:
             for folder in (iteration_folder(folder, iteration) for folder in folders):
                 if not (folder / "run_state.json").is_file():
-                    raise DamagedCheckpoint(f"{folder / 'run_state.json'} is missing")
+                    raise DamagedCheckpointError(f"{folder / 'run_state.json'} is missing")
                 checksums.verify(folder, leave_out=checksums.elsewhere(folder))
         except ValueError as error:
             print(f"warning: iteration {iteration} is passed over (load_previous): {error}", flush=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.checkpoint.model_source import (
     check_weights,
-    fresh_head_notice,
+    describe_fresh_head,
     lacks_score_head,
 )
 from mindspeed_rl.config import (
@@ -31,7 +31,7 @@ from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
-from mindspeed_rl.rollout import expert_counts
+from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
@@ -154,7 +154,7 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
 def _check_expert_files(run: Run) -> None:
     generate, model_config = run.generate, run.models["actor"].plan.model_config
     if generate.eplb_token_collects:
-        expert_counts.check_folder(Path(generate.eplb_token_save_path), model_config)
+        ExpertCounts.check_folder(Path(generate.eplb_token_save_path), model_config)
     if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run.config):
         assert run.placement.engines is not None  # every run with rollouts has them
         experts, devices = model_config.num_moe_experts or 0, run.placement.engines.expert_ranks
@@ -168,7 +168,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
         ValueError: weights are of another kind, or the reward model cannot read the actor's tokens.
     """
     if (critic := run.models.get("critic")) is not None and lacks_score_head(critic.source):
-        print(fresh_head_notice("critic", critic.source), flush=True)
+        print(describe_fresh_head("critic", critic.source), flush=True)
     warnings = [
         text
         for role, model in run.models.items()

@@ -11,22 +11,30 @@ from typing import Any
 
 from mindspeed_rl.checkpoint.model_source import (
     check_weights,
-    fresh_head_notice,
+    describe_fresh_head,
     lacks_score_head,
     load_tokenizer_of,
 )
 from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.runtime.reports import DataSummary
 from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
 from mindspeed_rl.trainers.termination import Termination
-from mindspeed_rl.workers.remote_group import SupervisedGroup
+from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
+
+SUPERVISED = WorkerKind(
+    "mindspeed_rl.workers.supervised_worker:SupervisedWorker",
+    saves=("actor_config",),
+    built="the data are opened, the models are loaded",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class SupervisedServices:
         has_held_out: there is something to evaluate on.
     """
 
-    workers: SupervisedGroup
+    workers: RemoteGroup
     resumed: Mapping[str, Any]
     has_held_out: bool
 
@@ -76,7 +84,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
-        print(fresh_head_notice("reward model", source), flush=True)
+        print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
     return SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
 
@@ -87,12 +95,14 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
     Raises:
         ValueError: only an evaluation is requested, but there is nothing to evaluate on.
     """
-    workers = SupervisedGroup(inputs.run)
+    run = inputs.run
+    workers = start_group(SUPERVISED, run, run.config.actor_config, run.plan.world_size)
     stack.callback(workers.close)
-    resumed = workers.set_up(steps)
-    data = workers.data()
+    workers.start_workers(run, steps=steps)
+    resumed: Mapping[str, Any] = workers.call(Phases.RESUMED_STATE)[0]
+    data: DataSummary = workers.call(Phases.DATA)[0]
     print(data, flush=True)
-    if inputs.run.config.actor_config.skip_train and not data.num_held_out:
+    if run.config.actor_config.skip_train and not data.num_held_out:
         raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
     return SupervisedServices(workers, resumed, data.num_held_out > 0)
 

@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.model_source import (
     base_of,
     lacks_score_head,
 )
-from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
+from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
@@ -87,6 +87,7 @@ class Role:
     """Actor, reference, critic or reward model. Methods are collective over the training world.
 
     Attributes:
+        trains: False for a model whose weights no optimizer changes.
         resumed: the result of `load_checkpoint` when training state was restored, else None.
     """
 
@@ -108,8 +109,9 @@ class Role:
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
+        self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
-        self.model: BuiltModel = build_model(config, model.plan, trainable=steps_per_iteration is not None)
+        self.model: BuiltModel = build_model(config, model.plan, trainable=self.trains)
         self.engine = TrainEngine(
             config,
             self.model,
@@ -157,7 +159,7 @@ class Role:
             check_hf_tensors(source.weights, plan.architecture, plan.model_config, loosely=loosely)
             tensors: TensorSource = open_weights(source.weights)
         else:
-            stored = plan.model_config.with_head("lm") if fresh_head else plan.model_config
+            stored = replace(plan.model_config, head="lm") if fresh_head else plan.model_config
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
@@ -200,17 +202,12 @@ class Role:
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
         changes = {**without_quantization(config), **dtype_keys(config, dtype)}
-        return {**as_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
+        return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
 
-    def poll_save(self) -> None:
-        """Complete a background save that has been written."""
+    def finish_saves(self, *, wait: bool = True) -> None:
+        """Wait until all checkpoints are complete; without `wait`, complete one that has been written in the background."""
         if self._saver is not None:
-            self._saver.finish(wait=False)
-
-    def finish_saves(self) -> None:
-        """Wait until all checkpoints are complete."""
-        if self._saver is not None:
-            self._saver.finish()
+            self._saver.finish(wait=wait)
 
     def save_hf(self, folder: Path) -> None:
         """Write the weights as a folder that transformers and vLLM load.
@@ -247,13 +244,9 @@ class Roles:
     reward: Role | None = None
     scoring: OutcomeScoring | None = None
 
-    def trained(self) -> list[Role]:
-        """Return actor and critic."""
-        return [role for role in (self.actor, self.critic) if role is not None]
-
-    def frozen(self) -> list[Role]:
-        """Return reference and reward model."""
-        return [role for role in (self.reference, self.reward) if role is not None]
+    def all(self) -> list[Role]:
+        """Return the models of this worker."""
+        return [role for role in (self.actor, self.critic, self.reference, self.reward) if role is not None]
 
 
 def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:

@@ -94,7 +94,7 @@ def main() -> None:
             mindspeed_operators.install()
         adaptors.configure(config)
     if not settings.get("fused_attention", True):
-        adaptors.FUSED_ATTENTION.clear()
+        adaptors.KERNELS.pop(("npu", "fused_attention"), None)
 
     from megatron.core import parallel_state
 
@@ -139,8 +139,8 @@ def main() -> None:
     info = parallel.RankInfo.from_env()
     platform.current().set_device(info.local_rank)
     parallel.init_process_group(info, 120.0)
-    parallel.init_model_parallel(config, plan.layout.vpp, 120.0)
-    parallel.seed_all(1)
+    parallel._init_model_parallel(config, plan.layout.vpp, 120.0)
+    parallel._seed_all(1)
     model = build_model(config, plan, trainable=True)
     shapes = {name: shape for op in list_model_ops(model) for name, shape in zip(op.hf, op.shapes)}
     hf_tensors = {name: tensor(name, tuple(shape)) for name, shape in shapes.items()}

@@ -30,7 +30,7 @@ def main() -> None:
     npu.set_device(int(os.environ["RANK"]))
     hccl_buffers.apply(parse_group_buffers("tp:64"))
     parallel.init_process_group(parallel.RankInfo.from_env(), 60.0)
-    parallel.init_model_parallel(MegatronConfig(tensor_model_parallel_size=2), 1, 60.0)
+    parallel._init_model_parallel(MegatronConfig(tensor_model_parallel_size=2), 1, 60.0)
     library = ctypes.CDLL("libhccl.so")
     groups = {"dp": parallel_state.get_data_parallel_group(), "tp": parallel_state.get_tensor_model_parallel_group()}
     sizes = {}

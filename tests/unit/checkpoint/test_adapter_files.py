@@ -223,7 +223,7 @@ def test_a_peft_adapter_of_another_rank_or_model_is_an_error(
         {k: v for k, v in tensors.items() if "layers.0.self_attn.q_proj.lora_B" not in k}, damaged / "adapter_model.safetensors"
     )
     assert run(*words, "--lora-load", damaged) == 2
-    assert "has no lora_B beside it" in capsys.readouterr().err
+    assert "has no lora_B next to it" in capsys.readouterr().err
 
 
 def test_an_adapter_cut_differently_from_its_base_is_an_error(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.checksums import DamagedCheckpoint
+from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
 
 
@@ -20,9 +20,9 @@ def folder(tmp_path: Path) -> Path:
     for name, text in {"__0_0.distcp": b"a" * 5000, "__1_0.distcp": b"b" * 9, "random/rank_00000.safetensors": b"r"}.items():
         (tmp_path / name).write_bytes(text)
     (tmp_path / "run_state.json").write_text('{"iteration": 3, "checksums": true}')
-    checksums.write_part(tmp_path, 0, ["__0_0.distcp", "random/rank_00000.safetensors"])
-    checksums.write_part(tmp_path, 1, ["__1_0.distcp"])
-    checksums.join_parts(tmp_path)
+    checksums.write_list(tmp_path, 0, ["__0_0.distcp", "random/rank_00000.safetensors"])
+    checksums.write_list(tmp_path, 1, ["__1_0.distcp"])
+    checksums.join_lists(tmp_path)
     return tmp_path
 
 
@@ -47,14 +47,14 @@ def test_sums_of_parts_are_those_of_whole_files(tmp_path: Path, monkeypatch: pyt
         (tmp_path / f"{size}.pt").write_bytes(content[:size])
         wanted[f"{size}.pt"] = (size, zlib.crc32(content[:size]))
         assert checksums.checksum(tmp_path / f"{size}.pt") == wanted[f"{size}.pt"]
-    assert checksums.take_parts(tmp_path) == wanted
+    assert checksums.take_lists(tmp_path) == wanted
 
 
 @pytest.mark.parametrize("first", [0, 1, 40, 4097])
 def test_the_sum_of_two_parts_follows_from_theirs(first: int) -> None:
     content = bytes(number * number % 251 for number in range(4097))
     parts = content[:first], content[first:]
-    assert checksums.combined(zlib.crc32(parts[0]), zlib.crc32(parts[1]), len(parts[1])) == zlib.crc32(content)
+    assert checksums.combine(zlib.crc32(parts[0]), zlib.crc32(parts[1]), len(parts[1])) == zlib.crc32(content)
 
 
 def invert_bytes(folder: Path) -> None:
@@ -80,7 +80,7 @@ DAMAGE = {
 def test_damage_is_named(folder: Path, name: str) -> None:
     damage, said = DAMAGE[name]
     damage(folder)
-    with pytest.raises(DamagedCheckpoint, match=said):
+    with pytest.raises(DamagedCheckpointError, match=said):
         checksums.verify(folder)
 
 
@@ -89,8 +89,8 @@ def test_shares_together_read_every_file_once(folder: Path) -> None:
     said = []
     for share in range(3):
         try:
-            checksums.verify(folder, share=share, num_shares=3)
-        except DamagedCheckpoint as error:
+            checksums.verify(folder, shard=share, num_shards=3)
+        except DamagedCheckpointError as error:
             said.append(str(error))
     assert len(said) == 1
 
@@ -101,7 +101,9 @@ def test_a_part_of_a_checkpoint_says_how_it_becomes_whole(folder: Path) -> None:
     (folder / checksums.SPREAD).write_text("[]")
     assert checksums.elsewhere(folder) == {"__1_0.distcp"}
     assert checksums.verify(folder, leave_out=checksums.elsewhere(folder))
-    with pytest.raises(DamagedCheckpoint, match="__1_0.distcp is missing; machines without a shared disk .* copy the folders"):
+    with pytest.raises(
+        DamagedCheckpointError, match="__1_0.distcp is missing; machines without a shared disk .* copy the folders"
+    ):
         checksums.verify(folder)
 
 

@@ -113,7 +113,7 @@ def test_a_real_layer_beside_a_prediction_layer_is_no_prediction_layer(
     said = capsys.readouterr().err
     assert "dropped 1 multi-token-prediction layer(s); --mtp-num-layers keeps them" in said
     count = sum(name.startswith("model.layers.4.") for name in tensors)
-    assert f"every tensor that was not left behind ({count} were) verified" in said
+    assert f"every tensor that was not skipped ({count} were) verified" in said
 
 
 def test_a_fused_tensor_holds_no_expert_and_no_layer_too_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

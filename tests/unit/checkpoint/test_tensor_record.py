@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint import block_writer
+from mindspeed_rl.checkpoint import tensor_record
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 
 ROWS, COLUMNS, BEGIN = 37, 24, 5
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_writer, "_BLOCK_BYTES", 64)  # many to a tensor, and none with its rows
+    monkeypatch.setattr(tensor_record, "_BLOCK_BYTES", 64)  # many to a tensor, and none with its rows
 
 
 def stored(path: Path, tensor: Tensor, begin: int = BEGIN) -> TensorRecord:
@@ -53,7 +53,7 @@ def test_pieces_of_files_and_of_memory_fill_their_place_and_nothing_else(
     parts = [whole[5:20], whole.flip(0)[2:9], whole[:COLUMNS, 3:5], wanted[2:6], whole[:1]]
     expected = torch.cat([part.reshape(-1) for part in parts]).view(-1, COLUMNS)
     place = stored(tmp_path / "place", torch.zeros(expected.shape, dtype=dtype))
-    assert place.write_pieces(pieces)
+    assert place.write_tensors(pieces)
     assert same(place.read(), expected)
     content = (tmp_path / "place").read_bytes()
     assert content[:BEGIN] == b"\xff" * BEGIN and content[-9:] == b"\xff" * 9
@@ -79,12 +79,12 @@ def test_a_tensor_is_taken_from_its_file_as_long_as_nobody_has_changed_it(tmp_pa
     record = stored(tmp_path / "source", drawn(torch.float32, ROWS, COLUMNS), 8)
     tensor = record.read()
     row = COLUMNS * 4
-    assert block_writer.place_of(tensor[3:5]) == (record.path, 8 + 3 * row)
-    assert block_writer.place_of(record.read(0, 2, 4)) == (record.path, 8 + 2 * row)
-    assert block_writer.place_of(tensor[:, 1:]) is None and block_writer.place_of(tensor.clone()) is None
+    assert tensor_record.find_location(tensor[3:5]) == (record.path, 8 + 3 * row)
+    assert tensor_record.find_location(record.read(0, 2, 4)) == (record.path, 8 + 2 * row)
+    assert tensor_record.find_location(tensor[:, 1:]) is None and tensor_record.find_location(tensor.clone()) is None
     view = tensor[4:]
     view.add_(1)
-    assert block_writer.place_of(tensor[:2]) is None  # whichever part of it was
+    assert tensor_record.find_location(tensor[:2]) is None  # whichever part of it was
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -
     before = (tmp_path / "place").read_bytes()
     for pieces in ([torch.ones(3, 6)], [torch.ones(4, 6, dtype=torch.bfloat16)], [torch.ones(4, 6), torch.ones(1)]):
         with pytest.raises(ValueError, match="place"):
-            place.write_pieces(pieces)
+            place.write_tensors(pieces)
     assert (tmp_path / "place").read_bytes() == before
