@@ -37,11 +37,6 @@ def find_architecture(name: str) -> Architecture:
     return registry.load(ARCHITECTURES.get(name, name), f"architecture {name!r}")
 
 
-def all_architectures() -> list[Architecture]:
-    """Return every registered Architecture."""
-    return [find_architecture(name) for name in ARCHITECTURES]
-
-
 def architecture_for(hf_config: HfConfig) -> Architecture:
     """Return the Architecture of a checkpoint, from its config.json.
 
@@ -52,7 +47,7 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
     model_type = hf_config.get("model_type")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise ValueError(f"config.json has architectures {classes!r}; expected a list of class names")
-    known = all_architectures()
+    known = [find_architecture(name) for name in ARCHITECTURES]
     for candidate in known:
         if any(name in candidate.hf_classes for name in classes):
             return candidate

@@ -107,7 +107,7 @@ def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> _Settings
         # an int keeps Megatron's distributed checkpoints in their default form, with one key for all layers
         "moe_layer_freq": 1
         if model_config.is_homogeneous and None not in slots
-        else [int(layer is not None and model_config.is_moe_layer(layer)) for layer in slots],
+        else [int(layer in model_config.moe_layers) for layer in slots],
         "moe_router_topk": model_config.moe_router_topk,
         "moe_router_pre_softmax": model_config.moe_router_pre_softmax,
         "moe_router_score_function": model_config.moe_router_score_function,
@@ -235,7 +235,7 @@ def layer_spec(
             specs.append(ModuleSpec(module=NoopLayer))
             continue
         windowed = layer in model_config.sliding_window_layers
-        kind = (model_config.is_moe_layer(layer), windowed)
+        kind = (layer in model_config.moe_layers, windowed)
         if kind not in kinds:
             kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind)
         specs.append(kinds[kind])

@@ -24,7 +24,7 @@ from mindspeed_rl.models.model_config import (
     read_optional_size,
     read_size,
 )
-from mindspeed_rl.models.weights import ROWS, Split, WeightOp
+from mindspeed_rl.models.weights import Split, WeightOp
 
 
 def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
@@ -91,7 +91,7 @@ def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightO
 
 def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """Return a DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
-    if not model_config.is_moe_layer(layer):
+    if layer not in model_config.moe_layers:
         return [*_latent_attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     bias = "e_score_correction_bias" if model_config.moe_router_enable_expert_bias else None
@@ -104,34 +104,3 @@ def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> 
     if size := model_config.moe_shared_expert_intermediate_size:
         ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_experts", layer, model_config.hidden_size, size)
     return ops
-
-
-def prediction_layer_ops(model_config: ModelConfig, index: int, packing: ExpertPacking) -> list[WeightOp]:
-    """Return a multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
-
-    HF repeats the embedding and the head in it; Megatron shares them with the model.
-    """
-    hf_layer = model_config.num_layers + index
-    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{index}", model_config.hidden_size
-    # for `layer_ops` it is one more decoder layer, with experts
-    extended = replace(model_config, num_layers=hf_layer + 1, moe_layers=(*model_config.moe_layers, hf_layer))
-    decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
-    projection = (f"{hf}.eh_proj.weight",)
-    ops = [
-        norm_op(f"{mcore}.enorm.weight", f"{hf}.enorm.weight", hidden, index),
-        norm_op(f"{mcore}.hnorm.weight", f"{hf}.hnorm.weight", hidden, index),
-        WeightOp(f"{mcore}.eh_proj.weight", projection, ((hidden, 2 * hidden),), splits=(ROWS,), layer=index),
-        *(replace(op, mcore=op.mcore.replace(decoder, inner), layer=index) for op in layer_ops(extended, hf_layer, packing)),
-        norm_op(f"{mcore}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", hidden, index),
-    ]
-    return [replace(op, section="mtp") for op in ops]
-
-
-def prediction_copies(model_config: ModelConfig) -> dict[str, str]:
-    """Return the HF tensors of the prediction layers that repeat another one: copy -> owner."""
-    head = "lm_head.weight" if model_config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
-    copies = {}
-    for index in range(model_config.mtp_num_layers):
-        hf = f"model.layers.{model_config.num_layers + index}"
-        copies |= {f"{hf}.embed_tokens.weight": "model.embed_tokens.weight", f"{hf}.shared_head.head.weight": head}
-    return copies

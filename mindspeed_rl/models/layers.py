@@ -188,7 +188,7 @@ class RMSNorm(nn.Module):
 # ---------------------------------------------------------------------- recomputed activations
 
 
-class RecomputingMLP(MLP):
+class _RecomputingMLP(MLP):
     """A gated MLP without biases that drops the input of linear_fc2 until backward and computes its activation again.
 
     It is for platforms whose libraries do not have `recompute_activation_function`. The activation is computed from the output
@@ -215,7 +215,7 @@ class RecomputingMLP(MLP):
         return product if per_token_scale is None else (product * per_token_scale.unsqueeze(-1)).to(inner.dtype)
 
 
-class _RecomputingSharedExpertMLP(SharedExpertMLP, RecomputingMLP):  # pyrefly: ignore[inconsistent-inheritance]  (Megatron's)
+class _RecomputingSharedExpertMLP(SharedExpertMLP, _RecomputingMLP):  # pyrefly: ignore[inconsistent-inheritance]  (Megatron's)
     """The experts that every token goes through."""
 
 
@@ -233,7 +233,7 @@ class _RecomputingSequentialMLP(SequentialMLP):
         assert pg_collection is not None
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **named)
         self.local_experts = nn.ModuleList(
-            RecomputingMLP(
+            _RecomputingMLP(
                 self.config,
                 submodules,
                 ffn_hidden_size=self.config.moe_ffn_hidden_size,
@@ -245,7 +245,7 @@ class _RecomputingSequentialMLP(SequentialMLP):
 
 
 _RECOMPUTING: dict[type, type] = {
-    MLP: RecomputingMLP,
+    MLP: _RecomputingMLP,
     SharedExpertMLP: _RecomputingSharedExpertMLP,
     SequentialMLP: _RecomputingSequentialMLP,
 }

@@ -38,7 +38,9 @@ class ModelConfig:
     """Shape of one model; the names are Megatron's, so they can be compared with a training script.
 
     ``num_layers`` counts real decoder layers only: neither no-op layers of a pipeline layout nor multi-token-prediction
-    layers. ``padded_vocab_size`` is the number of embedding rows in Megatron, ``vocab_size`` the number in HF.
+    layers. ``padded_vocab_size`` is the number of embedding rows in Megatron, ``vocab_size`` the number in HF. ``moe_layers``
+    has the global indices (from 0) of the decoder layers with experts. A model with ``head`` "lm" ends in vocabulary logits, one
+    with "reward" in one score per token.
     """
 
     architecture: str
@@ -121,14 +123,6 @@ class ModelConfig:
             raise ValueError(f"make_vocab_size_divisible_by is {make_vocab_size_divisible_by}; it must be at least 1")
         multiple = make_vocab_size_divisible_by * tp_size
         return replace(self, padded_vocab_size=math.ceil(self.vocab_size / multiple) * multiple)
-
-    def with_head(self, head: Literal["lm", "reward"]) -> ModelConfig:
-        """Return the same model that ends in vocabulary logits (``lm``) or in one score per token (``reward``)."""
-        return replace(self, head=head)
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Return True if the decoder layer with this global index (from 0) has experts."""
-        return layer in self.moe_layers
 
 
 #: No model has more of them; a larger number in config.json is a mistake that would take hours to process.

@@ -35,7 +35,7 @@ def get_transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: s
     if match is None:
         return name
     # the only prediction layers there are, DeepSeek's, have experts
-    moe = op.section == "mtp" or (op.layer is not None and model_config.is_moe_layer(op.layer))
+    moe = op.section == "mtp" or op.layer in model_config.moe_layers
     prefix, inner = match.groups()
     for local, fused in get_fused_norm_prefixes(model_config, moe).items():
         if inner.startswith(local):
@@ -151,7 +151,7 @@ def get_distributed_name(model_config: ModelConfig, op: WeightOp) -> tuple[str, 
         match = re.match(r"^decoder\.layers\.(\d+)\.(.+)$", name)
         assert match is not None and op.layer is not None
         inner = match[2]
-        for local, fused in get_fused_norm_prefixes(model_config, model_config.is_moe_layer(op.layer)).items():
+        for local, fused in get_fused_norm_prefixes(model_config, op.layer in model_config.moe_layers).items():
             if inner.startswith(local):
                 inner = fused + inner.removeprefix(local)
         if model_config.is_homogeneous:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantiz
 from mindspeed_rl.models.model_keys import check_model_keys
 
 #: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); the others need TransformerEngine
-LAST_WITH_GROUPED_EXPERTS = (0, 16)
+_LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelPlan:
     def routed_layers(self, pp_rank: int) -> list[list[int]]:
         """Return the indices, from 0, of the layers with experts in each model chunk of a pipeline stage."""
         chunks = [self.layout.chunk_layers(pp_rank, stage) for stage in range(self.layout.vpp)]
-        return [[layer for layer in chunk if layer is not None and self.model_config.is_moe_layer(layer)] for chunk in chunks]
+        return [[layer for layer in chunk if layer is not None and layer in self.model_config.moe_layers] for chunk in chunks]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
     """
     architecture, model_config, hf_config = read_model(hf_folder)
     _check_grouped_experts(config, model_config)
-    model_config = model_config.with_head(head)
+    model_config = replace(model_config, head=head)
     check_model_keys(config, model_config, Path(hf_folder, "config.json"))
     return lay_out_model(config, architecture, model_config, hf_config)
 
@@ -144,8 +144,8 @@ def _check_grouped_experts(config: MegatronConfig, model_config: ModelConfig) ->
         release = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a source tree
         return
-    if tuple(int(part) for part in release.split(".")[:2]) > LAST_WITH_GROUPED_EXPERTS:
-        last = ".".join(map(str, LAST_WITH_GROUPED_EXPERTS))
+    if tuple(int(part) for part in release.split(".")[:2]) > _LAST_WITH_GROUPED_EXPERTS:
+        last = ".".join(map(str, _LAST_WITH_GROUPED_EXPERTS))
         raise ValueError(
             f"moe_grouped_gemm: megatron-core {release} has no grouped experts without TransformerEngine ({last} was the last "
             "that had); set moe_grouped_gemm: false, which computes the experts of a device one by one."

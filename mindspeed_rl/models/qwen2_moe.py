@@ -35,7 +35,7 @@ def read_routed_experts(hf_config: HfConfig, model_config: ModelConfig) -> Model
 
 def qwen_moe_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """Return a Qwen MoE decoder layer: routed experts, and Qwen2-MoE's shared expert with its gate."""
-    if not model_config.is_moe_layer(layer):
+    if layer not in model_config.moe_layers:
         return [*attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     ops = [

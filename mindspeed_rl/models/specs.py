@@ -60,14 +60,14 @@ def add_arguments(part: object, **arguments: object) -> Part:
     return ModuleSpec(module=part, params=arguments)
 
 
-def get_submodules(part: object) -> object:
+def _get_submodules(part: object) -> object:
     """Return the dataclass of a part's inner parts, None where it has none."""
     if isinstance(part, ModuleSpec):
         return part.submodules
     return part.keywords.get("submodules") if isinstance(part, functools.partial) else None
 
 
-def substitute_parts(part: Part, replace: _Replacement, name: str = "") -> Part:
+def _substitute_parts(part: Part, replace: _Replacement, name: str = "") -> Part:
     """Return a part of a spec with itself and all its inner parts replaced; the given one stays unchanged.
 
     Args:
@@ -75,12 +75,14 @@ def substitute_parts(part: Part, replace: _Replacement, name: str = "") -> Part:
             returns its replacement, or the part. It receives only parts that are built from a class.
     """
     part = replace(name, part)
-    inner = get_submodules(part)
+    inner = _get_submodules(part)
     if inner is None:
         return part
     assert dataclasses.is_dataclass(inner) and not isinstance(inner, type)
     parts = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
-    changed = {field: substitute_parts(value, replace, field) for field, value in parts.items() if get_class(value) is not None}
+    changed = {
+        field: _substitute_parts(value, replace, field) for field, value in parts.items() if get_class(value) is not None
+    }
     submodules = dataclasses.replace(inner, **changed)
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, submodules=submodules)
@@ -94,5 +96,5 @@ def substitute_layers(block: TransformerBlockSubmodules, replace: _Replacement) 
     done: dict[int, tuple[ModuleSpec, ModuleSpec]] = {}
     for layer in block.layer_specs:
         if id(layer) not in done:
-            done[id(layer)] = (layer, substitute_parts(layer, replace))
+            done[id(layer)] = (layer, _substitute_parts(layer, replace))
     block.layer_specs = [done[id(layer)][1] for layer in block.layer_specs]

@@ -138,14 +138,22 @@ class FuseQkv(_Packing):
 
 
 @dataclass(frozen=True)
-class GroupedFc1(_Packing):
+class _GroupedPacking(_Packing):
+    """The weights of several experts in one tensor, of which those of each expert are views with strides."""
+
+    num_experts: int
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        return [tensor.contiguous() for (tensor,) in self.views(packed)]
+
+
+@dataclass(frozen=True)
+class GroupedFc1(_GroupedPacking):
     """Gate and up of several experts as grouped GEMM's ``weight1``.
 
     HF order: gate_0, up_0, gate_1, up_1, ... each [ffn, hidden]. Megatron: [experts, hidden, 2 * ffn] seen as
     [hidden, experts * 2 * ffn], gate columns before up columns in each expert.
     """
-
-    num_experts: int
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         hidden = tensors[0].shape[1]
@@ -156,28 +164,20 @@ class GroupedFc1(_Packing):
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return (shapes[0][1], sum(shape[0] for shape in shapes))
 
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        return [half.contiguous() for (half,) in self.views(packed)]
-
     def views(self, packed: Tensor) -> list[list[Tensor]]:
         stacked = packed.view(self.num_experts, packed.shape[0], -1)
         return [[half] for expert in stacked for half in expert.t().chunk(2, dim=0)]
 
 
 @dataclass(frozen=True)
-class GroupedFc2(_Packing):
+class GroupedFc2(_GroupedPacking):
     """Down projections of several experts ([hidden, ffn] each) as grouped GEMM's ``weight2`` [experts * ffn, hidden]."""
-
-    num_experts: int
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return concatenate([tensor.t() for tensor in tensors]).contiguous()
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return (sum(shape[1] for shape in shapes), shapes[0][0])
-
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        return [expert.contiguous() for (expert,) in self.views(packed)]
 
     def views(self, packed: Tensor) -> list[list[Tensor]]:
         return [[expert.t()] for expert in packed.chunk(self.num_experts, dim=0)]

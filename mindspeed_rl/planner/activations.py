@@ -83,7 +83,7 @@ def compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: f
         for index, layer in enumerate(layout.chunk_layers(stage, chunk)):
             if layer is None:
                 continue
-            moe = model_config.is_moe_layer(layer)
+            moe = layer in model_config.moe_layers
             one = compute_layer_bytes(config, model_config, tokens, has_experts=moe)
             is_uneven = moe and layout.num_expert_groups > 1
             working = max(working, one.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))

@@ -57,7 +57,7 @@ def compute_lower_bounds(
         replicas: data-parallel ranks.
     """
     model_config, count = plan.model_config, len(rows)
-    experts = [model_config.is_moe_layer(layer) for layer in range(model_config.num_layers)]
+    experts = [layer in model_config.moe_layers for layer in range(model_config.num_layers)]
     kernels = [_count_kernels(model_config, has_experts) for has_experts in experts]
     # two more: the embedding, the last norm
     forward, backward = (sum(layer[index] for layer in kernels) + 2 for index in (0, 1))

@@ -43,5 +43,5 @@ def test_a_release_with_them_takes_it_and_a_model_without_experts_never_minds(
 
 
 def test_the_installed_megatron_has_them_up_to_the_release_that_the_refusal_names() -> None:
-    last = ".".join(map(str, plan.LAST_WITH_GROUPED_EXPERTS))
+    last = ".".join(map(str, plan._LAST_WITH_GROUPED_EXPERTS))
     assert (specs.GROUPED_EXPERTS is not None) == RELEASE.startswith(f"{last}.") == GROUPED_EXPERTS

@@ -74,7 +74,7 @@ def test_another_class_is_built_with_the_same_arguments_and_some_more(form: str)
     ids=["none", "function", "bound function", "text", "object"],
 )
 def test_what_is_not_built_from_a_class_has_none(value: object) -> None:
-    assert specs.get_class(value) is None and specs.get_submodules(value) is None
+    assert specs.get_class(value) is None and specs._get_submodules(value) is None
 
 
 @pytest.mark.parametrize("outer", ["spec", "partial", "classmethod"])
@@ -91,12 +91,12 @@ def test_inner_parts_are_replaced_from_the_outside_in_and_by_name(outer: str) ->
         seen.append(name)
         return Other if name == "first" else part
 
-    changed = specs.get_submodules(specs.substitute_parts(whole, replace))
+    changed = specs._get_submodules(specs._substitute_parts(whole, replace))
     assert seen == ["", "first", "second", "first"]
     assert changed.first is Other and changed.note == "kept"
-    deepest = specs.get_submodules(changed.second)
+    deepest = specs._get_submodules(changed.second)
     assert deepest.first is Other and deepest.second is function
-    assert inside.first is Part and specs.get_submodules(inside.second).first is Part
+    assert inside.first is Part and specs._get_submodules(inside.second).first is Part
 
 
 def test_layers_that_share_a_spec_share_the_new_one() -> None:
@@ -116,7 +116,7 @@ def test_the_parts_of_the_installed_megatron_are_all_found(num_experts: int | No
         found.setdefault(name, set()).add(specs.get_class(part))
         return part
 
-    specs.substitute_parts(get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False), note)
+    specs._substitute_parts(get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False), note)
     assert found["linear_qkv"] == found["linear_fc1"] == {ColumnParallelLinear}
     assert found["linear_proj"] == found["linear_fc2"] == {RowParallelLinear}
     if num_experts is None:
