@@ -112,7 +112,8 @@ def check_rl(run: Run) -> RLInputs:
     run = select_sound_checkpoint(run)
     actor = run.config.actor_config
     raise_together(_file_checks(run))
-    if violations := dry_run_reward_functions(run.rl, build_worker_environment(run.config, run.platform)):
+    env = build_worker_environment(run.config, run.platform)
+    if violations := check_reward_functions(run.rl) or dry_run_reward_functions(run.rl, env):
         raise ConfigError(violations)
     run, resume = plan_models(run)
     _check_expert_files(run)
