@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import row_sum
-from mindspeed_rl.algorithms.interfaces import AdvantageInputs, Terms, masked_extreme, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PendingMetrics, Terms, masked_extreme, masked_mean
 from mindspeed_rl.observability.metrics import Metric
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
         # a row without a score is neither the maximum nor the minimum
         spread = torch.where(valid, groups, float("-inf")).amax(dim=1) - torch.where(valid, groups, float("inf")).amin(dim=1)
         terms["reward/zero_std_groups"] = masked_mean((spread == 0).float(), valid.any(dim=1))
-    return advantages, returns, read_metrics(terms)
+    return advantages, returns, dict(PendingMetrics(terms))
 
 
 #: need -> (attribute of AdvantageInputs, its description)
@@ -89,7 +89,7 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
         centred = centred / (scores[inputs.valid].std() + objective.adv_epsilon)
     elif objective.scale_rewards != "none":
         raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which group_norm does not have")
-    advantages = _spread(centred, inputs)
+    advantages = _finish(centred, inputs)
     return advantages, advantages
 
 
@@ -101,7 +101,7 @@ def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
     scores = _compute_sequence_rewards(inputs)
     mean, _, count = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     # a single scored response equals its mean, so any divisor gives 0
-    advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
+    advantages = _finish((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
 
@@ -110,7 +110,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
-    returns = _discount(compute_token_rewards(inputs), inputs.mask, objective.gamma)
+    returns = _discount(_compute_token_rewards(inputs), inputs.mask, objective.gamma)
     advantages = whiten(returns, inputs.mask) if objective.advantage_whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
@@ -130,7 +130,7 @@ def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor
     A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
     assert inputs.greedy_rewards is not None
-    returns = _discount(compute_token_rewards(inputs), inputs.mask, objective.gamma)
+    returns = _discount(_compute_token_rewards(inputs), inputs.mask, objective.gamma)
     return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
 
 
@@ -141,7 +141,7 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     next response token: tokens that the actor did not sample are skipped. V after the last token is 0.
     """
     assert inputs.values is not None
-    rewards, values, mask = compute_token_rewards(inputs), inputs.values.double(), inputs.mask
+    rewards, values, mask = _compute_token_rewards(inputs), inputs.values.double(), inputs.mask
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
     running = torch.zeros_like(next_value)
@@ -181,7 +181,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
         mean, std, _ = _compute_group_statistics(column, valid, inputs.group_size)
         total += weight * (column - mean) / (std + objective.adv_epsilon)
     scored = total[valid]
-    advantages = _spread((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
+    advantages = _finish((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
     return advantages, advantages
 
 
@@ -194,7 +194,7 @@ def _compute_sequence_rewards(inputs: AdvantageInputs) -> Tensor:
     return scores
 
 
-def compute_token_rewards(inputs: AdvantageInputs) -> Tensor:
+def _compute_token_rewards(inputs: AdvantageInputs) -> Tensor:
     """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
     mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
@@ -229,11 +229,10 @@ def _compute_group_statistics(scores: Tensor, valid: Tensor, group_size: int) ->
     return mean, std, count
 
 
-def _spread(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
-    return _finish(scores.unsqueeze(1).expand(inputs.mask.shape), inputs)
-
-
 def _finish(values: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Return one value a token, [B, R], from such values or from one a response, [B]; in the dtype of the rewards."""
+    if values.dim() == 1:
+        values = values.unsqueeze(1).expand(inputs.mask.shape)
     return torch.where(inputs.mask, values, 0.0).to(inputs.rewards.dtype)
 
 

@@ -53,7 +53,10 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
 
 
 class PendingMetrics(Mapping[str, Metric]):
-    """Metrics that stay on the device until they are read; `read_together` reads those of several losses in one transfer."""
+    """Metrics that stay on the device until they are read, in one transfer; those over nothing are left out then.
+
+    `read_together` reads the metrics of several losses in one transfer.
+    """
 
     def __init__(self, terms: Mapping[str, Terms]) -> None:
         self._terms = terms
@@ -105,11 +108,6 @@ def read_together(pending: Iterable[Mapping[str, Metric]]) -> None:
     ordered = iter([value for _, value in sorted(zip(indices, values))])
     for metrics in waiting:
         metrics.fill(ordered)
-
-
-def read_metrics(terms: Mapping[str, Terms]) -> dict[str, Metric]:
-    """Return the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
-    return dict(PendingMetrics(terms))
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,32 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
 
 
 @dataclass
-class FixedKL:
-    """Controller of a constant KL coefficient."""
+class _KlController:
+    """Controller of the KL coefficient: constant, or moved towards a target KL (arXiv:1909.08593).
+
+    update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
+
+    Attributes:
+        coef: the coefficient.
+        target: KL that it is moved to; None leaves it constant.
+        horizon: samples over which it is moved.
+    """
 
     coef: float
+    target: float | None = None
+    horizon: int = 1
+
+    def __post_init__(self) -> None:
+        if self.target is not None and self.target <= 0:
+            raise ValueError(f"kl_target must be positive, not {self.target}")
+        if self.horizon <= 0:
+            raise ValueError(f"kl_horizon must be positive, not {self.horizon}")
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Leave the coefficient unchanged."""
+        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
+        if self.target is not None:
+            error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+            self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -84,30 +103,8 @@ class FixedKL:
         self.coef = state["coef"]
 
 
-@dataclass
-class AdaptiveKL(FixedKL):
-    """Controller that moves the KL coefficient towards a target KL (arXiv:1909.08593).
-
-    update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
-    """
-
-    target: float
-    horizon: int
-
-    def __post_init__(self) -> None:
-        if self.target <= 0:
-            raise ValueError(f"kl_target must be positive, not {self.target}")
-        if self.horizon <= 0:
-            raise ValueError(f"kl_horizon must be positive, not {self.horizon}")
-
-    def update(self, current_kl: float, num_samples: int) -> None:
-        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
-        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * num_samples / self.horizon
-
-
-def build_kl_controller(objective: Objective) -> FixedKL:
+def build_kl_controller(objective: Objective) -> _KlController:
     """Return the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
     if objective.kl_ctrl_type == "fixed":
-        return FixedKL(objective.kl_coef)
-    return AdaptiveKL(objective.kl_coef, target=objective.kl_target, horizon=objective.kl_horizon)
+        return _KlController(objective.kl_coef)
+    return _KlController(objective.kl_coef, target=objective.kl_target, horizon=objective.kl_horizon)

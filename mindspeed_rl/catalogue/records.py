@@ -272,13 +272,13 @@ def find(table: Mapping[str, _Record], kind: type[_Record], name: str, folders: 
             record = kind(target=name, reads=None, folders=tuple(folders))
         else:
             raise ValueError(f"it is neither a {kind.__name__} nor a function, but a {type(plugin).__name__}")
-        check_parameters(record)
+        _check_parameters(record)
     except ValueError as error:
         raise ValueError(f"rl_config.{kind.key} is {name!r}: {error}") from error
     return record
 
 
-def check_parameters(record: Algorithm) -> None:
+def _check_parameters(record: Algorithm) -> None:
     """Raise ValueError unless the record's function can be imported and called with its family's parameters."""
     function = record.load()
     try:

@@ -39,8 +39,8 @@ class ModelConfig:
 
     ``num_layers`` counts real decoder layers only: neither no-op layers of a pipeline layout nor multi-token-prediction
     layers. ``padded_vocab_size`` is the number of embedding rows in Megatron, ``vocab_size`` the number in HF. ``moe_layers``
-    has the global indices (from 0) of the decoder layers with experts. A model with ``head`` "lm" ends in vocabulary logits, one
-    with "reward" in one score per token.
+    has the global indices (from 0) of the decoder layers with experts. A model with ``head`` "lm" ends in vocabulary logits,
+    one with "reward" in one score per token.
     """
 
     architecture: str

@@ -24,7 +24,7 @@ adaptors.apply("rollout")  # before vLLM is imported
 # isort: split
 from megatron.core import parallel_state
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
@@ -62,12 +62,12 @@ class Pair:
     def push(self) -> None:
         """The rollout engine holds the trained weights; not yet proven."""
         self.version += 1
-        self.rollout.write_weights(self._write, self.version)
+        self.rollout.load_weights(self._write, self.version)
 
     def _write(self, model: Any) -> None:
         if self._push is None:
             found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
-            repacked = self.rollout.find_repacked_parameters(model)
+            repacked = self.rollout.hooks.repacked(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(
@@ -116,7 +116,7 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     """-(ratio x advantage) against the rollout's log-probs."""
     columns, mask = inputs.columns, inputs.mask
     per_token = -(inputs.outputs[0] - columns["rollout_log_probs"]).exp() * columns["advantage"][:, None]
-    return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
+    return LossOutput((per_token * mask).sum(), mask.sum(), PendingMetrics({"loss": masked_mean(per_token, mask)}))
 
 
 def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -> VllmEngine:
@@ -219,8 +219,8 @@ def learn_packed(setting: Setting, infer_tp: int) -> dict[str, Any]:
                 pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
             pair.rollout.release_memory()
             report["after release"] = pair.rollout.resident_bytes()["packed weights"]
-            pair.rollout.restore_weights()
-            pair.rollout.restore_cache()
+            pair.rollout.restore_memory("weights")
+            pair.rollout.restore_memory("cache")
     return report
 
 
@@ -264,8 +264,8 @@ def rest(setting: Setting, infer_tp: int) -> dict[str, Any]:
             pair.rollout.release_memory()
             junk = [torch.full((1 << 16,), float("nan")) for _ in range(40)]
             del junk
-            pair.rollout.restore_weights()
-            pair.rollout.restore_cache()
+            pair.rollout.restore_memory("weights")
+            pair.rollout.restore_memory("cache")
             rested.append(pair.generate())
         state = torch.get_rng_state()
         pair.generate()
@@ -295,8 +295,8 @@ def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[l
             completions = pair.rollout.generate([requests[number] for number in mine])
             found.append({number: completion.token_ids for number, completion in zip(mine, completions)})
             pair.rollout.release_memory()
-            pair.rollout.restore_weights()
-            pair.rollout.restore_cache()
+            pair.rollout.restore_memory("weights")
+            pair.rollout.restore_memory("cache")
             with torch.no_grad():  # what an update would do: other weights for the next push, alike on every layout
                 for weight in pair.stream.local_weights.values():
                     weight.tensor.mul_(1.05)

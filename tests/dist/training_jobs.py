@@ -19,7 +19,7 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, masked_mean, read_metrics  # noqa: E402
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean  # noqa: E402
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
@@ -89,7 +89,7 @@ def weighted_loss(inputs: LossInputs) -> LossOutput:
     log_probs, entropy = inputs.outputs
     per_token = -(log_probs * inputs.columns["weights"] + 0.1 * entropy)
     mask = inputs.mask
-    return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
+    return LossOutput((per_token * mask).sum(), mask.sum(), PendingMetrics({"loss": masked_mean(per_token, mask)}))
 
 
 @contextlib.contextmanager
@@ -99,8 +99,8 @@ def engine_of(setting: Setting) -> Iterator[TrainEngine]:
     parallel.init_process_group(parallel.RankInfo.from_env(), 60)
     try:
         plan = plan_model(config, setting.folder)
-        parallel.init_model_parallel(config, plan.layout.vpp, 60)
-        parallel.seed_all(1)
+        parallel._init_model_parallel(config, plan.layout.vpp, 60)
+        parallel._seed_all(1)
         model = build_model(config, plan, trainable=True)
         load_weights(model, HfFolder(setting.folder))
         shape = batch_shape(config, packed=setting.packed, pad_id=0, shares_prefixes=setting.shares_prefixes)

@@ -8,7 +8,7 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms import advantages
-from mindspeed_rl.algorithms.advantages import compute_token_rewards, whiten
+from mindspeed_rl.algorithms.advantages import _compute_token_rewards, whiten
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config import RLConfig
@@ -168,7 +168,7 @@ def test_group_norm_with_scale_gdpo_is_gdpo():
 def test_the_score_sits_on_the_last_sampled_token_and_the_kl_on_every_one():
     mask = torch.tensor([[True, False, True, False]])
     inputs = AdvantageInputs(torch.tensor([1.0]), mask, kl=torch.tensor([[0.5, 9.0, 1.0, 9.0]]), kl_coef=0.1)
-    np.testing.assert_allclose(compute_token_rewards(inputs), [[-0.05, 0.0, 0.9, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(_compute_token_rewards(inputs), [[-0.05, 0.0, 0.9, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus_baseline", "gdpo"])

@@ -7,7 +7,7 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
-from mindspeed_rl.algorithms.interfaces import read_metrics
+from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.catalogue import CORRECTIONS
 from mindspeed_rl.observability.metrics import merge
 
@@ -76,7 +76,7 @@ def test_weights_carry_no_gradient():
 def test_mismatch_by_hand():
     mask = torch.tensor([[True, True, False]])
     old, rollout = torch.tensor([[TWO, 0.0, 9.0]]), torch.tensor([[0.0, TWO, 0.0]])
-    results = {name: metric.result() for name, metric in read_metrics(measure_mismatch(old, rollout, mask)).items()}
+    results = {name: metric.result() for name, metric in PendingMetrics(measure_mismatch(old, rollout, mask)).items()}
     # w = 2 and 0.5
     assert results == pytest.approx(
         {
@@ -90,7 +90,7 @@ def test_mismatch_by_hand():
 
 def test_two_equal_policies_have_no_kl_and_a_full_effective_sample_size():
     old = -torch.rand(3, 4)
-    metrics = read_metrics(measure_mismatch(old, old, torch.ones(3, 4, dtype=torch.bool)))
+    metrics = PendingMetrics(measure_mismatch(old, old, torch.ones(3, 4, dtype=torch.bool)))
     assert metrics["rollout/kl"].result() == 0.0
     assert metrics["rollout/ess"].result() == 1.0
 
@@ -99,8 +99,8 @@ def test_the_effective_sample_size_of_parts_merges_to_that_of_all():
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.7
-    whole = merge([read_metrics(measure_mismatch(old, rollout, mask))]).results()
-    parts = [read_metrics(measure_mismatch(old[rows], rollout[rows], mask[rows])) for rows in ([0], [1, 2, 3], [4, 5])]
+    whole = merge([PendingMetrics(measure_mismatch(old, rollout, mask))]).results()
+    parts = [PendingMetrics(measure_mismatch(old[rows], rollout[rows], mask[rows])) for rows in ([0], [1, 2, 3], [4, 5])]
     assert merge(parts).results() == pytest.approx(whole)
 
 
@@ -115,5 +115,5 @@ def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
     counts = [5, 3, 2]
     old = torch.cat([pi[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
     rollout = torch.cat([mu[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
-    metrics = read_metrics(measure_mismatch(old, rollout, torch.ones_like(old, dtype=torch.bool)))
+    metrics = PendingMetrics(measure_mismatch(old, rollout, torch.ones_like(old, dtype=torch.bool)))
     assert metrics["rollout/kl"].result() == pytest.approx(true.item())

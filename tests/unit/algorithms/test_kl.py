@@ -7,7 +7,7 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms import kl
-from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, build_kl_controller
+from mindspeed_rl.algorithms.kl import _KlController, build_kl_controller
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.catalogue.records import KlEstimator, find
 
@@ -109,10 +109,10 @@ def test_an_unknown_estimator_gets_a_suggestion():
 
 
 def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth():
-    controller = AdaptiveKL(0.1, target=2.0, horizon=100)
+    controller = _KlController(0.1, target=2.0, horizon=100)
     controller.update(current_kl=2.2, num_samples=50)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    controller = AdaptiveKL(0.1, target=2.0, horizon=100)
+    controller = _KlController(0.1, target=2.0, horizon=100)
     controller.update(current_kl=200.0, num_samples=50)
     assert controller.coef == pytest.approx(0.1 * 1.1)
     controller.update(current_kl=0.0, num_samples=100)
@@ -120,9 +120,9 @@ def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth():
 
 
 def test_a_controller_continues_from_its_saved_state():
-    first = AdaptiveKL(0.1, target=2.0, horizon=10)
+    first = _KlController(0.1, target=2.0, horizon=10)
     first.update(5.0, 4)
-    second = AdaptiveKL(0.1, target=2.0, horizon=10)
+    second = _KlController(0.1, target=2.0, horizon=10)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
         controller.update(1.0, 4)
@@ -130,13 +130,13 @@ def test_a_controller_continues_from_its_saved_state():
 
 
 def test_the_fixed_controller_does_not_move():
-    controller = FixedKL(0.3)
+    controller = _KlController(0.3)
     controller.update(100.0, 1000)
     assert controller.coef == 0.3
 
 
 def test_the_run_file_chooses_the_controller():
-    assert isinstance(build_kl_controller(objective(kl_coef=0.2)), FixedKL)
+    assert build_kl_controller(objective(kl_coef=0.2)) == _KlController(0.2)
     adaptive = build_kl_controller(objective(kl_ctrl_type="adaptive", kl_coef=0.2, kl_target=3.0, kl_horizon=7))
     assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 7)
 
@@ -144,4 +144,4 @@ def test_the_run_file_chooses_the_controller():
 @pytest.mark.parametrize(("target", "horizon", "message"), [(0.0, 10, "kl_target"), (1.0, 0, "kl_horizon")])
 def test_a_controller_without_target_or_horizon_is_refused(target, horizon, message):
     with pytest.raises(ValueError, match=message):
-        AdaptiveKL(0.1, target, horizon)
+        _KlController(0.1, target, horizon)

@@ -18,7 +18,7 @@ import torch
 import mindspeed_rl
 from mindspeed_rl import catalogue
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyInputs
-from mindspeed_rl.catalogue.records import NEEDS, Algorithm, check_parameters
+from mindspeed_rl.catalogue.records import NEEDS, Algorithm, _check_parameters
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.objective import build_objective
 
@@ -33,7 +33,7 @@ def made_objective(stage: str = "ray_grpo", **keys: Any) -> Objective:
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_a_record_is_importable_callable_and_complete(record: Algorithm) -> None:
-    check_parameters(record)
+    _check_parameters(record)
     assert record.needs <= record.may_need <= set(NEEDS)
     assert record.formula is not None and record.reads is not None
     keys = {*record.reads, *record.bounds, *(choice.setting for choice in record.choices.values())}
