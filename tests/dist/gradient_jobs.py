@@ -16,7 +16,7 @@ def _whole(rank: int, ranks: int, length: int) -> torch.Tensor:
 
 def reduced(length: int, piece: int, in_place: bool) -> tuple[list[float], bool]:
     """This rank's sums, and whether the places of the other ranks are as they were."""
-    gloo_exchange._PIECE = piece
+    gloo_exchange._CHUNK = piece
     with gloo_world() as group:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         source = _whole(rank, ranks, length)
