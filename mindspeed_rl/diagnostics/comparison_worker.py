@@ -81,7 +81,7 @@ class ComparisonWorker(DeviceWorker):
         _scale(weights, 1.0 / _SCALE)
         self._push(1)
         self._offload()
-        self.rollout.engine.restore_cache()
+        self.rollout.engine.restore_memory("cache")
 
     def _offload(self) -> None:
         """Move the trainer's weights off the device where the run file asks for it."""
@@ -101,7 +101,8 @@ class ComparisonWorker(DeviceWorker):
         engine = self.rollout.engine
         self.role.offloader.onload(params=True)
         pushed = _copies(engine.get_model())
-        tensors = self.rollout.tensors_by_parameter()
+        assert self.rollout.push is not None
+        tensors = self.rollout.push.tensors_by_parameter()
         engine.load_weights(self.role.stream.named_tensors(self.rollout.dtype), 2)
         findings = []
         for name, expected in _copies(engine.get_model()).items():

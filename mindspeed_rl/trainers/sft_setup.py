@@ -19,7 +19,7 @@ from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.data.indexed import packed_columns
+from mindspeed_rl.data.indexed import list_packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.runtime.reports import DataSummary
@@ -152,7 +152,7 @@ def check_data(config: MegatronConfig) -> None:
                 missing = [] if is_weight(prefix) or Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
                 hint = "give the whole prefix, with _text_document"
             else:
-                columns = packed_columns(Path(str(prefix)).expanduser())
+                columns = list_packed_columns(Path(str(prefix)).expanduser())
                 missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in columns]
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
             if missing:

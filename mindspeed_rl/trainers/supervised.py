@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.termination import Termination
-from mindspeed_rl.workers.remote_group import SupervisedGroup
+from mindspeed_rl.workers.remote_group import RemoteGroup
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -16,7 +17,7 @@ class SupervisedTrainer(TrainingLoop):
     def __init__(
         self,
         run: Run,
-        workers: SupervisedGroup,
+        workers: RemoteGroup,
         logger: RunLogger,
         termination: Termination,
         *,
@@ -34,19 +35,19 @@ class SupervisedTrainer(TrainingLoop):
         """Run all iterations that are left; with `skip_train` only evaluate."""
         if self.config.skip_train:
             with self.iteration(self.start_iteration):
-                self.collect(self.workers.evaluate())
+                self.collect(self.workers.call(Phases.EVALUATE))
             return
         for iteration in range(self.start_iteration + 1, self.train_iters + 1):
             with self.iteration(iteration):
-                self.collect(self.workers.train())
+                self.collect(self.workers.call(Phases.TRAIN))
                 if self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
                     self.before_save(iteration)
-                    self.collect(self.workers.save(iteration))
+                    self.collect(self.workers.call(Phases.SAVE, iteration))
                 if self._is_due(iteration, self.config.eval_interval, self.can_evaluate):
-                    self.collect(self.workers.evaluate())
+                    self.collect(self.workers.call(Phases.EVALUATE))
             if self._ends_early(iteration):
                 break
-        self.collect(self.workers.finish())
+        self.collect(self.workers.call(Phases.FINISH))
         self.termination.raise_if_early()
 
     def _ends_early(self, iteration: int) -> bool:
@@ -55,7 +56,7 @@ class SupervisedTrainer(TrainingLoop):
             return False
         self.termination.ends_early = True
         if not self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
-            self.collect(self.workers.save(iteration))
+            self.collect(self.workers.call(Phases.SAVE, iteration))
         return True
 
     def _is_due(self, iteration: int, interval: int | None, is_wanted: bool) -> bool:

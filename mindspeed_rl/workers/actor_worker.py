@@ -68,7 +68,7 @@ class ActorWorker(ActorPhases):
         num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
-        self.rollout.engine.restore_cache()
+        self.rollout.engine.restore_memory("cache")
         return num_proven
 
     # ------------------------------------------------------------------ responses
@@ -119,5 +119,5 @@ class ActorWorker(ActorPhases):
 
     def finish(self) -> WorkerReport:
         """Wait for background saves, and end the tools."""
-        self.rollout.close()
+        self.rollout.host.run_without_steps(self.rollout.agents.close)
         return super().finish()

@@ -122,7 +122,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
     # a template that cannot write such a turn raises here
-    turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+    turns.render_next([{"role": role, "content": "0"}], tokenizer.eos_token_id)
 
 
 def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:

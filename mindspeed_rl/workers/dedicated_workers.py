@@ -50,13 +50,15 @@ class CriticWorker(CriticPhases):
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
         """Write the critic's checkpoint."""
+        assert self.roles.critic is not None
         with self.timers(Phases.SAVE.timer):
-            self._critic().save(iteration, run_state)
+            self.roles.critic.save(iteration, run_state)
         return self._report()
 
     def finish(self) -> WorkerReport:
         """Wait for background saves."""
-        self._critic().finish_saves()
+        assert self.roles.critic is not None
+        self.roles.critic.finish_saves()
         return self._report()
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mindspeed_rl.workers.roles import Role
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
+    _Target = Role | RolloutReplica | None
+    #: something extra, such as a profiler, that gives the context of a phase; its arguments are those of `DeviceWorker.phase`
+    _PhaseHook = Callable[[Phase, _Target, int | None], AbstractContextManager["LossObserver | None"]]
+
 _Result = TypeVar("_Result")
 _Batch = TypeVar("_Batch")
 
@@ -44,21 +48,6 @@ class _NoObserver(LossObserver):
     """Observer of a run without dumps."""
 
 
-class PhaseHook(Protocol):
-    """Something extra, such as a profiler, that surrounds the phases of a worker."""
-
-    def __call__(
-        self, phase: Phase, target: Role | RolloutReplica | None, iteration: int | None
-    ) -> AbstractContextManager[LossObserver | None]:
-        """Return the context in which a phase runs.
-
-        Args:
-            phase: the record of the phase.
-            target: model or rollout engine that computes it.
-            iteration: index of the iteration, from 0; None in a phase that runs once in each.
-        """
-
-
 class DeviceWorker:
     """One rank's models. Subclasses build them and have one method a phase; all are collective over the workers.
 
@@ -72,7 +61,7 @@ class DeviceWorker:
         self.run, self.rank = run, rank
         self.timers = Timers(worker=f"{name} {rank}")
         self.memory = PhaseMemory(self.resident_bytes)
-        self.hooks: list[PhaseHook] = []
+        self.hooks: list[_PhaseHook] = []
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
@@ -96,7 +85,7 @@ class DeviceWorker:
         self,
         phase: Phase,
         metrics: Metrics,
-        target: Role | RolloutReplica | None = None,
+        target: _Target = None,
         iteration: int | None = None,
         *,
         timed: bool = True,
@@ -106,8 +95,8 @@ class DeviceWorker:
         Args:
             phase: the record of the phase.
             metrics: takes the memory of the phase.
-            target: see `PhaseHook`.
-            iteration: see `PhaseHook`.
+            target: model or rollout engine that computes it.
+            iteration: index of the iteration, from 0; None in a phase that runs once in each.
             timed: False where the block has intervals of its own, without its waits for rows.
         """
         observer: LossObserver = _NoObserver()

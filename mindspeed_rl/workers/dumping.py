@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports vLLM, and workers without a rollout dump too
 
 
 class PhaseDumps:
-    """Dumps phases of one rank; see `PhaseHook`.
+    """Dumps phases of one rank; it is a hook of `DeviceWorker`.
 
     A dump is in `<dump_path>/step_<iteration>/<role>_<phase>/rank_<rank>/`; iterations are counted from 0. Phases that a
     worker runs once in each iteration are counted here; the others pass the index of their iteration.
@@ -74,15 +74,11 @@ class PhaseDumps:
         if iteration is None:
             iteration = self._first + self._runs[f"{role}_{phase}"]
             self._runs[f"{role}_{phase}"] += 1
-        if not enabled or not self._includes(iteration):
-            return None
-        return self._record(iteration, role, phase, *get_coordinates())
+        return self._record(iteration, role, phase, *get_coordinates()) if enabled else None
 
     def _record_rollout(self, replica: RolloutReplica) -> Record | None:
         """Return the record of a rollout, or of one part where the responses of an iteration grow in several."""
         iteration = self._first + self._runs["rollout"]
-        if not self._includes(iteration):
-            return None
         part = self._runs[f"rollout {iteration}"]
         self._runs[f"rollout {iteration}"] += 1
         tensor = replica.layout.tensor
@@ -90,10 +86,9 @@ class PhaseDumps:
         sizes = {"rank": replica.num_replicas * tensor, "tp": tensor, "dp": replica.num_replicas}
         return self._record(iteration, "actor", f"rollout_{part}" if part else "rollout", ranks, sizes)
 
-    def _includes(self, iteration: int) -> bool:
-        return self._config.msprobe and self._config.step_start <= iteration <= self._config.step_end
-
-    def _record(self, iteration: int, role: str, phase: str, ranks: dict[str, int], sizes: dict[str, int]) -> Record:
+    def _record(self, iteration: int, role: str, phase: str, ranks: dict[str, int], sizes: dict[str, int]) -> Record | None:
         config = self._config
+        if not (config.msprobe and config.step_start <= iteration <= config.step_end):
+            return None
         max_bytes = int(config.max_dump_gib * 2**30)
         return Record(Path(config.dump_path), iteration, role, phase, ranks, sizes, config.task == "tensor", max_bytes)

@@ -19,7 +19,7 @@ from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
+from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 from mindspeed_rl.workers.server_rollout import ServerRollout
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
@@ -45,33 +45,13 @@ KINDS = {
 }
 
 
-class _ColocatedRollout:
-    """The rollout engines in the actor's workers; see `ServerRollout` for a rollout on other devices."""
-
-    def __init__(self, actor: RemoteGroup) -> None:
-        self._actor = actor
-
-    def push_weights(self, version: int) -> list[WorkerReport]:
-        return self._actor.call(Phases.PUSH_WEIGHTS, version)
-
-    def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
-        return self._actor.start(Phases.GENERATE, rollout_index)
-
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
-        return self._actor.call(Phases.GENERATE_RESPONSES, items, seed, greedy)
-
-    def finish_rollout(self) -> list[WorkerReport]:
-        return self._actor.call(Phases.FINISH_ROLLOUT)
-
-
 class Fleet:
     """All workers of a run.
 
     Attributes:
         actor: the workers that train the actor, with the roles that share its devices.
         dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward".
-        servers: generate the responses; None where the actor's workers do.
-        rollout: the servers, or the engines in the actor's workers.
+        servers: generate the responses; None where engines in the actor's workers do.
     """
 
     def __init__(self, run: Run, plane: DataPlane, actor_kind: WorkerKind | None = None) -> None:
@@ -92,7 +72,6 @@ class Fleet:
             if role in run.models and role in placement.dedicated
         }
         self.servers = ServerRollout(run, plane, self.actor) if placement.disaggregated else None
-        self.rollout = self.servers or _ColocatedRollout(self.actor)
         self._early: dict[str, Pending] = {}
 
     def prepare_workers(self) -> None:
@@ -128,12 +107,16 @@ class Fleet:
 
     def push_weights(self, version: int) -> list[WorkerReport]:
         """Give the rollout engines the actor's weights, with proof; training state is offloaded as the run file sets it."""
-        return self.rollout.push_weights(version)
+        if self.servers is not None:
+            return self.servers.push_weights(version)
+        return self.actor.call(Phases.PUSH_WEIGHTS, version)
 
     def generate(self, rollout_index: int) -> Pending:
         """Start to generate a response for each row. Without `blocking`, idle workers compute on rows as they come."""
         self._start_early()
-        return self.rollout.generate(rollout_index, list(self._early.values()))
+        if self.servers is not None:
+            return self.servers.generate(rollout_index, list(self._early.values()))
+        return self.actor.start(Phases.GENERATE, rollout_index)
 
     def _start_early(self) -> None:
         """Start passes over rows that are still to come, on workers that are idle until then."""
@@ -158,11 +141,15 @@ class Fleet:
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, each replica's share; None from ranks that return no results."""
-        return self.rollout.generate_responses(items, seed, greedy)
+        if self.servers is not None:
+            return self.servers.generate_responses(items, seed, greedy)
+        return self.actor.call(Phases.GENERATE_RESPONSES, items, seed, greedy)
 
     def finish_rollout(self) -> list[WorkerReport]:
-        """Give the engines' memory to training: this iteration's responses are complete."""
-        return self.rollout.finish_rollout()
+        """Give the engines' memory to training: this iteration's responses are complete. Servers have dedicated devices."""
+        if self.servers is not None:
+            return []
+        return self.actor.call(Phases.FINISH_ROLLOUT)
 
     # ------------------------------------------------------------------ passes
 

@@ -23,9 +23,8 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import Role, Roles, build_micro_batching
-from mindspeed_rl.workers.routing import Routing
-
-_OWN_ROUTING = Routing()
+from mindspeed_rl.workers.routing import RolloutRouting
+from mindspeed_rl.workers.update_plan import split_rows
 
 
 class _ModelWorker(DeviceWorker):
@@ -41,7 +40,7 @@ class _ModelWorker(DeviceWorker):
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
-        (role,) = [*self.roles.trained(), *self.roles.frozen()]
+        (role,) = self.roles.all()
         return role.offloader.resident_bytes()
 
     def _release(self, role: Role) -> None:
@@ -51,16 +50,21 @@ class _ModelWorker(DeviceWorker):
         """Return the limits of a micro-batch; without `size` its rows are the actor's micro_batch_size."""
         return build_micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
-    def _forward(self, phase: Phase, role: Role, batching: MicroBatching, count: int, routing: Routing = _OWN_ROUTING) -> None:
+    def _forward(
+        self, phase: Phase, role: Role, batching: MicroBatching, count: int, routing: RolloutRouting | None = None
+    ) -> None:
         """Compute the phase's columns for this replica's rows; waits for rows that are not ready."""
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows)
             # without the wait for rows
             with self.timers(phase.timer):
-                output = routing.forward(role.engine, fetched, batching, rows)
+                if routing is None:
+                    output = role.engine.forward(fetched, batching)
+                else:
+                    output = routing.forward(role.engine, fetched, batching, rows)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
-        if role in self.roles.frozen():
+        if not role.trains:
             self._release(role)
 
     def _mini_batches(self, phase: Phase, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
@@ -73,7 +77,8 @@ class _ModelWorker(DeviceWorker):
                 batch = self.replica.fetch(Phases.UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
             # adjacent rows that one replica computes faster
-            indexes = self.replica.select(step, lengths, rl.n_samples_per_prompt if rl.use_prefix_grouper else 1)
+            group_size = rl.n_samples_per_prompt if rl.use_prefix_grouper else 1
+            indexes = split_rows(step, self.replica.count, self.replica.index, lengths, group_size)
             rows = self.replica.fetch_rows(phase.consumer, indexes, columns)
             yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
 
@@ -104,20 +109,18 @@ class ReferencePhases(_ModelWorker):
 class CriticPhases(_ModelWorker):
     """Values and updates of the critic."""
 
-    def _critic(self) -> Role:
-        assert self.roles.critic is not None
-        return self.roles.critic
-
     def compute_values(self, count: int) -> WorkerReport:
         """Compute the critic's value before each response token."""
-        critic, metrics = self._critic(), Metrics()
+        critic, metrics = self.roles.critic, Metrics()
+        assert critic is not None
         with self.phase(Phases.VALUES, metrics, critic, timed=False):
             self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
         """Make all steps of the critic on this replica's share of their rows."""
-        critic, metrics = self._critic(), Metrics()
+        critic, metrics = self.roles.critic, Metrics()
+        assert critic is not None
         loss = partial(_critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
         with self.phase(Phases.UPDATE_CRITIC, metrics, critic) as observer:
@@ -125,7 +128,7 @@ class CriticPhases(_ModelWorker):
                 self._prepare_step(critic)
                 result = critic.engine.train_step(rows, batching, observer.loss(observer.inputs(loss)))
                 add_step(metrics, "critic", result)
-            critic.poll_save()
+            critic.finish_saves(wait=False)
             # or its state would be next to the actor's in the actor's update
             self._release(critic)
         return self._report(metrics)

@@ -24,7 +24,6 @@ from mindspeed_rl.platform import platform_class
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead, is_own_cluster
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
-from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files
 
 if TYPE_CHECKING:
@@ -240,43 +239,3 @@ def start_group(
         built=kind.built,
     )
 
-
-SUPERVISED = WorkerKind(
-    "mindspeed_rl.workers.supervised_worker:SupervisedWorker",
-    saves=("actor_config",),
-    built="the data are opened, the models are loaded",
-)
-
-
-class SupervisedGroup:
-    """The trained model (and the reference, where the stage has one) of each device; see `SupervisedWorker`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.workers = start_group(SUPERVISED, run, run.config.actor_config, run.plan.world_size)
-        self.close = self.workers.close
-
-    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
-        """Open the data and build the models; return {"iteration", "run_state"} of a resumed run, else nothing."""
-        self.workers.start_workers(self._run, steps=steps)
-        return self.workers.call(Phases.RESUMED_STATE)[0]
-
-    def data(self) -> DataSummary:
-        """Return the summary of the data."""
-        return self.workers.call(Phases.DATA)[0]
-
-    def train(self) -> list[WorkerReport]:
-        """Make one optimizer step on the next global batch."""
-        return self.workers.call(Phases.TRAIN)
-
-    def evaluate(self) -> list[WorkerReport]:
-        """Compute the loss on the held-out items."""
-        return self.workers.call(Phases.EVALUATE)
-
-    def save(self, iteration: int) -> list[WorkerReport]:
-        """Write a checkpoint, or start to."""
-        return self.workers.call(Phases.SAVE, iteration)
-
-    def finish(self) -> list[WorkerReport]:
-        """Wait until all checkpoints are complete."""
-        return self.workers.call(Phases.FINISH)

@@ -86,12 +86,8 @@ class Replica:
         if parallel.is_stage_source() if by_stage else self.is_output:
             self._plane.put(dict(columns), rows)
 
-    def select(self, rows: Sequence[int], lengths: Sequence[int] | None = None, group_size: int = 1) -> list[int]:
-        """Return this replica's rows; with lengths replicas get about the same tokens; see `split_rows`."""
-        return split_rows(rows, self.count, self.index, lengths, group_size)
-
     def dispatches(self, count: int, size: int | None = None) -> list[list[int]]:
         """Return this replica's rows among the first `count`, `size` at a time; all at once without."""
-        rows = self.select(range(count))
+        rows = split_rows(range(count), self.count, self.index)
         size = size or max(1, len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]

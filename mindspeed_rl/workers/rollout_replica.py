@@ -38,8 +38,7 @@ from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.arguments import build_routing_arguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.loading import LoadsWeights
-from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.runtime.reports import add_sync_bytes
@@ -129,7 +128,7 @@ class RolloutReplica:
             version: of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
         """
-        self.engine.restore_weights()
+        self.engine.restore_memory("weights")
         self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
         assert self.push is not None
         model = self.engine.get_model()
@@ -158,7 +157,7 @@ class RolloutReplica:
                 Exchange.from_world(),
                 replica=self._weights_index,
                 derived=DERIVED,
-                repacked=self.engine.find_repacked_parameters(model),
+                repacked=self.engine.hooks.repacked(model),
                 # next to adapters the weights do not change
                 delta=base_only or config.update_weight_mode == "delta",
             )
@@ -209,7 +208,7 @@ class RolloutReplica:
         """
         run, plane = self.run, self.plane
         assert plane is not None
-        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
+        columns = list(TASK_COLUMNS if self.agents.loop.reads_rows else TASK_COLUMNS[:1])
         size = run.plan.dispatch_sizes[Phases.GENERATE.dispatch_key]
         if run.rl.guarantee_order:
             count = run.plan.num_samples // self.num_replicas

@@ -27,23 +27,8 @@ from mindspeed_rl.workers.replica import Replica
 _Output = tuple[list[Tensor], list[Tensor]] | None
 
 
-class Routing:
-    """The experts of the tokens in the actor's passes; in this class the model's own routers choose them."""
-
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
-        """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
-        return engine.forward(rows, batching)
-
-    def for_update(self, rows: Rows) -> Rows:
-        """Return the rows of an update, with their experts; column `row` has the index of each row."""
-        return rows
-
-    def add_to(self, metrics: Metrics) -> None:
-        """Add the metrics since the last call."""
-
-
-class _Replay(Routing):
-    """Both modes: the update takes the experts that are in the data plane."""
+class RolloutRouting:
+    """R3: both passes of the actor send tokens to the experts that are in the data plane, those of the rollout engine."""
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
         self._layers = engine.routed = RoutedLayers(engine.model)
@@ -52,10 +37,16 @@ class _Replay(Routing):
         # a column for each stage: experts in the layers of other stages would be most of the transfer
         self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
+    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
+        """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
+        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
+
     def for_update(self, rows: Rows) -> Rows:
+        """Return the rows of an update, with their experts; column `row` has the index of each row."""
         return self._add_experts(Phases.UPDATE_ACTOR.consumer, rows, [int(index) for index in rows.columns["row"]])
 
     def add_to(self, metrics: Metrics) -> None:
+        """Add the metrics since the last call."""
         agreed, compared = self._layers.take_agreement()
         if compared:
             metrics.add_mean("router/agreement", agreed, compared)
@@ -74,8 +65,8 @@ class _Replay(Routing):
         return replace(rows, routing=routing)
 
 
-class RecordedRouting(_Replay):
-    """R2: the update sends tokens to the experts of the pass of the old log-probs."""
+class RecordedRouting(RolloutRouting):
+    """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
 
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
         with self._layers.recording() as recording:
@@ -84,13 +75,6 @@ class RecordedRouting(_Replay):
         self._replica.put({self._column: experts}, indexes, by_stage=True)
         self._replica.put({ROUTED_LENGTHS: [torch.tensor(lengths) for lengths in rows.sequence_lengths]}, indexes)
         return output
-
-
-class RolloutRouting(_Replay):
-    """R3: both passes send tokens to the experts of the rollout engine."""
-
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
-        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
 
 
 #: rl_config.router_replay.mode -> class

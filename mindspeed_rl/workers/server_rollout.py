@@ -157,10 +157,6 @@ class ServerRollout:
 
     # ------------------------------------------------------------------ responses
 
-    def finish_rollout(self) -> list[WorkerReport]:
-        """Do nothing: the engines have dedicated devices, whose memory training does not need."""
-        return []
-
     def generate(self, rollout_index: int, meanwhile: Sequence[Pending]) -> Pending:
         """Start to generate a response for each row; each is put as soon as it is complete.
 
@@ -173,7 +169,7 @@ class ServerRollout:
     async def _generate(self, rollout_index: int) -> list[WorkerReport]:
         loop, run, pool, start_s = asyncio.get_running_loop(), self._run, self.servers.pool, time.time()
         indexes = list(range(run.plan.num_samples))
-        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
+        columns = list(TASK_COLUMNS if self.agents.loop.reads_rows else TASK_COLUMNS[:1])
         batch, _ = await loop.run_in_executor(
             self._writer,
             lambda: self._plane.get(Phases.GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),

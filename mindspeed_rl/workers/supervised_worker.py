@@ -1,6 +1,6 @@
 """One device's worker of a supervised stage: reads its data by memory map and trains with Megatron.
 
-The methods are the phases of the loop; `SupervisedGroup` calls them.
+The methods are the phases of the loop; `SupervisedTrainer` calls them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SupervisedWorker(DeviceWorker):
             with self.phase(Phases.TRAIN_STEP, metrics, self.role) as observer:
                 loss = observer.loss(observer.inputs(self.stage.loss))
                 result = self.role.engine.train_step(rows, self.batching, loss)
-                self.role.poll_save()
+                self.role.finish_saves(wait=False)
         self.consumed += num_samples
         metrics.merge(_name_metrics("train/", result.losses))
         metrics.add_last("train/lr", result.lr)

@@ -89,12 +89,12 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         Args:
             actor_weights: False leaves the actor's weights on the device.
         """
-        for role in (*self.roles.trained(), *self.roles.frozen()):
+        for role in self.roles.all():
             self._release(role, weights=actor_weights or role is not self.actor)
 
     def _release(self, role: Role, *, weights: bool = True) -> None:
         """Offload a model until its next phase, with the parts that the run file names."""
-        config, trains = self.run.generate, role in self.roles.trained()
+        config, trains = self.run.generate, role.trains
         role.offloader.offload(
             optimizer=trains and config.offload_train_optimizer,
             grads=trains and config.offload_train_grad,
@@ -165,8 +165,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
 
     def _save_roles(self, iteration: int, run_state: dict[str, Any], *, release: bool = False) -> None:
         for role in self._saved_roles():
-            trains = role in self.roles.trained()
-            role.offloader.onload(params=True, grads=trains, optimizer=trains)
+            role.offloader.onload(params=True, grads=role.trains, optimizer=role.trains)
             role.save(iteration, run_state)
             if release:
                 self._release(role)
@@ -177,7 +176,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
     def finish(self) -> WorkerReport:
         """Wait for background saves."""
         # the actor's is last, as in `save`
-        for role in (*self.roles.frozen(), *self.roles.trained()[::-1]):
+        for role in reversed(self.roles.all()):
             role.finish_saves()
         return self._report()
 

@@ -37,7 +37,7 @@ class VariantWorker(ActorWorker):
             if configs[role.name] is None:
                 continue
             role.config = role.engine.config = configs[role.name]
-            trains = role in self.roles.trained()
+            trains = role.trains
             role.offloader.onload(params=True, grads=trains, optimizer=trains)
             role.load_base(role.source)
             if trains:

@@ -9,21 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample
+from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def token_loss(inputs: LossInputs) -> LossOutput:
-    """Return -log p summed over the tokens of `loss_mask`, and their number."""
-    mask = inputs.columns["loss_mask"] & inputs.mask
-    return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
 
 
 def build_labelled_rows(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
@@ -75,9 +68,6 @@ class Instruction(Stage[InstructionSample]):
             group_sizes.append(len(learnt))
         rows = build_labelled_rows(samples)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        return token_loss(inputs)
 
 
 def check_resets(config: MegatronConfig) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class Pairs(Stage[PreferencePair]):
 class _Preference(Pairs):
     """Base class of dpo and simpo: log-probs are summed over the answers."""
 
+    _compute_loss: Callable[[PreferenceBatch], LossOutput]
+
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
         sides = []
         for item in items:
@@ -45,16 +48,17 @@ class _Preference(Pairs):
         rows = build_labelled_rows(sides)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
 
-    def _answers(self, inputs: LossInputs) -> PreferenceBatch:
-        """Return sums and lengths of the answers, and the reference's sums where the rows have them."""
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss from sums and lengths of the answers, and the reference's sums where the rows have them."""
         mask = inputs.columns["loss_mask"] & inputs.mask
         sums, lengths = torch.where(mask, inputs.outputs[0], 0.0).sum(1), mask.sum(1)
         reference = inputs.columns.get("ref_log_probs")
-        return PreferenceBatch(
+        batch = PreferenceBatch(
             *(sums[side::PAIR] for side in range(PAIR)),
             *(lengths[side::PAIR] for side in range(PAIR)),
             *(None if reference is None else reference[side::PAIR] for side in range(PAIR)),
         )
+        return self._compute_loss(batch)
 
 
 class DirectPreference(_Preference):
@@ -64,10 +68,7 @@ class DirectPreference(_Preference):
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        self._settings = DPOSettings.from_config(config)
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        return dpo_loss(self._answers(inputs), self._settings)
+        self._compute_loss = partial(dpo_loss, settings=DPOSettings.from_config(config))
 
 
 class SimplePreference(_Preference):
@@ -75,7 +76,4 @@ class SimplePreference(_Preference):
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        self._settings = SimPOSettings.from_config(config)
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        return simpo_loss(self._answers(inputs), self._settings)
+        self._compute_loss = partial(simpo_loss, settings=SimPOSettings.from_config(config))

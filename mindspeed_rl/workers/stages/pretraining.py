@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.pretrain import PretrainData, build_pretrain_datasets
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.workers.stages.instruction import check_resets, token_loss
-from mindspeed_rl.workers.stages.stage import Dataset, Stage
+from mindspeed_rl.workers.stages.instruction import check_resets
+from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsLenAndGetItem
     from transformers import PreTrainedTokenizerBase
 
-    _Samples = Dataset[Mapping[str, Tensor]]
+    _Samples = SupportsLenAndGetItem[Mapping[str, Tensor]]
 
 
 class Pretraining(Stage[Mapping[str, Tensor]]):
@@ -37,9 +36,6 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
         if config.seq_length is None:
             raise ValueError("seq_length: not set; stage pretrain cuts documents into samples of this many tokens.")
         self._seq_length = config.seq_length
-
-    def open(self, prefix: str | Path) -> Dataset[Mapping[str, Tensor]]:
-        raise AssertionError("documents are cut by Megatron's dataset, see datasets")
 
     def datasets(self, plan: BatchPlan) -> tuple[_Samples, _Samples | None]:
         config = self.config
@@ -81,6 +77,3 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
                 masks.append(mask[first:end].bool())
             group_sizes.append(len(ends))
         return Rows(input_ids, [1] * len(input_ids), {"loss_mask": masks}, targets, group_sizes)
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        return token_loss(inputs)

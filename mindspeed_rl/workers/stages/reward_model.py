@@ -16,7 +16,6 @@ from mindspeed_rl.data.datasets import PreferencePair, ProcessRewardDataset, Pro
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.workers.stages.instruction import token_loss
 from mindspeed_rl.workers.stages.preference import PAIR, Pairs
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -83,6 +82,6 @@ class ProcessReward(Stage[ProcessRewardSample]):
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         if self.choices is None:
-            return token_loss(inputs)
+            return super().loss(inputs)
         mask = inputs.columns["loss_mask"] & inputs.mask
         return process_reward_loss(torch.stack(inputs.outputs, dim=-1), inputs.columns["judgements"], mask)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
+import torch
 from torch.utils import data
 
 from mindspeed_rl import registry
@@ -19,18 +20,10 @@ from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsLenAndGetItem
     from transformers import PreTrainedTokenizerBase
 
 _Item = TypeVar("_Item")
-_Item_co = TypeVar("_Item_co", covariant=True)
-
-
-class Dataset(Protocol[_Item_co]):
-    """Items by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> _Item_co: ...
 
 
 class Stage(ABC, Generic[_Item]):
@@ -55,23 +48,24 @@ class Stage(ABC, Generic[_Item]):
         self.config, self.tokenizer = config, tokenizer
         self.num_too_long = 0
 
-    @abstractmethod
-    def open(self, prefix: str | Path) -> Dataset[_Item]:
-        """Open the dataset with this prefix."""
+    def open(self, prefix: str | Path) -> SupportsLenAndGetItem[_Item]:
+        """Open the dataset with this prefix; called by `datasets` alone."""
+        raise NotImplementedError
 
     @abstractmethod
     def rows(self, items: Sequence[_Item]) -> Rows:
         """Return the rows that the engine computes for these items."""
 
-    @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of a micro-batch."""
+        """Return the loss of a micro-batch: unless a stage has another, -log p summed over the tokens of `loss_mask`."""
+        mask = inputs.columns["loss_mask"] & inputs.mask
+        return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
 
     def num_tokens(self, item: _Item) -> int:
         """Return the tokens that the engine computes for an item."""
         return sum(self.rows([item]).lengths)
 
-    def datasets(self, plan: BatchPlan) -> tuple[Dataset[_Item], Dataset[_Item] | None]:
+    def datasets(self, plan: BatchPlan) -> tuple[SupportsLenAndGetItem[_Item], SupportsLenAndGetItem[_Item] | None]:
         """Open the items for training and those for evaluation, if any; collective over the workers.
 
         Both are consecutive slices with the first two shares of `split`, such as "95,5,0", where evaluation has no data of its
@@ -88,7 +82,7 @@ class Stage(ABC, Generic[_Item]):
         first, second = (round(len(dataset) * sum(shares[:count])) for count in (1, 2))
         # a dataset by its methods, not by its class
         items = cast("data.Dataset[_Item]", dataset)
-        held_out: Dataset[_Item] = data.Subset(items, range(first, second))
+        held_out: SupportsLenAndGetItem[_Item] = data.Subset(items, range(first, second))
         if config.eval_data_path is not None:
             held_out = self.open(config.eval_data_path)
         return data.Subset(items, range(first)), held_out if len(held_out) else None
@@ -111,7 +105,7 @@ def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> St
 
 def split_batches(
     batches: Iterator[list[int]],
-    dataset: Dataset[_Item],
+    dataset: SupportsLenAndGetItem[_Item],
     num_ranks: int,
     rank: int,
     num_tokens: Callable[[_Item], int] | None = None,

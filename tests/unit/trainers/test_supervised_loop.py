@@ -13,6 +13,7 @@ import pytest
 from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config import MegatronConfig, RLConfig
+from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -24,13 +25,13 @@ from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
 class OneWorker:
-    """The calls of a SupervisedGroup, made in this process."""
+    """The calls of a RemoteGroup, made in this process."""
 
     def __init__(self, worker: SupervisedWorker) -> None:
         self.worker = worker
 
-    def __getattr__(self, name: str) -> Callable[..., list[WorkerReport]]:
-        return lambda *arguments: [getattr(self.worker, name)(*arguments)]
+    def call(self, phase: Phase, *arguments: object) -> list[WorkerReport]:
+        return [getattr(self.worker, phase.name)(*arguments)]
 
 
 def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:

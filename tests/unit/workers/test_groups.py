@@ -12,15 +12,15 @@ from call_path import ROOT, listed
 
 from mindspeed_rl.config import phases
 from mindspeed_rl.diagnostics import train_vs_rollout
+from mindspeed_rl.trainers import sft_setup
 from mindspeed_rl.workers import fleet, remote_group
 from mindspeed_rl.workers.remote_group import order_by_host
 
 #: class of the driver -> its module, and the workers that its phases run on; a phase runs on one of them at least
 CALLERS = {
     "Fleet": ("mindspeed_rl.workers.fleet", list(fleet.KINDS.values())),
-    "_ColocatedRollout": ("mindspeed_rl.workers.fleet", [fleet.KINDS["actor"]]),
     "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.KINDS["trainer"]]),
-    "SupervisedGroup": ("mindspeed_rl.workers.remote_group", [remote_group.SUPERVISED]),
+    "SupervisedTrainer": ("mindspeed_rl.trainers.supervised", [sft_setup.SUPERVISED]),
     "Comparison": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
 }
 
