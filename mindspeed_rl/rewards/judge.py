@@ -48,7 +48,7 @@ class JudgeError(Exception):
     """The judge gave no usable reply."""
 
 
-def parse_score(reply: str) -> float:
+def _parse_score(reply: str) -> float:
     """Return the last "Score: N" of a reply, N out of 10, as a number from 0 to 1.
 
     Raises:
@@ -85,7 +85,7 @@ class Judge:
         self._path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"
         self._template = _read_template(settings.judge_prompt)
-        self._parse: Callable[[str], _Score] = parse_score
+        self._parse: Callable[[str], _Score] = _parse_score
         if settings.judge_parser is not None:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self._key = os.environ.get(_API_KEY_VARIABLE, "")

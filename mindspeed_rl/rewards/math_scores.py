@@ -11,9 +11,9 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
 
 from mindspeed_rl.rewards.answers.equality import is_same_answer
 from mindspeed_rl.rewards.answers.extraction import (
-    extract_closed_box,
+    extract_closed_boxed,
     extract_final_answer,
-    extract_last_box,
+    extract_last_boxed,
     extract_last_number,
     extract_tagged_answer,
     list_accepted_answers,
@@ -45,7 +45,7 @@ def acc(response: str, label: object) -> float:
 
 def boxed_grade(response: str, label: object) -> float:
     """Return 1.0 if the last closed box has the label by mathruler's rules, else 0.0: `math_17k_acc` and `acc_for_ppo`."""
-    boxed = extract_closed_box(response)
+    boxed = extract_closed_boxed(response)
     return 1.0 if boxed is not None and grade(boxed.strip(), str(label)) else 0.0
 
 
@@ -96,7 +96,7 @@ def retool_reward(response: str, label: object, tool_call_num: int = 0) -> float
 
     ReTool, arXiv:2504.11536. `tool_call_num` is the column that multi-turn rollouts fill.
     """
-    if extract_closed_box(response[-_STRICT_TAIL:]) == str(label):
+    if extract_closed_boxed(response[-_STRICT_TAIL:]) == str(label):
         return 1.0
     return min(0.0, -1.0 + 0.1 * int(tool_call_num))
 
@@ -138,7 +138,7 @@ def accuracy(response: str, solution: object) -> float:
 def _extract_from_solution(solution: str) -> str:
     """Return the answer of a solution: in its tag, its last box, its last formula, or the whole text if that is the answer."""
     text = (extract_tagged_answer(solution) or solution).strip()
-    boxed = extract_closed_box(text)
+    boxed = extract_closed_boxed(text)
     if boxed is not None:
         return boxed
     formulas = _find_formulas(text)
@@ -151,12 +151,12 @@ def _extract_candidates(response: str) -> list[str]:
     """Return the possible final answers of the response, one reading or two."""
     tagged = extract_tagged_answer(response)
     if tagged is None:
-        boxed = extract_last_box(response)
+        boxed = extract_last_boxed(response)
         if boxed is not None:
             return [boxed]
         answer = _extract_by_math_verify(response[-_TAIL:], _ANCHORED_LATEX)
         return [answer] if answer else []
-    boxed = extract_closed_box(tagged)
+    boxed = extract_closed_boxed(tagged)
     if boxed is not None:
         return [boxed]
     readings = [tagged]
@@ -188,7 +188,7 @@ def gsm8k(response: str, label: object) -> float:
 def gsm8k_flexible(response: str, label: object) -> float:
     """Return 1.0 if the number after "####", else in the last box, else the last in the response is the label's, else 0.0."""
     numbers = _GSM8K_NUMBER.findall(response)
-    answer = numbers[-1] if numbers else extract_closed_box(response) or extract_last_number(response)
+    answer = numbers[-1] if numbers else extract_closed_boxed(response) or extract_last_number(response)
     return float(answer is not None and _same_number(answer, _read_gsm8k_label(label)))
 
 

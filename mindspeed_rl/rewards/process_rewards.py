@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
+_AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "mean": lambda scores: sum(scores) / len(scores),
     "product": math.prod,
@@ -42,6 +42,6 @@ def aggregate(step_scores: Sequence[float], how: str = "min") -> float:
     Raises:
         ValueError: unknown aggregation.
     """
-    if how not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation of process rewards '{how}'; known: {', '.join(AGGREGATIONS)}")
-    return float(AGGREGATIONS[how](step_scores)) if step_scores else 0.0
+    if how not in _AGGREGATIONS:
+        raise ValueError(f"unknown aggregation of process rewards '{how}'; known: {', '.join(_AGGREGATIONS)}")
+    return float(_AGGREGATIONS[how](step_scores)) if step_scores else 0.0

@@ -240,7 +240,7 @@ class _Child:
 
     def prepare(self) -> None:
         """Isolate the child, between fork and exec. An exception here reaches the caller as a SubprocessError."""
-        self._die_with_parent()
+        self._exit_with_parent()
         # the parent died before the death signal was set
         if os.getppid() != self._parent:
             os._exit(1)
@@ -256,13 +256,13 @@ class _Child:
                 self._libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         if sys.platform == "linux":
             check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        self._die_with_parent()  # again: changing the user clears the signal
+        self._exit_with_parent()  # again: changing the user clears the signal
         if self._landlock is not None:
             self._landlock.restrict()
         if self._filter is not None:
             self._filter.install(self._libc)
 
-    def _die_with_parent(self) -> None:
+    def _exit_with_parent(self) -> None:
         if sys.platform == "linux":
             check(self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
 

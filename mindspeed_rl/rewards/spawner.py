@@ -94,7 +94,7 @@ def _kill_tree(pid: int) -> None:
         _kill_tree(child)
 
 
-class Spawner:
+class _Spawner:
     """The event loop of the spawner process."""
 
     def __init__(self, control: socket.socket, pool_pid: int) -> None:
@@ -251,4 +251,4 @@ class Spawner:
 
 
 if __name__ == "__main__":
-    Spawner(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).run()
+    _Spawner(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).run()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.rewards.answers.extraction import extract_closed_box, extract_tagged_answer
+from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed, extract_tagged_answer
 
 _LETTERS = r"[(（]?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)[)）]?(?![A-Za-z'’])"
 _STATED = re.compile(
@@ -35,7 +35,7 @@ def multiple_choice(response: str, label: object) -> float:
 
 def extract_chosen_letters(response: str) -> frozenset[str]:
     """Return the chosen letters of a response to a multiple-choice question; none if it chooses nothing."""
-    for answer in (extract_closed_box(response), extract_tagged_answer(response)):
+    for answer in (extract_closed_boxed(response), extract_tagged_answer(response)):
         if answer is not None and (letters := _extract_letters(answer)):
             return letters
     phrases = _STATED.findall(response)

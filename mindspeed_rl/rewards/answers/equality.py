@@ -18,17 +18,17 @@ from mindspeed_rl.rewards.answers.formulas import (
     have_same_solutions,
     is_same_formula,
 )
-from mindspeed_rl.rewards.answers.quantities import compare_based, is_same_quantity, read_quantity, split_unit
-from mindspeed_rl.rewards.answers.regions import Region, find_holes, has_relation, read_region
-from mindspeed_rl.rewards.answers.spelling import (
+from mindspeed_rl.rewards.answers.notation import (
     CLOSING,
     OPENING,
     closes_at_end,
-    fold_spelling,
+    fold_notation,
     is_name,
     normalize,
     split_outside,
 )
+from mindspeed_rl.rewards.answers.quantities import compare_based, is_same_quantity, read_quantity, split_unit
+from mindspeed_rl.rewards.answers.regions import Region, find_holes, has_relation, read_region
 
 #: items of a set that are compared in any order
 _MAX_ITEMS = 32
@@ -42,7 +42,7 @@ def is_same_answer(given: str, expected: str) -> bool:
     3.14159), and one with six or more decimals that of a fraction.
     """
     if max(len(given), len(expected)) > MAX_ANSWER_LENGTH:
-        return fold_spelling(given) == fold_spelling(expected)
+        return fold_notation(given) == fold_notation(expected)
     try:
         with cpu_limit():
             return _is_same(normalize(given), normalize(expected))
@@ -75,7 +75,7 @@ _UNDEFINED = frozenset({"dne", "doesnotexist", "thelimitdoesnotexist", "itdoesno
 def _is_same(given: str, expected: str, depth: int = 0) -> bool:
     if not given or not expected or depth > 6:
         return False
-    given_text, expected_text = fold_spelling(given), fold_spelling(expected)
+    given_text, expected_text = fold_notation(given), fold_notation(expected)
     if given_text == expected_text:
         return True
     for names in (_EVERYTHING, _NOTHING, _UNDEFINED):
@@ -352,7 +352,7 @@ def _compare_equations(given: str, expected: str, depth: int) -> bool | None:
                 return False
         return _is_same(value, single, depth + 1)
     if counts == [2, 2] and is_name(sides[0][0]) and is_name(sides[1][0]):
-        same_name = fold_spelling(sides[0][0]) == fold_spelling(sides[1][0])
+        same_name = fold_notation(sides[0][0]) == fold_notation(sides[1][0])
         if (same_name or any(len(side[0]) > 1 for side in sides)) and _is_same(sides[0][1], sides[1][1], depth + 1):
             return True
         if same_name:
@@ -369,7 +369,7 @@ _WORDY = re.compile(r"[^\W\d_]{3,}")
 
 
 def _compare_words(given: str, expected: str) -> bool | None:
-    """Compare texts by their fold_spelling; None for formulas. In math-verify letters multiply: "listen" is "silent"."""
+    """Compare texts by their fold_notation; None for formulas. In math-verify letters multiply: "listen" is "silent"."""
     if not (_is_text(given) or _is_text(expected)):
         return None
     words = [re.sub(r"\b(?:the|an|a)\b|[^\w]", "", text.casefold()) for text in (given, expected)]

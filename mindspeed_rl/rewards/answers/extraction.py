@@ -9,7 +9,7 @@ _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", "答案：", "答案:")
 
 
-def extract_last_box(text: str) -> str | None:
+def extract_last_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{...}` (`\fbox{...}`, `\boxed x`) with nested braces, None if there is none.
 
     A box without its closing brace, at the end of a truncated response, counts too.
@@ -24,7 +24,7 @@ def extract_last_box(text: str) -> str | None:
     return content[1:] if closing is None else content[1:closing]
 
 
-def extract_closed_box(text: str) -> str | None:
+def extract_closed_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{...}`; None if there is none or its braces never close."""
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -45,7 +45,7 @@ def _find_closing_brace(text: str) -> int | None:
 
 def extract_final_answer(text: str) -> str:
     r"""Return the final answer: the last box, else the text after "the answer is", else the last number; "" if none."""
-    boxed = extract_last_box(text)
+    boxed = extract_last_boxed(text)
     if boxed is not None:
         return boxed.strip()
     for phrase in _ANSWER_PHRASES:

@@ -17,8 +17,8 @@ from typing import Any
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 
+from mindspeed_rl.rewards.answers.notation import CLOSING, OPENING, is_name
 from mindspeed_rl.rewards.answers.quantities import MAX_LITERAL_LENGTH
-from mindspeed_rl.rewards.answers.spelling import CLOSING, OPENING, is_name
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns at every disabled limit and every unusual answer
 
@@ -66,7 +66,7 @@ def cpu_limit(seconds: float = _CPU_LIMIT_S) -> Iterator[None]:
 
 # Without the parser's own units, in which the h of 2\\pi h is hours.
 _SPELLING = LatexNormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
-_BOX: ExtractionConfigs = (
+_BOXED: ExtractionConfigs = (
     LatexExtractionConfig(boxed_match_priority=0, normalization_config=_SPELLING),
     ExprExtractionConfig(),
 )
@@ -106,7 +106,7 @@ def parse_formula(formula: str) -> _Parsed:
     nesting = max(itertools.accumulate((char in OPENING) - (char in CLOSING) for char in formula), default=0)
     if len(formula) > MAX_ANSWER_LENGTH or nesting > _MAX_NESTING or _is_too_costly(formula):
         return []
-    return read_text(f"\\boxed{{{formula}}}", _BOX)
+    return read_text(f"\\boxed{{{formula}}}", _BOXED)
 
 
 parse_label = lru_cache(maxsize=4096)(parse_formula)  # all responses of a group share their label

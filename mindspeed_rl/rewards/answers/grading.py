@@ -65,7 +65,7 @@ def grade(given: str, expected: str) -> bool:
 
 
 def _grade(given: str, expected: str) -> bool:
-    if normalize_hendrycks(given) == normalize_hendrycks(expected):
+    if _normalize_hendrycks(given) == _normalize_hendrycks(expected):
         return True
     if not given.strip() or not expected.strip():
         return False
@@ -147,7 +147,7 @@ _HENDRYCKS = _compile(
 )
 
 
-def normalize_hendrycks(answer: str) -> str:
+def _normalize_hendrycks(answer: str) -> str:
     """Return the answer as the MATH data set's own grader spells it (arXiv:2103.03874)."""
     answer = answer.strip()
     for pattern, replacement in _HENDRYCKS:

@@ -1,6 +1,6 @@
 r"""Numbers in answers: 1,000; 3e5; 3\times10^5; 3\frac12; 50\%; \$18; 5 cm; six.
 
-A `Quantity` is exact: a decimal keeps its number of digits, because 1.732 is not \sqrt{3} and 99.99 is not 100.
+A `_Quantity` is exact: a decimal keeps its number of digits, because 1.732 is not \sqrt{3} and 99.99 is not 100.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _UNIT = re.compile(
 
 
 @dataclass(frozen=True)
-class Quantity:
+class _Quantity:
     """A number with its percent sign and unit.
 
     Attributes:
@@ -179,7 +179,7 @@ class Quantity:
     unit: tuple[str, Fraction] | None = None
 
 
-def read_quantity(text: str) -> Quantity | None:
+def read_quantity(text: str) -> _Quantity | None:
     """Return the quantity of an answer without delimiters, None if it is none."""
     text = text.strip()
     if not text or len(text) > MAX_LITERAL_LENGTH:
@@ -191,7 +191,7 @@ _TERM = re.compile(r"\s*(?:(?:,|and)\s+)?(\d+(?:\.\d+)?|\d+\s*/\s*\d+)\s*([A-Za-
 _MAX_TERMS = 4
 
 
-def _read_sum(text: str) -> Quantity | None:
+def _read_sum(text: str) -> _Quantity | None:
     """Return the sum of 1 hour 30 minutes, 5 ft 6 in: units of one dimension in decreasing order."""
     terms, position = [], 0
     while (match := _TERM.match(text, position)) is not None and len(terms) < _MAX_TERMS:
@@ -203,7 +203,7 @@ def _read_sum(text: str) -> Quantity | None:
     if len(terms) < 2 or text[position:].strip():
         return None
     smallest = terms[-1][1]
-    return Quantity(sum((value * unit[1] for value, unit in terms), Fraction(0)) / smallest[1], None, False, smallest)
+    return _Quantity(sum((value * unit[1] for value, unit in terms), Fraction(0)) / smallest[1], None, False, smallest)
 
 
 _WITH_UNIT = re.compile(
@@ -226,7 +226,7 @@ def split_unit(text: str) -> tuple[str, tuple[str, Fraction] | None]:
     return (text, None) if unit is None else (match[1], unit)
 
 
-def _read_one(text: str) -> Quantity | None:
+def _read_one(text: str) -> _Quantity | None:
     """Return the quantity of a text with one number and at most one unit; None for other text."""
     sign, rest = 1, text
     minus = _MINUS.match(text)
@@ -251,7 +251,7 @@ def _read_one(text: str) -> Quantity | None:
         if match is None or (len(match[1]) == 1 and match[1].isascii() and not tail[:1].isspace()):
             return None
         unit = _read_unit(match[1], match[2]) or money
-    return Quantity(sign * value, decimals, percent, unit)
+    return _Quantity(sign * value, decimals, percent, unit)
 
 
 _MINUS = re.compile(r"(?i)(?:negative|minus)\s+|负")
@@ -319,7 +319,7 @@ def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
     return f"{dimension}^{exponent}", size**exponent
 
 
-def is_same_quantity(a: Quantity, b: Quantity) -> bool:
+def is_same_quantity(a: _Quantity, b: _Quantity) -> bool:
     """Return True for numbers that are equal exactly, as percentages, in units of one dimension, or by rounding."""
     if a.unit is not None and b.unit is not None:
         if a.unit[0].removesuffix("^1") != b.unit[0].removesuffix("^1"):
@@ -333,7 +333,7 @@ def is_same_quantity(a: Quantity, b: Quantity) -> bool:
     return any(_is_same_value(a, scale, b) for scale in scales)
 
 
-def _is_same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
+def _is_same_value(a: _Quantity, scale: Fraction, b: _Quantity) -> bool:
     x, y = a.value * scale, b.value
     if x == y:
         return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_rl.rewards.answers.formulas import evaluate_constant
-from mindspeed_rl.rewards.answers.spelling import fold_spelling, is_name, split_outside
+from mindspeed_rl.rewards.answers.notation import fold_notation, is_name, split_outside
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def find_holes(union: str) -> tuple[str, ...]:
     if len(ends) != len(matches) or ends[0][0] != f"-{_INFINITY}" or ends[-1][1].lstrip("+") != _INFINITY:
         return ()
     holes = [high for _, high in ends[:-1]]
-    return tuple(holes) if all(fold_spelling(hole) == fold_spelling(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
+    return tuple(holes) if all(fold_notation(hole) == fold_notation(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
 
 
 def has_relation(text: str) -> bool:

@@ -98,14 +98,14 @@ def test_gsm8k_counts_right_answers(engine: ScriptedEngine) -> None:
 
 
 def test_the_projects_examples_are_right_by_the_projects_scorers() -> None:
-    from mindspeed_rl.rewards.answers.extraction import extract_closed_box
+    from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed
     from mindspeed_rl.rewards.math_scores import gsm8k
 
     labels = {"gsm8k": [138, 41, 215, 600], "math": ["7", "\\frac{5}{14}", "54", "2"]}
     path = Path(load_task_class("gsm8k").__module__.replace(".", "/"))
     shots = json.loads((Path(__file__).parents[3] / path.parent / "shots.json").read_text(encoding="utf-8"))
     assert [gsm8k(shot["answer"], label) for shot, label in zip(shots["gsm8k"], labels["gsm8k"])] == [1.0] * 4
-    assert [extract_closed_box(shot["answer"]) for shot in shots["math"]] == labels["math"]
+    assert [extract_closed_boxed(shot["answer"]) for shot in shots["math"]] == labels["math"]
 
 
 def test_math_reads_the_label_from_the_solution_where_there_is_no_answer(engine: ScriptedEngine, tmp_path: Path) -> None:

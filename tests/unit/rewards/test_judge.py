@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.rewards import judge
-from mindspeed_rl.rewards.judge import Judge, JudgeError, mean_of_parts, parse_score
+from mindspeed_rl.rewards.judge import Judge, JudgeError, _parse_score, mean_of_parts
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
@@ -146,13 +146,13 @@ def test_a_template_without_the_response_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("reply", "score"), [("Score: 10", 1.0), ("score: 3\n**Score:** 4.5", 0.45), ("评分 Score：0", 0.0)])
 def test_the_last_score_of_a_reply_counts_out_of_ten(reply: str, score: float) -> None:
-    assert parse_score(reply) == pytest.approx(score)
+    assert _parse_score(reply) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("reply", ["", "11/10", "Score: 11", "Score: high"])
 def test_a_reply_without_a_score_is_an_error(reply: str) -> None:
     with pytest.raises(JudgeError):
-        parse_score(reply)
+        _parse_score(reply)
 
 
 @pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n<html>\r\n", b"Content-Length: many\r\n\r\n"])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.answers.extraction import extract_closed_box, extract_final_answer, extract_last_box
-from mindspeed_rl.rewards.answers.grading import grade, normalize_hendrycks, normalize_minerva
+from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed, extract_final_answer, extract_last_boxed
+from mindspeed_rl.rewards.answers.grading import _normalize_hendrycks, grade, normalize_minerva
 from mindspeed_rl.rewards.math_scores import (
     acc,
     acc_for_dapo,
@@ -147,7 +147,7 @@ def test_grade_follows_mathruler(given: str, wanted: str, same: bool) -> None:
     ],
 )
 def test_hendrycks_normal_form_spells_as_the_math_grader(answer: str, normal_form: str) -> None:
-    assert normalize_hendrycks(answer) == normal_form
+    assert _normalize_hendrycks(answer) == normal_form
 
 
 THINK = "<think>why</think><answer>so {}</answer>"
@@ -308,8 +308,8 @@ def test_gsm8k_wants_hashes_and_its_flexible_form_any_last_number(
     ],
 )
 def test_boxes_are_read_with_their_nested_braces(text: str, last: str | None, closed: str | None) -> None:
-    assert extract_last_box(text) == last
-    assert extract_closed_box(text) == closed
+    assert extract_last_boxed(text) == last
+    assert extract_closed_boxed(text) == closed
 
 
 def test_final_answer_falls_back_to_the_phrase_and_then_to_the_last_number() -> None:

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.rewards.process_rewards import AGGREGATIONS, aggregate, mark_steps, split_steps
+from mindspeed_rl.rewards.process_rewards import _AGGREGATIONS, aggregate, mark_steps, split_steps
 
 
 def test_steps_are_cut_behind_the_separator_and_join_to_the_response() -> None:
@@ -32,4 +32,4 @@ def test_an_unknown_aggregation_is_an_error() -> None:
 
 
 def test_the_run_file_takes_the_aggregations_that_there_are() -> None:
-    assert set(get_args(get_type_hints(RLConfig)["process_reward_aggregation"])) == set(AGGREGATIONS)
+    assert set(get_args(get_type_hints(RLConfig)["process_reward_aggregation"])) == set(_AGGREGATIONS)

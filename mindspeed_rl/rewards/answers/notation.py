@@ -121,7 +121,7 @@ def _write_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{top}}}{{{bottom}}}"
 
 
-def fold_spelling(answer: str) -> str:
+def fold_notation(answer: str) -> str:
     """Return the answer in lower case, without blanks except those between digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
 
