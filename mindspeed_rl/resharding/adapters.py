@@ -19,7 +19,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.rollout.loading import LoadsWeights
+from mindspeed_rl.rollout.protocol import LoadsWeights
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 

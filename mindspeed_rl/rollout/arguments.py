@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import vllm
@@ -123,18 +122,8 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
 
 
 @contextmanager
-def temporary_socket_folder() -> Iterator[None]:
-    """Make vLLM open the sockets between the parts of an engine in a folder that is removed when the block ends.
-
-    Once the parts are connected the files are not needed, and those of a killed process would stay.
-    """
-    with TemporaryDirectory(prefix=SOCKET_PREFIX) as folder, use_socket_folder(folder):
-        yield
-
-
-@contextmanager
 def use_socket_folder(folder: str) -> Iterator[None]:
-    """Make vLLM open its sockets in this folder.
+    """Make vLLM open the sockets between the parts of an engine in this folder; elsewhere those of a killed process would stay.
 
     vLLM may have cached the folder of an earlier engine of this process with its environment; that cache is dropped.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -20,22 +21,23 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward")
 _PER_STEP, _LAYERS, _PER_LAYER, _FINAL_NORM, _LOGITS = 100_000, 10, 4, 90_000, 90_001
 
 
+@dataclass(eq=False)
 class EngineProbe:
     """Records forward steps of a vLLM model inside `recording`. Outside of it the model has no hooks.
 
     Every tensor is [tokens of the step, ...]; a step has a token of each running sequence, or chunks of prompts. Layers must
     run eagerly: a captured graph calls no hooks.
+
+    Attributes:
+        model: of this rank.
+        first, last: indexes of the first and last forward step to record, from 0; None for no end.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink, first: int = 0, last: int | None = None) -> None:
-        """Create the probe; it adds no hooks yet.
-
-        Args:
-            model: of this rank.
-            first, last: indexes of the first and last forward step to record, from 0; None for no end.
-        """
-        self._model, self._sink, self._first, self._last = model, sink, first, last
-        self._step = -1
+    model: nn.Module
+    sink: Sink
+    first: int = 0
+    last: int | None = None
+    _step: int = field(default=-1, init=False)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[EngineProbe]:
@@ -48,8 +50,8 @@ class EngineProbe:
                 handle.remove()
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        yield self._model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
-        for name, module in self._model.named_modules():
+        yield self.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
+        for name, module in self.model.named_modules():
             if name.endswith("embed_tokens"):
                 yield module.register_forward_hook(self._hook(2, "embedding"))
             elif name.endswith("logits_processor"):
@@ -87,5 +89,5 @@ class EngineProbe:
         return record
 
     def _add(self, order: int, name: str, tensor: Tensor) -> None:
-        if self._step >= self._first and (self._last is None or self._step <= self._last):
-            self._sink.add(f"token_{self._step}.{name}", self._step * _PER_STEP + order, tensor)
+        if self._step >= self.first and (self.last is None or self._step <= self.last):
+            self.sink.add(f"token_{self._step}.{name}", self._step * _PER_STEP + order, tensor)

@@ -45,6 +45,22 @@ class ExpertCounts:
             self._total += _load_counts(self._path, self._total.shape)
         self._since = np.zeros_like(self._total)
 
+    @staticmethod
+    def check_folder(folder: Path, model_config: ModelConfig) -> None:
+        """Check the folder before workers start.
+
+        Raises:
+            ValueError: the folder cannot be written, or has another model's counts.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{_KEY}: {folder} cannot be made ({error.strerror}).") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{_KEY}: nothing can be written in {folder}.")
+        for path in sorted(folder.glob(_NAME.format("*"))):
+            _load_counts(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
+
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         """Count the tokens of these trajectories.
 
@@ -79,22 +95,6 @@ class ExpertCounts:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(fields))
         partial.replace(self._path)
-
-
-def check_folder(folder: Path, model_config: ModelConfig) -> None:
-    """Check the folder before workers start.
-
-    Raises:
-        ValueError: the folder cannot be written, or has another model's counts.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{_KEY}: {folder} cannot be made ({error.strerror}).") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{_KEY}: nothing can be written in {folder}.")
-    for path in sorted(folder.glob(_NAME.format("*"))):
-        _load_counts(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
 
 
 def _load_counts(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_rl import platform
-from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode, build_continuation
+from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Abort:
     names: tuple[str, ...]
 
 
-_Command = _Add | _Abort | Literal["release_memory", "restore_weights", "restore_cache"]
+_Command = _Add | _Abort | Literal["release", "weights", "cache"]
 
 
 @dataclass
@@ -102,10 +102,6 @@ class InProcessEngine:
         """Run `work` on the first rank of the replica without a step of the engine. Not collective."""
         if self.group is None or dist.get_rank() == self.first:
             self._loop.run_until_complete(work())
-
-    def close(self) -> None:
-        """Close the event loop; no call follows."""
-        self._loop.close()
 
     async def _lead(self, work: Coroutine[object, None, _Result]) -> _Result:
         """Step the engine while `work` has requests."""
@@ -178,19 +174,17 @@ class InProcessEngine:
                         self._running[name].started = True
                 case _Abort(names):
                     self.engine.abort(names)
-                case "release_memory":
+                case "release":
                     self.engine.release_memory()
-                case "restore_weights":
-                    self.engine.restore_weights()
-                case "restore_cache":
-                    self.engine.restore_cache()
+                case "weights" | "cache":
+                    self.engine.restore_memory(command)
 
     # ------------------------------------------------------------------ the protocol
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        request = build_continuation(prompt_ids, sampling, seed, partial)
+        request = Continuation.build(prompt_ids, sampling, seed, partial)
         if request is None:
             assert partial is not None
             return replace(partial, finish="length")
@@ -235,18 +229,30 @@ class InProcessEngine:
         self._changed.set()
 
     async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Sample later tokens with these weights, and report their version. The engine is paused; cached prefixes are dropped.
+
+        Args:
+            version: index of the weights, as the trainer counts.
+            named: every full tensor under its HF checkpoint name; None where the engine's workers take them from a process
+                group with the trainers.
+
+        Raises:
+            RuntimeError: a parameter was given no tensor.
+        """
         if self._has_peers or named is None:
             raise RuntimeError("ranks that share a rollout engine take weights together, by `load`, and from the trainer alone")
         self.load(named, version)
 
     async def release(self) -> None:
-        self._commands.append("release_memory")
+        """Free the device's memory; the engine is paused and has no requests, neither running nor frozen."""
+        self._commands.append("release")
         # at once: no step follows that would carry it
         self._broadcast()
 
     async def restore(self) -> None:
-        self._commands.append("restore_weights")
-        self._commands.append("restore_cache")
+        """Allocate the memory again; weights are undefined until `update_weights`."""
+        self._commands.append("weights")
+        self._commands.append("cache")
         self._broadcast()
 
     # ------------------------------------------------------------------ weights, on every rank of the replica
@@ -258,12 +264,9 @@ class InProcessEngine:
 
         Args:
             weights: every full tensor under its HF checkpoint name, or a function that fills the engine's model in place; see
-                `VllmEngine.write_weights`.
+                `VllmEngine.load_weights`.
         """
-        if callable(weights):
-            self.engine.write_weights(weights, version)
-        else:
-            self.engine.load_weights(weights, version)
+        self.engine.load_weights(weights, version)
         for name, running in self._running.items():
             running.spans.append((len(self.engine.partial_completion(name).token_ids) if running.started else 0, version))
 

@@ -24,7 +24,7 @@ PauseMode = Literal["wait", "keep", "abort"]
 
 @dataclass(frozen=True)
 class Generated:
-    """A response, or the tokens of it that exist so far.
+    """A response, or the tokens of it that exist so far; without arguments none.
 
     Attributes:
         token_ids: with the stop token, if one ended it.
@@ -35,10 +35,10 @@ class Generated:
             was sampled; None where the engine does not report them.
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish: Finish
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish: Finish = "aborted"
     routing: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,10 +69,6 @@ def continue_routing(first: np.ndarray | None, full: np.ndarray | None) -> np.nd
     return np.concatenate([first, full[len(first) :]])
 
 
-#: a response that has no token yet
-EMPTY_RESPONSE = Generated((), (), (), "aborted")
-
-
 @dataclass(frozen=True)
 class Continuation:
     """The request by which an engine starts or continues a response.
@@ -80,38 +76,36 @@ class Continuation:
     Attributes:
         prompt_ids: the prompt and the tokens that the response has.
         sampling: for the remaining tokens.
-        seed: see `continuation_seed`.
+        seed: see `_continuation_seed`.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
 
+    @classmethod
+    def build(cls, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None) -> Continuation | None:
+        """Return the request that starts a response, or continues `partial`; None where it has all tokens that it may have.
 
-def build_continuation(
-    prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None
-) -> Continuation | None:
-    """Return the request that starts a response, or continues `partial`; None where it has all tokens that it may have.
-
-    Raises:
-        ValueError: `partial` was not interrupted, or has more tokens than it may have.
-    """
-    prompt = tuple(prompt_ids)
-    if partial is None:
-        return Continuation(prompt, sampling, seed)
-    num_tokens = len(partial.token_ids)
-    if partial.finish != "aborted" or num_tokens > sampling.max_tokens:
-        raise ValueError(
-            f"a response of {num_tokens} tokens that ended by '{partial.finish}' cannot be continued to max_tokens "
-            f"{sampling.max_tokens}"
-        )
-    if num_tokens == sampling.max_tokens:
-        return None
-    remaining = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
-    return Continuation(prompt + partial.token_ids, remaining, continuation_seed(seed, num_tokens))
+        Raises:
+            ValueError: `partial` was not interrupted, or has more tokens than it may have.
+        """
+        prompt = tuple(prompt_ids)
+        if partial is None:
+            return cls(prompt, sampling, seed)
+        num_tokens = len(partial.token_ids)
+        if partial.finish != "aborted" or num_tokens > sampling.max_tokens:
+            raise ValueError(
+                f"a response of {num_tokens} tokens that ended by '{partial.finish}' cannot be continued to max_tokens "
+                f"{sampling.max_tokens}"
+            )
+        if num_tokens == sampling.max_tokens:
+            return None
+        remaining = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
+        return cls(prompt + partial.token_ids, remaining, _continuation_seed(seed, num_tokens))
 
 
-def continuation_seed(seed: int, num_tokens: int) -> int:
+def _continuation_seed(seed: int, num_tokens: int) -> int:
     """Return the seed with which a response is continued after `num_tokens` tokens; nothing else decides what is sampled.
 
     A request's generator cannot move from one engine to another, so each continuation samples from a new one. Without tokens
@@ -141,8 +135,8 @@ class PartialResponse:
 class RolloutEngine(Protocol):
     """One engine, or several that act as one.
 
-    All methods are coroutines of one event loop. One caller calls `pause`, `update_weights`, `release`, `restore` and `resume`,
-    one at a time; many call `generate` at once, also while the engine is paused: it then returns after `resume`.
+    All methods are coroutines of one event loop. One caller calls `pause` and `resume`, one at a time; many call `generate` at
+    once, also while the engine is paused: it then returns after `resume`.
     """
 
     async def generate(
@@ -154,7 +148,7 @@ class RolloutEngine(Protocol):
 
         Args:
             sampling: max_tokens counts all tokens of the response, those of `partial` too.
-            seed: of the response; see `continuation_seed` for the tokens after `partial`.
+            seed: of the response; see `_continuation_seed` for the tokens after `partial`.
             partial: a response that was interrupted.
 
         Raises:
@@ -176,23 +170,10 @@ class RolloutEngine(Protocol):
         """Continue the frozen requests, and start those that came in meanwhile."""
         ...
 
-    async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Sample later tokens with these weights, and report their version. The engine is paused; cached prefixes are dropped.
 
-        Args:
-            version: index of the weights, as the trainer counts.
-            named: every full tensor under its HF checkpoint name; None where the engine's workers take them from a process
-                group with the trainers.
+class LoadsWeights(Protocol):
+    """All of vLLM's models; they have no base class with this method."""
 
-        Raises:
-            RuntimeError: a parameter was given no tensor.
-        """
-        ...
-
-    async def release(self) -> None:
-        """Free the device's memory; the engine is paused and has no requests, neither running nor frozen."""
-        ...
-
-    async def restore(self) -> None:
-        """Allocate the memory again; weights are undefined until `update_weights`."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        """Take tensors under HF names; return the names of the parameters that were filled."""
         ...

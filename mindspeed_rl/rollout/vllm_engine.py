@@ -9,7 +9,8 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from tempfile import TemporaryDirectory
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -22,16 +23,17 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.adaptors.engine_hooks import unlink_message_buffers
+from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.arguments import (
+    SOCKET_PREFIX,
     EngineArguments,
     build_engine_arguments,
     build_sampling_params,
-    temporary_socket_folder,
+    use_socket_folder,
 )
-from mindspeed_rl.rollout.loading import load_named
+from mindspeed_rl.rollout.protocol import LoadsWeights
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
 
@@ -45,6 +47,7 @@ class VllmEngine:
         layout: of all engines of the run.
         sampling: of training responses.
         weight_version: of the loaded weights, -1 before the first ones.
+        hooks: of the platform.
     """
 
     def __init__(
@@ -67,15 +70,15 @@ class VllmEngine:
             kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
             engine_arguments: arguments of vLLM that replace those made here.
         """
-        self._hooks = adaptors.engine_hooks()
-        self._hooks.before_build(run_id)
+        self.hooks = adaptors.engine_hooks()
+        self.hooks.before_build(run_id)
         self.sampling = sampling
         distributed = torch.distributed.is_initialized()
         self.layout = RolloutLayout.from_config(config, torch.distributed.get_world_size() if distributed else 1)
         arguments = build_engine_arguments(
             hf_folder,
             config,
-            self._hooks,
+            self.hooks,
             self.layout,
             full_distribution=sampling.full_distribution,
             kv_bytes_per_token=kv_bytes_per_token,
@@ -87,7 +90,12 @@ class VllmEngine:
             os.environ.update(self.layout.engine_environment(torch.distributed.get_rank(), master))
         set_num_threads = torch.set_num_threads
         frozen = gc.get_freeze_count()
-        with platform.current().preserve_rng_state(), temporary_socket_folder():  # vLLM seeds the global generators
+        # vLLM seeds the global generators; once its parts are connected, the files of their sockets are not needed
+        with (
+            platform.current().preserve_rng_state(),
+            TemporaryDirectory(prefix=SOCKET_PREFIX) as sockets,
+            use_socket_folder(sockets),
+        ):
             self._llm = LLM(**arguments)
         unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
@@ -227,35 +235,27 @@ class VllmEngine:
 
     # ------------------------------------------------------------------ weights
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | Callable[[torch.nn.Module], None], version: int) -> None:
         """Replace all weights.
 
         Args:
-            named: every full tensor of the model under its HF checkpoint name; this rank takes its slices.
+            weights: every full tensor of the model under its HF checkpoint name, of which this rank takes its slices; or a
+                function that fills the model's parameters in place, in the layout that `load_weights` of the model expects.
             version: of the weights, reported with every response sampled from them.
 
         Raises:
             RuntimeError: a parameter of the engine was given no tensor.
         """
-        self._replace_weights(lambda model: load_named(model, named, self._hooks), version)
 
-    def write_weights(self, write: Callable[[torch.nn.Module], None], version: int) -> None:
-        """Replace all weights by a function, in the layout that `load_weights` of the model expects.
+        def fill(model: torch.nn.Module) -> None:
+            self.hooks.before_load(model)
+            if callable(weights):
+                weights(model)
+            else:
+                _load_tensors(model, weights)
+            self.hooks.after_load(model)
 
-        Args:
-            write: fills the model's parameters in place.
-            version: of the weights, reported with every response sampled from them.
-        """
-
-        def between_hooks(model: torch.nn.Module) -> None:
-            self._hooks.before_load(model)
-            write(model)
-            self._hooks.after_load(model)
-
-        self._replace_weights(between_hooks, version)
-
-    def _replace_weights(self, change: Callable[[torch.nn.Module], None], version: int) -> None:
-        self._llm.apply_model(change)
+        self._llm.apply_model(fill)
         # cached prefixes hold keys and values of the old weights; with frozen responses there are none: `check_freezable`
         if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
@@ -283,10 +283,6 @@ class VllmEngine:
         if not engine.add_lora(self._adapter):
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")
 
-    def find_repacked_parameters(self, model: torch.nn.Module) -> set[str]:
-        """Return the parameters that the platform lays out again after each load: their earlier content is of no use."""
-        return self._hooks.repacked(model)
-
     def get_model(self) -> torch.nn.Module:
         """Return vLLM's model module of this rank, to be read and not changed."""
         return self._llm.apply_model(lambda model: model)[0]
@@ -294,20 +290,19 @@ class VllmEngine:
     # ------------------------------------------------------------------ memory
 
     def release_memory(self) -> None:
-        """Release weights (where the platform can) and KV cache until `restore_*`."""
-        self._hooks.release(self._llm)
+        """Release weights (where the platform can) and KV cache until `restore_memory`."""
+        self.hooks.release(self._llm)
         # the storages of a sleeping engine keep their sizes without memory
-        self._has_weights, self._has_cache = not self._hooks.sleeps, False
+        self._has_weights, self._has_cache = not self.hooks.sleeps, False
 
-    def restore_weights(self) -> None:
-        """Allocate weight storage again; its content is undefined until the next `load_weights`."""
-        self._hooks.restore_weights(self._llm)
-        self._has_weights = True
-
-    def restore_cache(self) -> None:
-        """Allocate the KV cache again, empty."""
-        self._hooks.restore_cache(self._llm)
-        self._has_cache = True
+    def restore_memory(self, part: Literal["weights", "cache"]) -> None:
+        """Allocate weights, whose content is undefined until the next `load_weights`, or the KV cache, empty."""
+        if part == "weights":
+            self.hooks.restore_weights(self._llm)
+            self._has_weights = True
+        else:
+            self.hooks.restore_cache(self._llm)
+            self._has_cache = True
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes on the device now of the weights, of their packed copies for kernels, and of the KV cache."""
@@ -315,9 +310,21 @@ class VllmEngine:
         weights = [*runner.model.parameters(), *runner.model.buffers()] if self._has_weights else []
         return {
             "rollout weights": _storage_bytes(weights),
-            "packed weights": self._hooks.packed_bytes(runner.model),
+            "packed weights": self.hooks.packed_bytes(runner.model),
             "KV cache": _storage_bytes(runner.kv_caches) if self._has_cache else 0,
         }
+
+
+def _load_tensors(model: torch.nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Load full tensors; raise RuntimeError where a parameter of the model was given none."""
+    loaded = cast(LoadsWeights, model).load_weights(iter(named))
+    # a tied head is the embedding, and is not reported as loaded
+    tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
+    missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
+    if missing:
+        raise RuntimeError(
+            f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
+        )
 
 
 def _completion(token_ids: Sequence[int], log_probs: object, *, truncated: bool, routing: np.ndarray | None) -> Completion:
@@ -326,15 +333,16 @@ def _completion(token_ids: Sequence[int], log_probs: object, *, truncated: bool,
     return Completion(list(token_ids), sampled, truncated, routing)
 
 
-def _storage_bytes(tensors: Iterable[Any]) -> int:
+def _storage_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of the distinct storages of tensors; these may be in tuples, as keys and values are."""
     sizes: dict[int, int] = {}
     waiting = list(tensors)
     while waiting:
         item = waiting.pop()
-        if torch.is_tensor(item):
+        if isinstance(item, Tensor):
             storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.size()
         else:
+            assert isinstance(item, (tuple, list)), type(item)
             waiting += item
     return sum(sizes.values())

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
@@ -22,21 +23,20 @@ from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_engine_arguments, build_sampling_params, use_socket_folder
-from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode, build_continuation
+from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension, identify_owner
+from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_process import ServerSettings
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm.logprobs import Logprob
 
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass(frozen=True)
-class ResponseChunk:
+class _ResponseChunk:
     """The next tokens of a response; see `Generated`.
 
     Attributes:
@@ -80,15 +80,15 @@ class AsyncEngine:
 
     async def stream(
         self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
-    ) -> AsyncIterator[ResponseChunk]:
+    ) -> AsyncIterator[_ResponseChunk]:
         """Yield the tokens after `partial`, as they are sampled; the last chunk has a finish.
 
         Raises:
             ValueError: the request is invalid.
         """
-        request = build_continuation(prompt_ids, sampling, seed, partial)
+        request = Continuation.build(prompt_ids, sampling, seed, partial)
         if request is None:
-            yield ResponseChunk((), (), self.version, "length")
+            yield _ResponseChunk((), (), self.version, "length")
             return
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
@@ -97,13 +97,13 @@ class AsyncEngine:
             sample = output.outputs[0]
             finish = _FINISHES.get(sample.finish_reason, "aborted") if output.finished else None
             tokens = tuple(sample.token_ids)
-            yield ResponseChunk(tokens, _read_log_probs(sample.logprobs, tokens), self.version, finish)
+            yield _ResponseChunk(tokens, _read_log_probs(sample.logprobs, tokens), self.version, finish)
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         """Return the full response; see `RolloutEngine.generate`."""
-        response = partial or EMPTY_RESPONSE
+        response = partial or Generated()
         async for chunk in self.stream(prompt_ids, sampling, seed, partial):
             versions = (chunk.version,) * len(chunk.token_ids)
             response = response.concat(Generated(chunk.token_ids, chunk.log_probs, versions, chunk.finish or "aborted"))
@@ -135,20 +135,6 @@ class AsyncEngine:
         self.version = version
         return list(reports)
 
-    async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Receive the weights from the group; see `RolloutEngine.update_weights`."""
-        if named is not None:
-            raise ValueError(
-                "an engine with processes of its own receives weights from a group; join one and pass no tensors here."
-            )
-        await self.receive(version)
-
-    async def release(self) -> None:
-        """Do nothing: the devices are dedicated, so their memory is not needed elsewhere."""
-
-    async def restore(self) -> None:
-        """Do nothing; see `release`."""
-
     async def check(self) -> None:
         """Raise vLLM's error when the engine's processes are dead."""
         await self.llm.check_health()
@@ -176,7 +162,8 @@ def _read_log_probs(log_probs: FlatLogprobs | Sequence[Mapping[int, Logprob]], t
 
 def build_engine(settings: ServerSettings) -> AsyncEngine:
     """Build the engine of a server; its processes end with this one, however it ends."""
-    os.environ[OWNER_VARIABLE], os.environ[PLATFORM_VARIABLE] = identify_owner(), settings.platform
+    os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
+    os.environ[PLATFORM_VARIABLE] = settings.platform
     generate = settings.generate
     changes = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol
 
-from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mindspeed_rl.serving.rollout_service import Event
 
 #: longest time that a server keeps a poll for events open
 _POLL_S = 5.0
@@ -36,26 +34,13 @@ class ServerClient(Protocol):
 
     name: str
 
-    async def call(self, name: str, **arguments: Any) -> Any:
+    async def call(self, name: str, **arguments: object) -> Any:
         """Return the result of a call of `RolloutService`.
 
         Raises:
             Exception: the server cannot be reached, or the call failed there.
         """
         ...
-
-
-class _Event(TypedDict, total=False):
-    """An event of `RolloutService.news`."""
-
-    number: int
-    key: str
-    token_ids: list[int]
-    log_probs: list[float]
-    version: int
-    finish: Finish | None
-    error: str
-    kind: str
 
 
 @dataclass(eq=False)
@@ -238,7 +223,7 @@ class ServerPool:
             ServerLostError: too many servers were lost during the request.
         """
         done = asyncio.get_running_loop().create_future()
-        request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, partial or EMPTY_RESPONSE)
+        request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, partial or Generated())
         self.waiting.append(request)
         self._assign_waiting()
         try:
@@ -338,7 +323,7 @@ class ServerPool:
                 self.remove(server.name, f"no token for {silence_s:.0f} s while it worked on {count} requests")
                 return
 
-    def _is_lost_by(self, member: _Member, event: _Event) -> bool:
+    def _is_lost_by(self, member: _Member, event: Event) -> bool:
         """Add the tokens of an event to its request; return True when the event is the server's loss."""
         request = member.requests.get(event["key"])
         # aborted while its tokens were on their way
@@ -444,26 +429,6 @@ class ServerPool:
             by_name[name] = result
         return by_name
 
-    async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Receive the weights that the trainers send meanwhile on all servers; see `RolloutEngine.update_weights`.
-
-        Raises:
-            ServerLostError: a server did not.
-        """
-        if named is not None:
-            raise ValueError("servers receive weights from a group that they share with the trainers.")
-        for name, result in (await self.receive(version, self.names)).items():
-            if isinstance(result, Exception):
-                text = _describe_error(result)
-                self.remove(name, f"failed to take weights: {text}")
-                raise ServerLostError(f"{name}: {text}")
-        self.version = version
-
-    async def release(self) -> None:
-        """Do nothing: the servers' devices are dedicated, so their memory is not needed elsewhere."""
-
-    async def restore(self) -> None:
-        """Do nothing; see `release`."""
 
 
 def _describe_error(error: BaseException) -> str:

@@ -206,7 +206,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
                 layer.self_attention.linear_qkv.__dict__.pop("forward", None)
                 if topk is not None:
                     layer.mlp.router.topk = topk
-            worker.rollout.engine.restore_cache()
+            worker.rollout.engine.restore_memory("cache")
         return found
     finally:
         parallel_state.destroy_model_parallel()

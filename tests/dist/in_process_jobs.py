@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vllm import SamplingParams
 
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.protocol import Generated, continuation_seed
+from mindspeed_rl.rollout.protocol import Generated, _continuation_seed
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
 SAMPLING = Sampling(0.9, 24, (1,))
@@ -113,7 +113,7 @@ def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:
         dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=host.group)
         rest = [
             pair.rollout.generate(
-                [GenerationRequest([*ids, *one.token_ids], continuation_seed(seed, len(one.token_ids)))],
+                [GenerationRequest([*ids, *one.token_ids], _continuation_seed(seed, len(one.token_ids)))],
                 Sampling(0.9, 24 - len(one.token_ids), (1,)),
             )[0]
             for (ids, seed), one in zip(_requests(), box[0] or [])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
@@ -81,7 +81,7 @@ class AgentConversation:
         self._rewards: list[float | None] = []  # of each turn
         self._has_thought = False
         self._truncated = False
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[ChatMessage] = []
         self.metrics: dict[str, float] = {}
         self.num_turns = 0
 
@@ -105,9 +105,10 @@ class AgentConversation:
                 f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {max_tokens}"
             )
         self._turns = self._turns if turns is None else turns
-        if self._rewards and not self._start_sequence(tuple(prompt_ids), [], has_thought=False):
+        if self._rewards and not self._start_sequence([], tuple(prompt_ids)):
             return False
         self._prompt_ids = self._start = tuple(prompt_ids)
+        self._has_thought = False
         return True
 
     async def reply(self, max_tokens: int | None = None) -> Turn:
@@ -155,10 +156,10 @@ class AgentConversation:
         """
         last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
-        between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
-        added = [dict(message) for message in messages]
+        between = self._turns.render_next(messages, last, num_before=num_before, has_thought=self._has_thought)
+        added: list[ChatMessage] = [dict(message) for message in messages]
         if between is None:
-            return self._render_again([*self.messages, *added])
+            return self._start_sequence([*self.messages, *added])
         if not self._has_room(len(between), len(self._context(self._segments)) + len(between)):
             return False
         self.messages += added
@@ -176,7 +177,7 @@ class AgentConversation:
         follow = bool(new) and all(message["role"] != "assistant" for message in new)
         if follow and [dict(message) for message in messages[:num_before]] == self.messages:
             return self.add_messages(new)
-        return self._render_again([dict(message) for message in messages])
+        return self._start_sequence([dict(message) for message in messages])
 
     def reopen(self, content: str) -> bool:
         """Replace the text of the model's last turn, which continues after it; return False where there is no room.
@@ -185,7 +186,7 @@ class AgentConversation:
         """
         start = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
         messages = [*self.messages[:-1], {"role": "assistant", "content": content}]
-        return self._start_sequence(start, messages, has_thought=self._has_thought)
+        return self._start_sequence(messages, start)
 
     def amend(self, token_ids: Sequence[int], trains: Sequence[bool], content: str) -> bool:
         """Replace the tokens of the model's last turn; return False where there is no room.
@@ -214,7 +215,7 @@ class AgentConversation:
         split = _split_by_training(sampled, [*trains[:same], *(True for _ in sampled.token_ids[same:])])
         if not is_full:
             unchanged, self._segments = self._segments, [*before, *split]
-            if not self._start_sequence(context, messages, has_thought=self._has_thought):
+            if not self._start_sequence(messages, context):
                 self._segments = unchanged
                 return False
             return True
@@ -223,17 +224,20 @@ class AgentConversation:
         self.messages = messages
         return True
 
-    def _render_again(self, messages: list[dict[str, Any]]) -> bool:
-        # the template has dropped the thoughts that it drops
-        return self._start_sequence(self._turns.rewritten(self._prompt_ids, messages), messages, has_thought=False)
+    def _start_sequence(self, messages: list[ChatMessage], start: tuple[int, ...] | None = None) -> bool:
+        """Start another sequence; return False where there is no room.
 
-    def _start_sequence(self, start: tuple[int, ...], messages: list[dict[str, Any]], *, has_thought: bool) -> bool:
-        if not self._has_room(len(start), len(start)):
+        Args:
+            messages: the conversation after the prompt.
+            start: its first tokens; None for what the chat template renders, which drops thoughts.
+        """
+        first = self._turns.rerender(self._prompt_ids, messages) if start is None else start
+        if not self._has_room(len(first), len(first)):
             return False
         self._finished.append(TokenSequence(self._start, tuple(self._segments)))
-        self._start, self._segments, self.messages = start, [], messages
-        self._num_used += len(start)
-        self._has_thought = has_thought
+        self._start, self._segments, self.messages = first, [], messages
+        self._num_used += len(first)
+        self._has_thought &= start is not None
         return True
 
     def _context(self, segments: Sequence[Segment]) -> tuple[int, ...]:
@@ -281,8 +285,3 @@ def _split_by_training(segment: Segment, trains: Sequence[bool]) -> list[Segment
         segments.append(sampled if does else Segment.from_context(ids))
         start = part.stop
     return segments
-
-
-def build_row(columns: Mapping[str, Any], label: str | None) -> dict[str, Any]:
-    """Return the data set's row for plug-ins; its answer is both `label` and, where there is no such column, `solution`."""
-    return {"label": label, "solution": label, **columns}

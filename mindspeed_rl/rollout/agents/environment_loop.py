@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.rollout.agents.conversation import AgentConversation, build_row
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.program import ProgramEpisodes
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.environments import EnvironmentSpec, make_environment_factory, read_environment
-from mindspeed_rl.tools.interface import Tools
 from mindspeed_rl.tools.verifiers_program import PREFIX
+
+if TYPE_CHECKING:
+    from mindspeed_rl.tools.toolbox import Tools
 
 
 class EnvironmentLoop(AgentLoop):
@@ -22,16 +26,7 @@ class EnvironmentLoop(AgentLoop):
         spec = read_environment(settings.environment)
         episodes = ProgramEpisodes(spec, settings) if spec.is_program else _ObjectEpisodes(spec, settings)
         self._episodes: ProgramEpisodes | _ObjectEpisodes = episodes
-
-    async def start(self) -> None:
-        """See `AgentLoop`."""
-        if isinstance(self._episodes, ProgramEpisodes):
-            await self._episodes.start()
-
-    async def close(self) -> None:
-        """See `AgentLoop`."""
-        if isinstance(self._episodes, ProgramEpisodes):
-            await self._episodes.close()
+        self.resources = episodes.resources if isinstance(episodes, ProgramEpisodes) else ()
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         conversation = self.start_conversation(task, engine)
@@ -55,13 +50,13 @@ class _ObjectEpisodes:
         """Play an episode; turns have rewards here, the final state has none."""
         environment = self._make()
         try:
-            opening = await environment.reset(build_row(task.columns, task.label))
+            opening = await environment.reset(task.row)
             if opening:
-                conversation.restart(self._turns.opening(opening))
+                conversation.restart(self._turns.render(opening))
             has_room = True
             while has_room:
                 turn = await conversation.reply()
-                messages, reward, done = await environment.step([*opening, *conversation.messages])
+                messages, reward, done = await environment.step([*opening, *map(dict, conversation.messages)])
                 conversation.reward(reward)
                 if done or not conversation.can_continue(turn):
                     break

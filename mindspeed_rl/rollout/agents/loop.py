@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
-from mindspeed_rl.tools.interface import Toolbox, Tools
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_rl.tools.endpoint import RecordingEndpoint
+    from mindspeed_rl.tools.toolbox import Toolbox, Tools
+    from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Task:
     label: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # values of any type, as the data set has them
     partial: Generated | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The data set's row for plug-ins; its answer is both `label` and, where there is no such column, `solution`."""
+        return {"label": self.label, "solution": self.label, **self.columns}
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,15 @@ class LoopSettings:
 
 
 class AgentLoop(ABC):
-    """Base class; one object per run and process; `run` makes one trajectory, many at a time in one event loop."""
+    """Base class; one object per run and process; `run` makes one trajectory, many at a time in one event loop.
+
+    Attributes:
+        reads_rows: tasks need the other columns of their rows.
+        resources: shared by the trajectories.
+    """
+
+    reads_rows: ClassVar[bool] = True
+    resources: Sequence[VerifiersProgram | RecordingEndpoint] = ()
 
     def __init__(self, settings: LoopSettings) -> None:
         """Store the settings.
@@ -79,11 +95,13 @@ class AgentLoop(ABC):
         Raises:
             ValueError: it cannot be started.
         """
-        return None
+        for resource in self.resources:
+            await resource.start()
 
     async def close(self) -> None:
         """End what trajectories share; may be called twice."""
-        return None
+        for resource in self.resources:
+            await resource.close()
 
     @abstractmethod
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
@@ -104,6 +122,8 @@ class AgentLoop(ABC):
 class SingleTurn(AgentLoop):
     """One response a trajectory. A response that new weights interrupt is returned as it is, and continued as `partial`."""
 
+    reads_rows = False
+
     def __init__(self, settings: LoopSettings | None = None) -> None:
         """Create the loop; it needs no settings."""
 
@@ -112,16 +132,12 @@ class SingleTurn(AgentLoop):
         return Trajectory.from_response(task.prompt_ids, response)
 
 
+@dataclass(frozen=True)
 class AgentRunner:
-    """Makes the samples of a run by its agent loop, with tools for each trajectory. One per process, in one event loop.
+    """Makes the samples of a run by its agent loop, with tools for each trajectory. One per process, in one event loop."""
 
-    Attributes:
-        reads_rows: tasks need the other columns of their rows.
-    """
-
-    def __init__(self, loop: AgentLoop, toolbox: Toolbox | None = None) -> None:
-        self._loop, self._toolbox = loop, toolbox
-        self.reads_rows = not isinstance(loop, SingleTurn)
+    loop: AgentLoop
+    toolbox: Toolbox | None = None
 
     async def start(self) -> None:
         """Start what trajectories share.
@@ -129,18 +145,18 @@ class AgentRunner:
         Raises:
             ValueError: a tool cannot be started.
         """
-        if self._toolbox is not None:
-            await self._toolbox.start()
-        await self._loop.start()
+        if self.toolbox is not None:
+            await self.toolbox.start()
+        await self.loop.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
         """Return one trajectory and close its tools. Where its columns are no valid tool options, the trajectory has failed."""
         try:
-            tools = None if self._toolbox is None else self._toolbox.open(task.columns)
+            tools = None if self.toolbox is None else self.toolbox.open(task.columns)
         except ValueError as error:
             return Trajectory((TokenSequence(task.prompt_ids, ()),), "stop", failure=f"tools: {error}")
         try:
-            return await self._loop.run(task, engine, tools)
+            return await self.loop.run(task, engine, tools)
         finally:
             if tools is not None:
                 await tools.close()
@@ -148,7 +164,7 @@ class AgentRunner:
     async def close(self) -> None:
         """End what trajectories share."""
         try:
-            await self._loop.close()
+            await self.loop.close()
         finally:
-            if self._toolbox is not None:
-                await self._toolbox.close()
+            if self.toolbox is not None:
+                await self.toolbox.close()

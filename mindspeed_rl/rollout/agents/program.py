@@ -13,7 +13,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn, build_row
+from mindspeed_rl.data.turns import ChatMessage
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint, write_message
 from mindspeed_rl.tools.environments import EnvironmentSpec
@@ -32,6 +33,9 @@ class EpisodeError(RuntimeError):
 class ProgramEpisodes:
     """Episodes of a program; one endpoint and one program per process.
 
+    Attributes:
+        resources: to be started before the first episode, and closed after the last.
+
     Raises:
         ValueError: the target is wrong, or there is no such interpreter.
     """
@@ -39,18 +43,9 @@ class ProgramEpisodes:
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
         self._program = VerifiersProgram(spec.target, spec.args, spec.python)
         self._endpoint = RecordingEndpoint()
+        self.resources = self._program, self._endpoint
         self._settings, self._target = settings, spec.target
         self._timeout_s = spec.timeout_s or _EPISODE_LIMIT_S
-
-    async def start(self) -> None:
-        """See `AgentLoop.start`."""
-        await self._program.start()
-        await self._endpoint.start()
-
-    async def close(self) -> None:
-        """See `AgentLoop.close`."""
-        await self._program.close()
-        await self._endpoint.close()
 
     async def play(self, conversation: AgentConversation, task: Task) -> float | None:
         """Play an episode and return the reward that the program gives it.
@@ -59,7 +54,7 @@ class ProgramEpisodes:
             EpisodeError: it failed, took too long, or requested no turn.
             ProgramExitError: the program has ended; the next episode starts it again.
         """
-        row = build_row(task.columns, task.label)
+        row = task.row
         if "prompt" not in row:
             raise EpisodeError(
                 f"the row has no column 'prompt', which {self._target} starts with: name the columns of its data set, prompt "
@@ -67,7 +62,7 @@ class ProgramEpisodes:
             )
         if row.get("answer") is None and task.label is not None:
             row["answer"] = task.label
-        session = TokenSession(conversation, self._settings)
+        session = _TokenSession(conversation, self._settings)
         address = self._endpoint.open(session)
         try:
             outcome = await self._program.run_episode(row, address, self._endpoint.model, self._timeout_s)
@@ -83,19 +78,19 @@ class ProgramEpisodes:
         return outcome.reward
 
 
-class TokenSession:
+class _TokenSession:
     """A trajectory that a client continues by requests; see `tools.endpoint.ChatSession`."""
 
     def __init__(self, conversation: AgentConversation, settings: LoopSettings) -> None:
         self._conversation, self._settings = conversation, settings
-        self._messages: list[dict[str, Any]] = []  # as the client has them, the model's last turn included
+        self._messages: list[ChatMessage] = []  # as the client has them, the model's last turn included
         self._tools: list[dict[str, Any]] = []
         self._turns = settings.turns
         self._can_continue, self._closed = True, False
         self._generating: asyncio.Future[Turn] | None = None
 
     async def complete(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int | None
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], max_tokens: int | None
     ) -> ChatReply:
         """See `ChatSession`."""
         if messages[-1].get("role") == "assistant":
@@ -131,18 +126,18 @@ class TokenSession:
             self._generating.cancel()
             await asyncio.wait([self._generating])
 
-    def _add_messages(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
+    def _add_messages(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> bool:
         """Add the client's new messages to the conversation; return False where there is no room for an answer."""
         known = len(self._messages)
         follow = known > 0 and tools == self._tools and len(messages) > known
         if follow and all(_normalize(ours) == _normalize(theirs) for ours, theirs in zip(self._messages, messages)):
             return self._conversation.replace([*self._conversation.messages, *messages[known:]])
         self._tools = tools
-        self._turns = self._settings.turns.telling(has_tools=bool(tools))
-        return self._conversation.restart(self._turns.opening(messages, tools), self._turns)
+        self._turns = self._settings.turns.with_tools(has_tools=bool(tools))
+        return self._conversation.restart(self._turns.render(messages, tools), self._turns)
 
 
-def _normalize(message: dict[str, Any]) -> tuple[object, ...]:
+def _normalize(message: ChatMessage) -> tuple[object, ...]:
     """Return the parts of a message that a client must not change: role, text without outer blanks, and calls."""
     calls: list[object] = []
     for call in message.get("tool_calls") or []:

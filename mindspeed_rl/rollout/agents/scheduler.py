@@ -9,16 +9,21 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl import registry
-from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn, build_row
+from mindspeed_rl.data.turns import ChatMessage
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.interface import Tools
+
+if TYPE_CHECKING:
+    from mindspeed_rl.tools.toolbox import Tools
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -92,13 +97,15 @@ class _Next:
         trains: True for those that train; None: those that were sampled.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Sequence[ChatMessage]
     metrics: Mapping[str, object] = field(default_factory=dict)
     token_ids: tuple[int, ...] | None = None
     trains: tuple[bool, ...] | None = None
 
 
-def _read_tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tuple[bool, ...] | None]:
+def _read_tokens(
+    token_ids: Sequence[int] | None, mask: Sequence[int] | None
+) -> tuple[tuple[int, ...] | None, tuple[bool, ...] | None]:
     """Read the turn's tokens that `step` returned.
 
     Raises:
@@ -120,7 +127,7 @@ def _read_tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tup
     return tuple(token_ids), tuple(bool(value) for value in mask)
 
 
-async def _await_if_needed(value: Any) -> Any:
+async def _await_if_needed(value: _T | Awaitable[_T]) -> _T:
     return await value if inspect.isawaitable(value) else value
 
 
@@ -155,7 +162,7 @@ class SchedulerLoop(AgentLoop):
             if not conversation.can_continue(turn):
                 break
             # a copy: changes by your code are found by comparing the two
-            request = InferRequest(copy.deepcopy([*prompt, *conversation.messages]), build_row(task.columns, task.label))
+            request = InferRequest([copy.deepcopy(dict(message)) for message in [*prompt, *conversation.messages]], task.row)
             choice = ResponseChoice(ChoiceMessage(turn.text), "stop" if turn.ended else "length", list(turn.token_ids))
             try:
                 following = await self._call(plugin, request, choice, conversation.num_turns)
@@ -180,7 +187,7 @@ class SchedulerLoop(AgentLoop):
         finished = row.get("finished", False) or (isinstance(result, tuple) and bool(result[1]))
         return None if finished else _Next(list(row["messages"]))
 
-    def _prompt_messages(self, task: Task) -> list[dict[str, Any]]:
+    def _prompt_messages(self, task: Task) -> list[ChatMessage]:
         messages = task.columns.get("messages")
         if isinstance(messages, list) and messages:
             return [dict(message) for message in messages]
@@ -188,7 +195,7 @@ class SchedulerLoop(AgentLoop):
         text = self.settings.tokenizer.decode(list(task.prompt_ids), skip_special_tokens=True)
         return [{"role": "user", "content": text}]
 
-    def _apply(self, conversation: AgentConversation, turn: Turn, prompt: list[dict[str, Any]], following: _Next) -> bool:
+    def _apply(self, conversation: AgentConversation, turn: Turn, prompt: list[ChatMessage], following: _Next) -> bool:
         """Apply the plug-in's messages to the conversation; return False where there is no room for an answer."""
         for name, value in following.metrics.items():
             if isinstance(value, (int, float)):

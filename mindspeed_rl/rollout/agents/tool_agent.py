@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.interface import ToolReply, Tools
+from mindspeed_rl.tools.interface import ToolReply
+
+if TYPE_CHECKING:
+    from mindspeed_rl.tools.toolbox import Tools
 
 
 class ToolAgent(AgentLoop):

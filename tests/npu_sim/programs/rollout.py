@@ -101,9 +101,9 @@ def main() -> None:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
     result: dict[str, object] = {"built_mib": used()}
-    engine.restore_weights()
+    engine.restore_memory("weights")
     push(0)
-    engine.restore_cache()
+    engine.restore_memory("cache")
     first = drawn()
     result["tokens"], memory, equal = [tokens for tokens, _ in first], [], []
     # greedy responses, which must be what transformers decodes
@@ -126,15 +126,15 @@ def main() -> None:
         before = used()
         engine.release_memory()
         memory.append([before, used()])
-        engine.restore_weights()
+        engine.restore_memory("weights")
         push(version)
-        engine.restore_cache()
+        engine.restore_memory("cache")
         equal.append(drawn() == first)
     result |= {"memory": memory, "equal": equal}
     engine.release_memory()
-    engine.restore_weights()
+    engine.restore_memory("weights")
     push(9, 3.0)
-    engine.restore_cache()
+    engine.restore_memory("cache")
     result["other_weights_differ"] = drawn() != first
     import simulator
 

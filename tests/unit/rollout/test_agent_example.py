@@ -24,7 +24,7 @@ from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolbox
+from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,7 +75,7 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
     asked = reader.encode([(0, {"prompt": "347*862=", "labels": "299114"})])
     prompt = list(map(int, asked.rows[0].columns["input_ids"]))
 
-    box = LoadedToolbox(tools, lambda schemas: make_parser("hermes", schemas, tokenizer), CallLimits(2, 1, 16), len)
+    box = Toolbox(tools, lambda schemas: make_parser("hermes", schemas, tokenizer), CallLimits(2, 1, 16), len)
     turns = ChatTurns(template, tokenizer, has_tools=True)
     settings = LoopSettings(tokenizer, turns, TrajectoryLimits(64, 32, 96, 3), box)
     engine: Any = Taught(answers(ids, labels))

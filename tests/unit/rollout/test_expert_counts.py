@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.expert_counts import ExpertCounts, check_folder, read_counts, sum_counts
+from mindspeed_rl.rollout.expert_counts import ExpertCounts, read_counts, sum_counts
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 
@@ -63,15 +63,15 @@ def test_counts_of_another_model_are_not_added_to(tmp_path: Path) -> None:
 def test_the_driver_looks_at_the_folder_before_anything_starts(tmp_path: Path) -> None:
     folder = tmp_path / "counts"
     model_config = ModelConfig("toy", 3, 8, 16, 2, 2, 4, 32, 32, 64, False, moe_layers=tuple(LAYERS), num_moe_experts=EXPERTS)
-    check_folder(folder, model_config)
+    ExpertCounts.check_folder(folder, model_config)
     ExpertCounts(folder, 0, LAYERS, EXPERTS).finish(Metrics())
-    check_folder(folder, model_config)
+    ExpertCounts.check_folder(folder, model_config)
     ExpertCounts(folder, 5, LAYERS, 8).finish(Metrics())
     with pytest.raises(ValueError, match="eplb_token_save_path: .*_5.json has counts of 2 layers with 8 experts"):
-        check_folder(folder, model_config)
+        ExpertCounts.check_folder(folder, model_config)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="eplb_token_save_path: .* cannot be made"):
-        check_folder(tmp_path / "file", model_config)
+        ExpertCounts.check_folder(tmp_path / "file", model_config)
 
 
 def test_the_files_of_a_folder_are_added_up(tmp_path: Path) -> None:

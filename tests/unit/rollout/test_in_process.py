@@ -15,7 +15,7 @@ from ports import find_free_port
 
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.protocol import Generated, continuation_seed
+from mindspeed_rl.rollout.protocol import Generated, _continuation_seed
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 SAMPLING = Sampling(1.0, 6, ())
@@ -73,11 +73,8 @@ class Stepped:
     def release_memory(self) -> None:
         self.calls.append("release")
 
-    def restore_weights(self) -> None:
-        self.calls.append("weights")
-
-    def restore_cache(self) -> None:
-        self.calls.append("cache")
+    def restore_memory(self, part: str) -> None:
+        self.calls.append(part)
 
 
 def host() -> tuple[InProcessEngine, Stepped]:
@@ -126,7 +123,7 @@ def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_plac
     kept = len(cut.token_ids)
     assert cut.finish == "aborted" and 0 < kept < 6
     assert cut.token_ids == expected((3,), 9, [0] * kept)
-    later = tuple(token((3, *cut.token_ids), continuation_seed(9, kept), place, 1) for place in range(6 - kept))
+    later = tuple(token((3, *cut.token_ids), _continuation_seed(9, kept), place, 1) for place in range(6 - kept))
     assert whole == Generated(cut.token_ids + later, (-1.0,) * 6, (0,) * kept + (1,) * (6 - kept), "length")
 
 

@@ -74,7 +74,7 @@ def write(model):
         found = read_destinations(model, model.load_weights, shapes, torch.float32, skip=DERIVED)
         holders = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
         trained = TrainedWeights(holders, shapes, held, torch.device("cpu"), 1 << 20)
-        repacked = engine.find_repacked_parameters(model)
+        repacked = engine.hooks.repacked(model)
         pushes.append(WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, repacked=repacked))
     pushes[0].write(model)
 
@@ -83,7 +83,7 @@ worst = []
 for push, factor in enumerate((1.0, -2.0)):
     changed = {name: value * factor if "kv_b_proj" in name else value for name, value in weights.items()}
     held.tensors = changed
-    engine.write_weights(write, push)
+    engine.load_weights(write, push)
     assert pushes[0].prove(engine.get_model()).num_tensors == len(weights)
     for name, parameter in reference.named_parameters():
         if "kv_b_proj" in name:

@@ -17,7 +17,7 @@ from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
-from mindspeed_rl.rollout.agents.program import TokenSession
+from mindspeed_rl.rollout.agents.program import _TokenSession
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.requests import Completion
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -60,7 +60,7 @@ def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None,
     found = played(tmp_path, [{"prompt": QUESTION, "example_id": number} for number in range(3)], "1", "2")
     for one in found:
         (sequence,) = one.sequences
-        assert sequence.prompt_ids == ALONE.opening(QUESTION)
+        assert sequence.prompt_ids == ALONE.render(QUESTION)
         assert TOKENIZER.decode(one.token_ids[:2]) == "1<|im_end|>" and "No." in told(one)
         assert one.final_reward == 0.5 and one.finish == "stop" and not one.failure
         assert one.metrics == {"turns": 2.0, "environment_turns": 2.0}
@@ -112,15 +112,15 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
         assert [one.final_reward for one in found] == [pytest.approx(1 / 3)] * 4
         assert all(sum(one.sampled) == 6 and one.metrics["turns"] == 3 and not one.failure for one in found)
     host.run_without_steps(agents.close)
-    host.close()
+    host._loop.close()
     assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 
-def session_with(*texts: str, limits: TrajectoryLimits | None = None) -> tuple[TokenSession, AgentConversation, Speaker]:
+def session_with(*texts: str, limits: TrajectoryLimits | None = None) -> tuple[_TokenSession, AgentConversation, Speaker]:
     engine = Speaker(texts)
     common = settings(turns=ALONE, **({} if limits is None else {"limits": limits}))
     conversation = AgentConversation(PROMPT, SAMPLING, 5, engine, common.turns, TOKENIZER, common.limits)
-    return TokenSession(conversation, common), conversation, engine
+    return _TokenSession(conversation, common), conversation, engine
 
 
 def test_what_a_client_writes_otherwise_changes_no_token() -> None:
@@ -186,7 +186,7 @@ def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
             await asyncio.sleep(600)
 
     common = settings(turns=ALONE)
-    session = TokenSession(AgentConversation(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
+    session = _TokenSession(AgentConversation(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
 
     async def talk() -> None:
         asked = asyncio.create_task(session.complete(QUESTION, [], None))
