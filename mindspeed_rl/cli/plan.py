@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
@@ -236,8 +237,8 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _experts(arguments: argparse.Namespace) -> int:
-    from mindspeed_rl.rollout.expert_counts import sum_counts  # not at the top: the other plans need no torch
-
+    # by name: it imports torch, which the other plans do not need
+    sum_counts = registry.load("mindspeed_rl.rollout.expert_counts:sum_counts", "plan experts")
     layers = place_experts(sum_counts(arguments.counts), arguments.devices)
     print(format_experts(layers), flush=True)
     if arguments.output is not None:

@@ -21,7 +21,7 @@ from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 
-G = TypeVar("G")
+_G = TypeVar("_G")
 #: groups of a run file -> their dataclasses
 TOP_LEVEL: dict[str, type] = {
     "megatron_training": MegatronConfig,
@@ -62,7 +62,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     groups, deprecated = _read_groups(tree, errors)
     set_keys: dict[str, frozenset[str]] = {}
 
-    def build_group(name: str, schema: type[G]) -> G | None:
+    def build_group(name: str, schema: type[_G]) -> _G | None:
         if name not in groups:
             return None
         group, set_keys[name] = build(schema, groups[name], name, errors, collect_names())

@@ -16,7 +16,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.placement import Placement
-from mindspeed_rl.config.rules.engine_limits import can_split, engine_limits, read_engine_shape
+from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, read_engine_shape
 from mindspeed_rl.config.rules.validation import unavailable, validate
 from mindspeed_rl.config.run import Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.sizes import BatchPlan
@@ -148,7 +148,8 @@ def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:
     if world < 1 or split < 1:
         return None
     shape, limit = read_engine_shape(cfg), min(split, _MAX_TENSOR)
-    size = next(size for size in range(limit, 0, -1) if world % size == 0 and can_split(shape, size))
+    sizes = [size for size in range(limit, 0, -1) if world % size == 0]
+    size = next(size for size in sizes if not any(engine_obstacles(shape, EngineRequest(size, 0, "", ""), "")))
     rollout = f"{split} device(s), and {world} generate" if dedicated else f"{split} of the {world} device(s)"
     return Derivation(size, f"the actor's weights lie on {rollout}")
 

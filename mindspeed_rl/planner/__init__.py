@@ -12,7 +12,6 @@
 | assumptions.py | every assumed number and its source |
 | fit.py | layouts that fit, and the best as a run file |
 | prediction.py | prediction for a run before it starts, compared with its measurements |
-| calibration.py | factors from a measured run, which correct plans of others |
 | experts.py, step_costs.py | placement of experts; counted costs of a step and their lower bounds |
 | text.py | plans as text and JSON |
 """

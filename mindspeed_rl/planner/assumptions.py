@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.planner.activations import EXPERT_IMBALANCE, MEAN_EXPERT_IMBALANCE
 from mindspeed_rl.planner.devices import GIB, Device
-from mindspeed_rl.planner.memory import FRAGMENTATION, HCCL_BUFFERS, MODEL_ERROR, hccl_buffer_mib
-from mindspeed_rl.planner.samples import SIGMA
+from mindspeed_rl.planner.memory import FRAGMENTATION, HCCL_BUFFERS, Phase, hccl_buffer_mib
+from mindspeed_rl.planner.samples import Lengths
 from mindspeed_rl.planner.seconds import TimePlan
 
 #: label of a number that no run on an NPU has confirmed
@@ -57,14 +57,14 @@ def list_memory_assumptions(cfg: RunConfig, device: Device) -> Iterator[Assumpti
         yield Assumption("memory of a worker", memory, "a guess; --memory-gib sets another", False)
         yield Assumption("runtime", runtime, "resident memory of a worker with torch, Megatron and vLLM", False)
     on_npu = device.sleeps
-    yield Assumption("activations", f"within {MODEL_ERROR:.0%}", "the terms of arXiv:2205.05198; CPU runs", on_npu)
+    yield Assumption("activations", f"within {Phase.MODEL_ERROR:.0%}", "the terms of arXiv:2205.05198; CPU runs", on_npu)
     if cfg.actor_config.num_experts:
         value = f"{EXPERT_IMBALANCE:g} x an even share in a layer, {MEAN_EXPERT_IMBALANCE:g} x over a stage"
         yield Assumption("busiest expert rank", value, "a guess", on_npu)
     yield Assumption("fragmentation", f"{FRAGMENTATION:.0%} of what comes and goes", "a guess", on_npu)
     if cfg.generate_config is not None and not cfg.is_supervised:
         yield Assumption(
-            "engine step", f"within {MODEL_ERROR:.0%}", "inputs and outputs of a layer, the sampler's rows", on_npu
+            "engine step", f"within {Phase.MODEL_ERROR:.0%}", "inputs and outputs of a layer, the sampler's rows", on_npu
         )
 
 
@@ -101,4 +101,4 @@ def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Ite
         value = f"{getattr(plan.efficiency, name):g} {unit}"
         yield Assumption(name, value, source, device.sleeps and source == "a guess")
     if cfg.generate_config is not None and not cfg.is_supervised:
-        yield Assumption("lengths", f"lognormal, spread {SIGMA:g} of the logarithm", "a guess; --mean-response", False)
+        yield Assumption("lengths", f"lognormal, spread {Lengths.SIGMA:g} of the logarithm", "a guess; --mean-response", False)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
-from mindspeed_rl.config.placement import engine_adapter_rank
+from mindspeed_rl.config.placement import PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
 from mindspeed_rl.planner.run_shape import RunShape
-from mindspeed_rl.planner.shapes import count_packed_elements, count_rollout_adapters, count_rollout_elements
+from mindspeed_rl.planner.shapes import list_grouped_ops
+
+#: rows of the vocabulary that the rollout engine pads to
+_ENGINE_VOCAB = 64
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,17 @@ def plan_engine(run: RunShape) -> Engine | None:
         return None
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture
     itemsize, tensor = 2 if generate.dtype == "bfloat16" else 4, engines.tensor
-    weights = count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks) * itemsize
+    weights = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks) * itemsize
     if model_config.multi_latent_attention:
         # the engine stores what its absorbed products need in addition to the projection itself
         widths = (model_config.qk_head_dim or 0) + (model_config.v_head_dim or 0)
         elements = model_config.num_attention_heads // tensor * widths * (model_config.kv_lora_rank or 0)
         weights += model_config.num_layers * elements * itemsize
-    packed = 0 if run.device.sleeps else count_packed_elements(architecture, model_config, tensor) * itemsize
+    packed = 0 if run.device.sleeps else _count_packed_elements(architecture, model_config, tensor) * itemsize
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
-        adapters = count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
+        adapters = _count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
     token = kv_bytes_per_token(model_config, itemsize, tensor)
     sequence = token * generate.max_model_len
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
@@ -89,3 +97,76 @@ def plan_engine(run: RunShape) -> Engine | None:
             )
     cache = KvCache(token, sequence * generate.max_num_seqs, max(0, room), sequence, generate.max_num_seqs)
     return Engine(weights, packed, adapters, step, cache, problem)
+
+
+@lru_cache(maxsize=256)
+def _count_rollout_elements(architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int) -> int:
+    """Count the weights of one rank of the rollout engine, under the engine's rules of sharding.
+
+    Query, key and value are sharded by heads (a rank has one key/value head at least), the low-rank down projections of latent
+    attention are replicated, and experts are spread over `expert_ranks` where those are above 1.
+    """
+    total = 0
+    for op in list_grouped_ops(architecture, model_config.pad_vocab(1, 1)):
+        # the engine has one matrix for a tied head, and loads no prediction layers
+        if op.copy_of_tied or op.section == "mtp":
+            continue
+        if op.axis == "etp" and expert_ranks > 1:
+            total += math.prod(op.shard_shape()) // expert_ranks
+        else:
+            total += _on_engine_rank(op, model_config, tensor)
+    return total
+
+
+def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
+    """Count the elements of one row of the table on a rank of the engine, experts sharded over the tensor ranks."""
+    vocab = -(-model_config.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
+    total = 0
+    for shape, split in zip(op.shapes, op.splits):
+        size = math.prod(shape)
+        if split.dim is None or "_down_proj" in op.mcore:
+            total += size
+        elif shape[0] == model_config.vocab_size:
+            total += size // shape[0] * (vocab // tensor)
+        else:
+            # query heads may be on another rank than their key/value head
+            unit = split.unit if split.unit % model_config.kv_channels else model_config.kv_channels
+            units = shape[split.dim] // unit
+            total += size // units * -(-units // tensor)
+    return total
+
+
+@lru_cache(maxsize=256)
+def _count_packed_elements(architecture: Architecture, model_config: ModelConfig, tensor: int) -> int:
+    """Count the elements that a rank of the CPU's engine also holds packed: of large linear layers and the head.
+
+    Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
+    """
+    total = 0
+    ops = list_grouped_ops(architecture, model_config.pad_vocab(1, 1))
+    tied = any(op.copy_of_tied for op in ops)
+    for op in ops:
+        is_lookup = op.section == "pre" and not tied
+        if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or is_lookup or any(len(s) != 2 for s in op.shapes):
+            continue
+        size = _on_engine_rank(op, model_config, tensor)
+        total += size if size >= PACKED_ELEMENTS else 0
+    return total
+
+
+@lru_cache(maxsize=64)
+def _count_rollout_adapters(architecture: Architecture, model_config: ModelConfig, tensor: int, rank: int) -> int:
+    """Count the elements of adapters that a rank of the rollout engine has room for.
+
+    They are A and B of every linear layer, whatever trains. The input of A is sharded where the layer's input is, the output
+    of B where its output is.
+    """
+    total = 0
+    for op in list_grouped_ops(architecture, model_config.pad_vocab(1, 1)):
+        if op.section != "layer" or op.axis != "tp" or op.buffer:
+            continue
+        for shape, split in zip(op.shapes, op.splits):
+            if len(shape) == 2:
+                outputs, inputs = (size // tensor if split.dim == dim else size for dim, size in enumerate(shape))
+                total += rank * (outputs + inputs)
+    return total

@@ -20,8 +20,8 @@ from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
-from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
-from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans
+from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 #: verdicts of layouts that may be printed
@@ -139,7 +139,7 @@ def _build_base_tree(request: FitRequest) -> dict[str, Any]:
 
 
 def fit(
-    request: FitRequest, device: Device, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN
+    request: FitRequest, device: Device, efficiency: Efficiency | None = None, *, samples: SampleMeans | None = None
 ) -> list[FitResult]:
     """Search layouts that fit, the fastest first; those with the verdict "fits" before those that are "tight".
 
@@ -160,19 +160,19 @@ def _rank(result: FitResult) -> tuple[int, int, int, float]:
     """Return the sorting key: verdict, seconds, and where they are within 5 %, fewer splits of the model."""
     sizes = (result.values.get(f"actor_config.{name}_parallel_size", 1) for name in _SPLITS[:3])
     split = math.prod(int(str(size)) for size in sizes)
-    return VERDICTS.index(result.memory.verdict), round(math.log(result.time.total) / 0.05), split, result.time.total
+    return MemoryPlan.VERDICTS.index(result.memory.verdict), round(math.log(result.time.total) / 0.05), split, result.time.total
 
 
 class _Search:
     """One model on one number of devices.
 
     Attributes:
-        nearest: the plan with the fewest bytes of those that do not fit.
+        smallest: the plan with the fewest bytes of those that do not fit.
     """
 
-    def __init__(self, request: FitRequest, device: Device, efficiency: Efficiency | None, samples: SampleMeans) -> None:
+    def __init__(self, request: FitRequest, device: Device, efficiency: Efficiency | None, samples: SampleMeans | None) -> None:
         self._request, self._device, self._efficiency, self._samples = request, device, efficiency, samples
-        self.nearest: MemoryPlan | None = None
+        self.smallest: MemoryPlan | None = None
 
     def find_layouts(self, trainers: int | None) -> list[FitResult]:
         """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
@@ -202,9 +202,9 @@ class _Search:
             f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
             f"{memory:.0f} GiB"
         )
-        if self.nearest is None:
+        if self.smallest is None:
             return f"{text}: no engine does, or no layout keeps the rules; another number of devices, or another batch, may."
-        peak = self.nearest.fullest.peak
+        peak = self.smallest.fullest.peak
         return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
 
     def _find_engines(self, tree: dict[str, Any], npus: int) -> list[_Values]:
@@ -257,9 +257,9 @@ class _Search:
             memory, time = plans[0].without(("generate", "start")), plans[1]
             if memory.verdict in _ACCEPTED:
                 seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
-                ranked.append((VERDICTS.index(memory.verdict), seconds, values))
-            elif self.nearest is None or memory.fullest.peak.total < self.nearest.fullest.peak.total:
-                self.nearest = memory
+                ranked.append((MemoryPlan.VERDICTS.index(memory.verdict), seconds, values))
+            elif self.smallest is None or memory.fullest.peak.total < self.smallest.fullest.peak.total:
+                self.smallest = memory
         fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda one: one[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.phases import Phases
@@ -20,22 +21,10 @@ from mindspeed_rl.planner.shapes import Elements
 
 _MIB = 1 << 20
 
-#: modelled bytes may be off by this fraction either way; the others are counted
-MODEL_ERROR = 0.25
 #: the allocator's blocks are larger than the requested bytes, by this fraction of the transient ones
 FRAGMENTATION = 0.05
 #: buffers of a communicator: one to send, one to receive
 HCCL_BUFFERS = 2
-#: owners whose bytes are counted, not modelled
-EXACT = (
-    *("weights", "gradients", "optimizer", "reference", "reward model", "critic"),
-    *("rollout weights", "packed weights", "KV cache"),
-)
-#: owners that no allocator of torch's counts
-FIXED = ("driver", "runtime", "HCCL buffers")
-
-#: verdicts of a plan: the capacity is above the range of the peak; in its upper half; in its lower half; below it
-VERDICTS = ("fits", "tight", "over", "does not fit")
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,17 @@ class Phase:
 
     Attributes:
         owners: bytes by owner, those that have any.
+        MODEL_ERROR: modelled bytes may be off by this fraction either way; the others are counted.
+        EXACT: owners whose bytes are counted, not modelled.
+        FIXED: owners that no allocator of torch's counts.
     """
+
+    MODEL_ERROR: ClassVar[float] = 0.25
+    EXACT: ClassVar[tuple[str, ...]] = (
+        *("weights", "gradients", "optimizer", "reference", "reward model", "critic"),
+        *("rollout weights", "packed weights", "KV cache"),
+    )
+    FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
     name: str
     owners: dict[str, int]
@@ -57,7 +56,7 @@ class Phase:
     @property
     def range(self) -> tuple[int, int]:
         """Fewest and most bytes, as far as the model may be off."""
-        error = MODEL_ERROR * sum(count for owner, count in self.owners.items() if owner not in EXACT)
+        error = Phase.MODEL_ERROR * sum(count for owner, count in self.owners.items() if owner not in Phase.EXACT)
         return int(self.total - error), int(self.total + error)
 
 
@@ -101,6 +100,9 @@ class MemoryPlan:
         """The devices of the peak."""
         return max(self.groups, key=lambda group: group.peak.total)
 
+    #: the capacity is above the range of the peak; in its upper half; in its lower half; below it
+    VERDICTS: ClassVar[tuple[str, ...]] = ("fits", "tight", "over", "does not fit")
+
     @property
     def verdict(self) -> str:
         """One of VERDICTS."""
@@ -131,7 +133,7 @@ def plan_memory(cfg: RunConfig, device: Device, num_nodes: int = 1) -> MemoryPla
     """
     run = read_shape(cfg, device, num_nodes)
     engine = plan_engine(run)
-    fixed = dict(zip(FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
+    fixed = dict(zip(Phase.FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
     stages = run.actor.plan.layout.pp
     groups = [
         DeviceGroup(

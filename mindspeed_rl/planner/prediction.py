@@ -1,18 +1,26 @@
-"""The bytes and seconds that are predicted for a run before it starts, and their comparison with what the run measured."""
+"""The predicted bytes and seconds of a run, their comparison with what it measured, and factors that correct other plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.config.keys.model import ModelKeys
+from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.planner.advice import find_relieving_changes
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
-from mindspeed_rl.planner.calibration import build_run_tree, compute_later_medians, measure_samples
-from mindspeed_rl.planner.devices import GIB, find_device
-from mindspeed_rl.planner.memory import EXACT, FIXED, MODEL_ERROR, MemoryPlan, Phase, plan_memory
+from mindspeed_rl.planner.devices import GIB, Device, find_device
+from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
+from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 #: totals that a run measures, by phase
@@ -64,9 +72,9 @@ class _Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = find_device(self.cfg), compute_later_medians(history)
+        device, medians = find_device(self.cfg), _compute_later_medians(history)
         try:
-            plan = plan_time(self.cfg, device, self.num_nodes, samples=measure_samples(self.cfg, medians))
+            plan = plan_time(self.cfg, device, self.num_nodes, samples=_measure_samples(self.cfg, medians))
         except ValueError as error:
             return {"missing": str(error)}
         rows = [
@@ -79,7 +87,7 @@ class _Prediction:
         for phase, owners in self.gib.items():
             for owner, count in owners.items():
                 # a process on the CPU does not return memory to the system, so that later iterations do not show peaks
-                if owner not in EXACT and not device.sleeps:
+                if owner not in Phase.EXACT and not device.sleeps:
                     continue
                 names = [f"memory/{phase}/{owner}_gib"]
                 if phase == "update":  # supervised stages measure it under the owner's name alone
@@ -93,7 +101,7 @@ class _Prediction:
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
         cfg = self.cfg
-        tree = build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
+        tree = _build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
             changes = find_relieving_changes(tree, cfg, phase, find_device(cfg), self.num_nodes)
         except ValueError as error:
@@ -126,7 +134,7 @@ def predict(run: Run) -> _Prediction:
             phase.name: {
                 owner: _Range(count / GIB, count * (1 - error) / GIB, count * (1 + error) / GIB)
                 for owner, count in phase.owners.items()
-                for error in [0.0 if owner in EXACT else MODEL_ERROR]
+                for error in [0.0 if owner in Phase.EXACT else Phase.MODEL_ERROR]
             }
             for phase in memory.fullest.phases
         },
@@ -149,7 +157,7 @@ def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
 
 def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:
     """Return the bytes that a run measures: torch counts its own allocations alone, and the CPU counts the process."""
-    owners = {name: count for name, count in phase.owners.items() if counts_all or name not in FIXED}
+    owners = {name: count for name, count in phase.owners.items() if counts_all or name not in Phase.FIXED}
     measured = Phase(phase.name, owners)
     return _Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
 
@@ -166,3 +174,88 @@ def _row(
         "high": expected.high,
         "measured": measured,
     }
+
+
+# ---------------------------------------------------------------------- calibration
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The measurements of a run folder.
+
+    Attributes:
+        medians: of every metric over the later half of the iterations.
+        cfg: its run file.
+    """
+
+    folder: Path
+    medians: dict[str, float]
+    cfg: RunConfig
+
+
+def read_measured(folder: str | Path) -> _Measured:
+    """Read the measurements of a run folder.
+
+    Raises:
+        ValueError: there is no metrics.jsonl with iterations, or no report.json with its run file.
+    """
+    path = Path(folder)
+    try:
+        history = History(read_lines(path / "metrics.jsonl"))
+        report = json.loads((path / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
+    medians = _compute_later_medians(history)
+    if "timing/all" not in medians and "timing/update" not in medians:
+        raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
+    values = report.get("config", {})
+    written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
+    cfg = build_run_config(_build_run_tree(values, written), config_name=str(report.get("title", "run")))
+    return _Measured(path, medians, cfg)
+
+
+def _compute_later_medians(history: History) -> dict[str, float]:
+    """Return the median of every metric over the later half of the iterations; the first half includes one-time work."""
+    return {name: statistics.median(half.y) for name, half in history.later_half().items()}
+
+
+def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Build a run file's groups and model blocks.
+
+    Args:
+        values: of all keys of all groups.
+        written: values that the run file sets, by group.
+    """
+    tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}
+    tree |= tree.pop("run", {"platform": values.get("platform", "auto")})
+    tree.pop("sampling_config", None)
+    shape = {field.name for field in dataclasses.fields(ModelKeys)} | {"padded_vocab_size"}
+    blocks = {}
+    for role in ("megatron_training", *ROLE_GROUPS):
+        keys = values.get(role) or {}
+        if keys.get("model") and keys.get("num_layers") is not None:
+            blocks[keys["model"]] = {name: value for name, value in keys.items() if name in shape and value is not None}
+    tree["model"] = blocks
+    return tree
+
+
+def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
+    """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
+    # the folder does not record the number of machines, on which no second depends
+    plan = plan_time(measured.cfg, device, samples=_measure_samples(measured.cfg, measured.medians))
+    factors = {}
+    for name, seconds in plan.phases.items():
+        if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:
+            factors[name] = real / seconds
+    if factors:
+        known = sum(plan.phases[name] for name in factors)
+        factors["all"] = sum(plan.phases[name] * factor for name, factor in factors.items()) / known
+    return factors
+
+
+def _measure_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
+    """Return the means of the samples that a run measured."""
+    response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
+    if response is not None and cfg.generate_config is not None:
+        response = min(response, max_response_len(cfg))
+    return SampleMeans(response or None, prompt or None, medians.get("turns/mean"), medians.get("tool_seconds/mean"))

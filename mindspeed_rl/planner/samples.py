@@ -9,13 +9,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import ClassVar
 
 from mindspeed_rl.config.run import RunConfig
 
 #: default mean lengths: of the limit of responses, of that of prompts
 _MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
-#: standard deviation of the logarithm of lengths
-SIGMA = 0.8
 _NORMAL = NormalDist()
 
 
@@ -26,7 +25,10 @@ class Lengths:
     Attributes:
         mean: of the truncated lengths.
         limit: no response is longer.
+        SIGMA: standard deviation of the logarithm of lengths.
     """
+
+    SIGMA: ClassVar[float] = 0.8
 
     mean: float
     limit: float
@@ -37,14 +39,14 @@ class Lengths:
             return 0.0
         if length <= 0 or self.mean >= self.limit:
             return 1.0
-        return 1.0 - _NORMAL.cdf(math.log(length / _solve_median(self.mean, self.limit)) / SIGMA)
+        return 1.0 - _NORMAL.cdf(math.log(length / _solve_median(self.mean, self.limit)) / Lengths.SIGMA)
 
     def max_of(self, count: float) -> float:
         """Return the typical length of the longest of so many responses."""
         if self.mean >= self.limit:
             return self.limit
         fraction = 1.0 - 1.0 / (count + 1.0)
-        return min(self.limit, _solve_median(self.mean, self.limit) * math.exp(SIGMA * _NORMAL.inv_cdf(fraction)))
+        return min(self.limit, _solve_median(self.mean, self.limit) * math.exp(Lengths.SIGMA * _NORMAL.inv_cdf(fraction)))
 
     @property
     def mean_square(self) -> float:
@@ -56,9 +58,9 @@ class Lengths:
 
 def _moment(median: float, limit: float, power: int) -> float:
     """Return the mean of min(length, limit) ** power."""
-    z = math.log(limit / median) / SIGMA
-    untruncated = median**power * math.exp(power**2 * SIGMA**2 / 2)
-    return untruncated * _NORMAL.cdf(z - power * SIGMA) + limit**power * (1.0 - _NORMAL.cdf(z))
+    z = math.log(limit / median) / Lengths.SIGMA
+    untruncated = median**power * math.exp(power**2 * Lengths.SIGMA**2 / 2)
+    return untruncated * _NORMAL.cdf(z - power * Lengths.SIGMA) + limit**power * (1.0 - _NORMAL.cdf(z))
 
 
 @lru_cache(maxsize=1024)
@@ -88,9 +90,6 @@ class SampleMeans:
     prompt: float | None = None
     turns: float | None = None
     tool_seconds: float | None = None
-
-
-UNKNOWN = SampleMeans()
 
 
 @dataclass(frozen=True)

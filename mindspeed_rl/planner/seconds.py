@@ -23,7 +23,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
 from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
-from mindspeed_rl.planner.samples import UNKNOWN, Lengths, SampleMeans, Samples, assume_samples
+from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters
 
 _POINTS = 48
@@ -97,7 +97,7 @@ def plan_time(
     device: Device,
     num_nodes: int = 1,
     *,
-    samples: SampleMeans = UNKNOWN,
+    samples: SampleMeans | None = None,
     efficiency: Efficiency | None = None,
     shape: RunShape | None = None,
 ) -> TimePlan:
@@ -119,7 +119,7 @@ def plan_time(
     if run.generate is None:
         return _plan_supervised(run, efficiency)
     assert cfg.rl_config is not None
-    assumed = assume_samples(cfg, samples)
+    assumed = assume_samples(cfg, samples or SampleMeans())
     parts = _plan_parts(run, efficiency, assumed)
     return TimePlan(
         device.name,

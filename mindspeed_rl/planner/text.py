@@ -9,7 +9,7 @@ from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.fit import FitRequest, FitResult
-from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, DeviceGroup, MemoryPlan
+from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
 
 _JsonObject = dict[str, object]
@@ -30,7 +30,7 @@ def format_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence
         f"of a device of {plan.device}, in phase {peak.name}, on {fullest.name} (devices {fullest.ranks})",
         *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
         "",
-        f"GiB of a device by owner and phase; * is modelled and may be off by {MODEL_ERROR:.0%}, the others are counted",
+        f"GiB of a device by owner and phase; * is modelled and may be off by {Phase.MODEL_ERROR:.0%}, the others are counted",
     ]
     emptiest = min(plan.groups, key=lambda group: group.peak.total)
     for group in [fullest] if emptiest.peak.total == peak.total else [fullest, emptiest]:
@@ -58,7 +58,7 @@ def format_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence
 
 def _format_table(group: DeviceGroup) -> list[str]:
     owners = list(dict.fromkeys(owner for phase in group.phases for owner in phase.owners))
-    names = [owner if owner in EXACT else f"{owner} *" for owner in owners]
+    names = [owner if owner in Phase.EXACT else f"{owner} *" for owner in owners]
     first = max(len(name) for name in [*names, "together"])
     widths = [max(7, len(phase.name)) for phase in group.phases]
     lines = [" " * (first + 2) + "  ".join(f"{phase.name:>7}" for phase in group.phases)]
@@ -99,7 +99,7 @@ def encode_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence
         ],
         "kv_cache": None if plan.cache is None else vars(plan.cache),
         "problems": list(plan.problems),
-        "modelled_may_be_off_by": MODEL_ERROR,
+        "modelled_may_be_off_by": Phase.MODEL_ERROR,
         "assumed": [vars(one) for one in assumed],
         "changes": [
             {

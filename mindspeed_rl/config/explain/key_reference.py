@@ -22,10 +22,10 @@ from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.schema import Key
 
-Language = Literal["en", "zh"]
+_Language = Literal["en", "zh"]
 
 #: keys outside every group: type, default, meaning; then type and meaning in Chinese
-TOP: dict[str, tuple[str, str, str, str, str]] = {
+_TOP: dict[str, tuple[str, str, str, str, str]] = {
     "defaults": (
         "list",
         "",
@@ -50,7 +50,7 @@ TOP: dict[str, tuple[str, str, str, str, str]] = {
 }
 
 #: Chinese for the first lines of the classes that declare keys, which are the headings
-SECTIONS: dict[str, str] = {
+_SECTIONS: dict[str, str] = {
     "Shape of a decoder-only transformer.": "decoder-only transformer 的形状；通常来自模型块。",
     "Data, tokenizer and sample layout.": "数据、tokenizer 与样本形式。",
     "Parallelism: the split of a model over devices.": "并行：模型如何切分到设备。",
@@ -107,13 +107,13 @@ class Entry:
     meaning: str
 
 
-def list_entries(language: Language = "en") -> Iterator[Entry]:
+def list_entries(language: _Language = "en") -> Iterator[Entry]:
     """Yield every key of every group; those without effect come last in their group."""
     for group in GROUPS:
         yield from _list_group(group, language)
 
 
-def _list_group(group: str, language: Language) -> Iterator[Entry]:
+def _list_group(group: str, language: _Language) -> Iterator[Entry]:
     phrases, schema, index = _PHRASES[language], GROUPS[group], 0 if language == "en" else 1
     for path, key in collect_keys().items():
         if max((other for other in GROUPS if path.startswith(f"{other}.")), key=len) != group:
@@ -134,13 +134,13 @@ def _read_heading(schema: type) -> str:
 
 # --- cells -----------------------------------------------------------------------------------------------------------
 
-_TYPES: dict[Language, dict[object, str]] = {
+_TYPES: dict[_Language, dict[object, str]] = {
     "en": {bool: "true, false", int: "whole number", float: "number", str: "text", type(None): "null", AnyGroup: "group"},
     "zh": {bool: "true、false", int: "整数", float: "数", str: "文本", type(None): "null", AnyGroup: "组"},
 }
 
 
-def _describe_kind(kind: object, names: tuple[str, ...], language: Language) -> str:
+def _describe_kind(kind: object, names: tuple[str, ...], language: _Language) -> str:
     words, members, is_english = _TYPES[language], typing.get_args(kind), language == "en"
     if names:
         listed = " ".join(f"`{name}`" for name in (*names, "module:function"))
@@ -164,7 +164,7 @@ def _describe_default(value: object) -> str:
     return f"`{json.dumps(value, ensure_ascii=False)}`" if isinstance(value, (list, str)) else str(value)
 
 
-_PHRASES: dict[Language, dict[str, str]] = {
+_PHRASES: dict[_Language, dict[str, str]] = {
     "en": {
         "bounded": "{}; {}",
         "idle": "**No effect**: {}",
@@ -198,7 +198,7 @@ _PHRASES: dict[Language, dict[str, str]] = {
 }
 
 
-def _describe_key(path: str, key: Key, language: Language) -> str:
+def _describe_key(path: str, key: Key, language: _Language) -> str:
     phrases, index, bounds = _PHRASES[language], 0 if language == "en" else 1, find_range(path)
     description = (key.doc, key.zh)[index]
     parts = [description if bounds is None else phrases["bounded"].format(description, _describe_bounds(bounds, language))]
@@ -206,8 +206,10 @@ def _describe_key(path: str, key: Key, language: Language) -> str:
         parts.append(phrases["experts"])
     elif key.needs is not None:
         other, values = key.needs
-        listed = phrases[values] if isinstance(values, str) else ", ".join(
-            value if isinstance(value, str) else json.dumps(value) for value in values
+        listed = (
+            phrases[values]
+            if isinstance(values, str)
+            else ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values)
         )
         parts.append(phrases["needs"].format(other, listed))
     if key.only_on:
@@ -228,7 +230,7 @@ def _describe_key(path: str, key: Key, language: Language) -> str:
     return phrases["stop"].join(parts).replace("|", "\\|")
 
 
-def _describe_bounds(bounds: Bounds, language: Language) -> str:
+def _describe_bounds(bounds: Bounds, language: _Language) -> str:
     if language == "en":
         return str(bounds)
     parts = [f"{'大于' if bounds.excludes_low else '不小于'} {format_exact(bounds.low)}"] if bounds.low is not None else []
@@ -238,7 +240,7 @@ def _describe_bounds(bounds: Bounds, language: Language) -> str:
 
 # --- pages -----------------------------------------------------------------------------------------------------------
 
-_WORDS: dict[Language, dict[str, str]] = {
+_WORDS: dict[_Language, dict[str, str]] = {
     "en": {
         "title": "All keys of a run file",
         "made": "Made from the schema by `python -m mindspeed_rl.config.explain.key_reference`; "
@@ -267,13 +269,13 @@ _WORDS: dict[Language, dict[str, str]] = {
 }
 
 
-def render_page(language: Language) -> str:
+def render_page(language: _Language) -> str:
     """Return the page in one language."""
     words, head = _WORDS[language], [_WORDS[language]["head"], "|---|---|---|---|"]
     lines = [f"# {words['title']}", "", f"{words['other']} · {words['made']}", "", words["how"], ""]
     lines += [f"- [{group}](#{group}): {_describe_group(schema, language)}" for group, schema in GROUPS.items()]
     lines += ["", f"## {words['top']}", "", *head]
-    for name, (kind, default, doc, zh_kind, zh_doc) in TOP.items():
+    for name, (kind, default, doc, zh_kind, zh_doc) in _TOP.items():
         kind, doc = (kind, doc) if language == "en" else (zh_kind, zh_doc)
         lines.append(f'| <a id="{name}"></a>`{name}` | {kind} | {default} | {doc} |')
     for group, schema in GROUPS.items():
@@ -285,24 +287,24 @@ def render_page(language: Language) -> str:
             if entry.section != section:
                 section = entry.section
                 if section != _read_heading(schema):
-                    lines += ["", f"### {(section if language == 'en' else SECTIONS[section]).rstrip('.。')}"]
+                    lines += ["", f"### {(section if language == 'en' else _SECTIONS[section]).rstrip('.。')}"]
                 lines += ["", *head]
             short = entry.path.removeprefix(f"{group}.")
             lines.append(f'| <a id="{entry.path}"></a>`{short}` | {entry.kind} | {entry.default} | {entry.meaning} |')
     return "\n".join(lines) + "\n"
 
 
-def _describe_group(schema: type, language: Language) -> str:
+def _describe_group(schema: type, language: _Language) -> str:
     heading = _read_heading(schema)
     if language == "zh":
-        return SECTIONS[heading]
+        return _SECTIONS[heading]
     if schema is not SamplingConfig:
         return heading
     second = (schema.__doc__ or "").strip().split("\n\n")[1]
     return f"{heading} {' '.join(second.split())}".replace(" (see `ENGINE_SAMPLING`)", "")
 
 
-def find_entries(text: str, language: Language = "en") -> list[Entry]:
+def find_entries(text: str, language: _Language = "en") -> list[Entry]:
     """Return the keys with `text` in their name or meaning, those with it in the name first."""
     text, entries = text.lower(), list(list_entries(language))
     named = [entry for entry in entries if text in entry.path.lower()]
@@ -312,7 +314,7 @@ def find_entries(text: str, language: Language = "en") -> list[Entry]:
 def main() -> None:
     """Write both pages into the project's docs/."""
     root = Path(__file__).resolve().parents[3]
-    pages: dict[Language, str] = {"en": "docs/keys.md", "zh": "docs/zh/keys.md"}
+    pages: dict[_Language, str] = {"en": "docs/keys.md", "zh": "docs/zh/keys.md"}
     for language, name in pages.items():
         (root / name).write_text(render_page(language), encoding="utf-8")
         print(root / name)

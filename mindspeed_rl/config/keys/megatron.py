@@ -386,7 +386,7 @@ def join_layers(layers: str | int | list[int] | None) -> str | None:
 
 
 #: the process groups of Megatron-core 0.16, by the names of their options
-PROCESS_GROUPS = (
+_PROCESS_GROUPS = (
     "cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp", "intra_dist_opt_instance", "intra_dp_cp",
     "intra_ep_dp", "mp", "pos_embd", "pp", "tp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
 )  # fmt: skip
@@ -405,7 +405,7 @@ def parse_group_buffers(text: str | None) -> dict[str, int]:
         name, _, size = (field.strip() for field in part.partition(":"))
         if not size.isdigit() or int(size) < 1:
             raise ValueError(f"hccl_group_buffer: '{part.strip()}' is not a group with its MiB, like tp:256.")
-        if name not in PROCESS_GROUPS:
-            raise ValueError(f"hccl_group_buffer: '{name}' is not one of Megatron's groups {', '.join(PROCESS_GROUPS)}.")
+        if name not in _PROCESS_GROUPS:
+            raise ValueError(f"hccl_group_buffer: '{name}' is not one of Megatron's groups {', '.join(_PROCESS_GROUPS)}.")
         sizes[name] = int(size)
     return sizes

@@ -24,7 +24,7 @@ from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup, Text
 
 #: (another key of the group, its values): the key is read only while the other key has one of these values
 Needs = tuple[str, tuple[object, ...] | Literal["set", "above 1"]]
-G = TypeVar("G")
+_G = TypeVar("_G")
 _DAYS_31 = 31 * 86400.0
 
 
@@ -134,8 +134,8 @@ def normalize(mapping: Mapping[Any, object]) -> dict[str, Any]:
 
 
 def build(
-    group: type[G], values: Mapping[str, object], path: str, errors: list[str], names: KeyNames | None = None
-) -> tuple[G, frozenset[str]]:
+    group: type[_G], values: Mapping[str, object], path: str, errors: list[str], names: KeyNames | None = None
+) -> tuple[_G, frozenset[str]]:
     """Return the dataclass for `values` and the names of its keys that were set.
 
     Args:
@@ -162,7 +162,7 @@ def build(
         if not violations:
             arguments[name] = result
         errors += violations
-    construct: Callable[..., G] = group
+    construct: Callable[..., _G] = group
     return construct(**arguments), frozenset(arguments)
 
 

@@ -346,11 +346,6 @@ def _compute_dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | floa
 # ---------------------------------------------------------------------- suggestions
 
 
-def is_sound(sizes: Sizes) -> bool:
-    """Return True where no batch rule is broken."""
-    return next(find_size_violations(sizes), None) is None
-
-
 def suggest_values(sizes: Sizes, name: str) -> list[int]:
     """Return the nearest sound values of one key, below and above its present one, the nearer first."""
     current = sizes.value(name)
@@ -374,6 +369,7 @@ def suggest_values(sizes: Sizes, name: str) -> list[int]:
         *sorted((value for value in far_below if value < current - _SCAN), reverse=True),
     )
     nearest = (
-        next((value for value in candidates if is_sound(sizes.with_value(name, value))), None) for candidates in (below, above)
+        next((value for value in candidates if not any(find_size_violations(sizes.with_value(name, value)))), None)
+        for candidates in (below, above)
     )
     return sorted((value for value in nearest if value is not None), key=lambda value: abs(value - current))

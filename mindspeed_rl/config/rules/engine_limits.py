@@ -102,12 +102,6 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
     )
 
 
-def can_split(shape: EngineShape, tensor: int) -> bool:
-    """Return True where a replica can be split over so many devices."""
-    request = EngineRequest(tensor, 0, "", "")
-    return not any(row(shape, request, _OTHERS) for row in (_heads, _kv_heads, _ffn))
-
-
 def _heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.num_heads is None or shape.num_heads % request.tensor == 0:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, join_layers
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, read_engine_shape
-from mindspeed_rl.config.rules.violation import Violation, violate
+from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
 
 
@@ -135,11 +135,11 @@ def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Vi
         if not there:
             key = _key(cfg, group, "recompute_modules")
             left = [other for other in modules if other != module] or None
-            yield violate(
+            yield Violation(
                 f"{group}.recompute_modules",
                 {key: modules},
                 f"{key} ({', '.join(modules)}): {module} needs a model with {needs}",
-                {key: left},
+                ({key: left},),
             )
 
 

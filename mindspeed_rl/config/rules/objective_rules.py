@@ -11,7 +11,7 @@ from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective
-from mindspeed_rl.config.rules.violation import Violation, violate, violate_range
+from mindspeed_rl.config.rules.violation import Violation, violate_range
 from mindspeed_rl.config.run import RunConfig
 
 
@@ -25,58 +25,57 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     )
     if rl.rule_reward and len(rl.verifier_function) != len(rl.verifier_weight):
         count = len(rl.verifier_function)
-        yield violate(
+        yield Violation(
             "one_weight_each",
             {f"rl_config.{functions}": rl.verifier_function, f"rl_config.{weights}": rl.verifier_weight},
             f"rl_config.{functions} ({count} entries: {', '.join(rl.verifier_function)}) and rl_config.{weights} "
             f"({len(rl.verifier_weight)} entries) must have the same length",
-            {f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},
+            ({f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},),
         )
     scored_by_turns = rl.trajectory_reward != "none" and rl.agent_loop_name not in ("single_turn", "scheduler")
     scored_by_rules = rl.rule_reward and rl.verifier_function or scored_by_turns
     if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
-        yield violate(
+        yield Violation(
             "some_reward",
             {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
             "nothing scores the responses: rl_config.rule_reward is false and there is no reward_config, "
             "reward_model or judge_url",
-            {"rl_config.rule_reward": True},
+            ({"rl_config.rule_reward": True},),
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
         limit, key = cfg.response_limit, cfg.response_limit_key
         if rl.rollout_max_tokens != limit:
-            yield violate(
+            yield Violation(
                 "overlong_limit",
                 {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, key: limit},
                 f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal {key} ({limit}) "
                 f"while overlong_buffer_enable is true",
-                {"rl_config.rollout_max_tokens": limit},
+                ({"rl_config.rollout_max_tokens": limit},),
             )
         if not 0 < rl.overlong_buffer < limit:
-            yield violate(
+            yield Violation(
                 "overlong_buffer",
                 {"rl_config.overlong_buffer": rl.overlong_buffer, key: limit},
                 f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and {key} - 1 ({limit - 1})",
-                {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
+                ({"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},),
             )
     if rl.filter_groups_enable and rl.filter_groups_metric not in rl.verifier_function:
-        yield violate(
+        yield Violation(
             "filter_metric",
             {"rl_config.filter_groups_metric": rl.filter_groups_metric, "rl_config.verifier_function": rl.verifier_function},
             f"rl_config.filter_groups_metric ({rl.filter_groups_metric}) must be one of rl_config.{functions} "
             f"({', '.join(rl.verifier_function)})",
-            *({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),
+            (*({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),),
         )
     if rl.filter_groups_enable and rl.dynamic_sample:
-        yield violate(
+        yield Violation(
             "one_filter",
             {"rl_config.filter_groups_enable": True, "rl_config.dynamic_sample": True},
             "rl_config.filter_groups_enable and rl_config.dynamic_sample replace groups in two ways; set only one of them",
-            {"rl_config.dynamic_sample": False},
-            {"rl_config.filter_groups_enable": False},
+            ({"rl_config.dynamic_sample": False}, {"rl_config.filter_groups_enable": False}),
         )
     if "soft_overlong" in rl.verifier_function and rl.soft_cache_length is None:
-        yield violate(
+        yield Violation(
             "soft_cache_length",
             {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
             "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
@@ -91,12 +90,12 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules report it, below 1 the range of the key
     if rl.num_generations is None and 0 < n < least:
-        yield violate(
+        yield Violation(
             "group_of_two",
             {"rl_config.n_samples_per_prompt": n, "rl_config.adv_estimator": rl.adv_estimator},
             f"rl_config.n_samples_per_prompt ({n}) must be at least {least} for adv_estimator {objective.adv_estimator}: "
             "it compares the responses of a prompt",
-            {"rl_config.n_samples_per_prompt": least},
+            ({"rl_config.n_samples_per_prompt": least},),
         )
 
 
@@ -108,15 +107,15 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
             yield violate_range(f"rl_config.{name}", value, bounds)
     yield from _loss_violations(rl, objective)
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
-        yield violate(
+        yield Violation(
             "gdpo_kl",
             {"rl_config.use_kl_in_reward": True, "rl_config.adv_estimator": rl.adv_estimator},
             f"rl_config.use_kl_in_reward has no place with {objective.adv_estimator}, which does not read the total reward",
-            {"rl_config.use_kl_in_reward": False},
+            ({"rl_config.use_kl_in_reward": False},),
         )
     low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
     if low is not None and low > high:
-        yield violate(
+        yield Violation(
             "correction_bounds",
             {
                 "rl_config.rollout_importance_sampling_threshold_min": low,
@@ -125,23 +124,23 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
             f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) must be at most "
             "rollout_importance_sampling_threshold "
             f"({high:g})",
-            {"rl_config.rollout_importance_sampling_threshold_min": high},
+            ({"rl_config.rollout_importance_sampling_threshold_min": high},),
         )
     correction, mode = objective.correction, objective.rollout_importance_sampling_mode
     if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
-        yield violate(
+        yield Violation(
             "correction_lower_bound",
             {"rl_config.rollout_importance_sampling_threshold_min": low, "rl_config.rollout_importance_sampling_mode": mode},
             f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only; "
             f"it has no effect with {mode}",
-            {"rl_config.rollout_importance_sampling_threshold_min": None},
+            ({"rl_config.rollout_importance_sampling_threshold_min": None},),
         )
 
 
 def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     loss, loss_type = objective.loss, objective.loss_type
     if objective.normalizer == "constant" and objective.max_response_length is None:
-        yield violate(
+        yield Violation(
             "constant_length",
             {"rl_config.loss_type": loss_type, "generate_config.sampling_config.max_tokens": None},
             f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
@@ -149,52 +148,52 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
         )
     # for losses that read both: for one that takes clip_ratio_high as a cap the order means nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
-        yield violate(
+        yield Violation(
             "clip_order",
             {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
             f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
             f"({rl.clip_ratio_high:g})",
-            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
-            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
+            ({"rl_config.clip_ratio_low": rl.clip_ratio_high}, {"rl_config.clip_ratio_high": rl.clip_ratio_low}),
         )
     for name, bounds in loss.bounds.items():
         if not bounds.contain(getattr(objective, name)):
             yield _out_of_loss_bounds(rl, loss_type, name, bounds)
     if rl.clip_ratio_c is not None and rl.delta is not None:
-        yield violate(
+        yield Violation(
             "one_negative_bound",
             {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
             f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
             "branch; set only one",
-            {"rl_config.clip_ratio_c": None},
-            {"rl_config.delta": None},
+            ({"rl_config.clip_ratio_c": None}, {"rl_config.delta": None}),
         )
     upper = 1 + objective.clip_ratio_high
     if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
-        yield violate(
+        yield Violation(
             "two_sided_clip",
             {"rl_config.delta": rl.delta},
             f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g}): "
             "below it the bound cuts ratios that the clip leaves alone",
-            {"rl_config.delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
+            ({"rl_config.delta": math.ceil(upper * 1e6) / 1e6},),  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
         value = getattr(rl, name)
         if value is not None and not loss.may_read(name):
-            yield violate(
+            yield Violation(
                 "bound_without_clip",
                 {f"rl_config.{name}": value, "rl_config.loss_type": loss_type},
                 f"rl_config.{name} ({value:g}) has no effect with loss_type {loss_type}, which does not clip this way",
-                {f"rl_config.{name}": None},
+                ({f"rl_config.{name}": None},),
             )
     if objective.level not in loss.levels:
-        yield violate(
+        yield Violation(
             "gspo_level",
             {"rl_config.loss_type": loss_type, "rl_config.importance_sampling_level": objective.level},
             f"rl_config.importance_sampling_level {objective.level} contradicts loss_type {loss_type}, "
             f"whose ratio is that of the {loss.level}",
-            {"rl_config.importance_sampling_level": loss.level},
-            *({"rl_config.loss_type": name} for name, other in POLICY_LOSSES.items() if _same_but_for_level(loss, other)),
+            (
+                {"rl_config.importance_sampling_level": loss.level},
+                *({"rl_config.loss_type": name} for name, other in POLICY_LOSSES.items() if _same_but_for_level(loss, other)),
+            ),
         )
 
 
@@ -213,17 +212,19 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
         keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
         suggested["rl_config.clip_higher_enable"] = True
         condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
-    return violate(
+    return Violation(
         bounds.rule,
         keys,
         f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
         # bounds without a default propose none
-        *([] if None in suggested.values() else [suggested]),
-        *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
+        (
+            *([] if None in suggested.values() else [suggested]),
+            *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
+        ),
     )
 
 
-def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
+def _second_names(cfg: RunConfig) -> Iterator[Violation]:
     """Check that two keys with the same meaning have the same value."""
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
@@ -233,12 +234,11 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     original = cfg.aliased
 
     def differ(first: str, second: str, a: Any, b: Any) -> Violation:
-        return violate(
+        return Violation(
             "same_meaning",
             {first: a, second: b},
             f"{first} ({a}) and {second} ({b}) say the same thing and must have the same value",
-            {second: a},
-            {first: b},
+            ({second: a}, {first: b}),
         )
 
     pairs = [
@@ -257,31 +257,33 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     if rl.num_generations is None:
         for name in ("steps_per_generation", "generation_batch_size"):
             if name in set_rl and getattr(rl, name) is not None:
-                yield violate(
+                yield Violation(
                     "completion_counting",
                     {f"rl_config.{name}": getattr(rl, name), "rl_config.num_generations": None},
                     f"rl_config.{name} ({getattr(rl, name)}) belongs to completion-level counting, which needs "
                     "rl_config.num_generations; "
                     f"with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
-                    {f"rl_config.{name}": None},
+                    ({f"rl_config.{name}": None},),
                 )
     elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None and rl.n_samples_per_prompt > 0:
         step = cfg.actor_config.global_batch_size
         if rl.mini_batch_size * rl.n_samples_per_prompt != step:
-            yield violate(
+            yield Violation(
                 "same_meaning",
                 {"rl_config.mini_batch_size": rl.mini_batch_size, "megatron_training.global_batch_size": step},
                 f"rl_config.mini_batch_size ({rl.mini_batch_size} prompts x num_generations {rl.n_samples_per_prompt}) and "
                 f"megatron_training.global_batch_size ({step} completions) both say the size of an optimizer step "
                 "and must agree",
-                *(
-                    {"rl_config.mini_batch_size": size}
-                    for size in [step // rl.n_samples_per_prompt]
-                    if step % rl.n_samples_per_prompt == 0
+                (
+                    *(
+                        {"rl_config.mini_batch_size": size}
+                        for size in [step // rl.n_samples_per_prompt]
+                        if step % rl.n_samples_per_prompt == 0
+                    ),
                 ),
             )
     if rl.reward_weights is not None and rl.reward_funcs is None:
-        yield violate(
+        yield Violation(
             "weights_without_functions",
             {"rl_config.reward_weights": rl.reward_weights, "rl_config.reward_funcs": None},
             "rl_config.reward_weights is set without rl_config.reward_funcs; beside verifier_function the key is "
@@ -289,13 +291,12 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
         )
     if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
         fraction, iters = cfg.actor_config.lr_warmup_fraction, cfg.actor_config.lr_warmup_iters
-        yield violate(
+        yield Violation(
             "one_warmup",
             {"actor_config.lr_warmup_fraction": fraction, "actor_config.lr_warmup_iters": iters},
             f"actor_config.lr_warmup_fraction ({fraction:g}) and actor_config.lr_warmup_iters ({iters}) exclude each other",
-            {"actor_config.lr_warmup_iters": 0},
-            {"actor_config.lr_warmup_fraction": None},
+            ({"actor_config.lr_warmup_iters": 0}, {"actor_config.lr_warmup_fraction": None}),
         )
 
 
-OBJECTIVE_RULES = (_rewards, _algorithms, _second_spellings)
+OBJECTIVE_RULES = (_rewards, _algorithms, _second_names)

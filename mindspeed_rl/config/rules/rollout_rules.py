@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
-from mindspeed_rl.config.rules.violation import Violation, violate
+from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
 
 _MODE = "rl_config.router_replay.mode"
@@ -18,7 +18,7 @@ _SWITCHES = {
 }
 
 
-def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
+def _replay(cfg: RunConfig) -> Iterator[Violation]:
     """Check `rl_config.router_replay`."""
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
@@ -28,25 +28,27 @@ def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
         configured = getattr(rl, name)
         if configured is not None and configured != (mode in modes):
             key = f"rl_config.{name}"
-            yield violate(
+            yield Violation(
                 "replay_spelling",
                 {key: configured, _MODE: mode},
                 f"{key} ({str(configured).lower()}) says the same as {_MODE} ({mode}), and the two differ",
-                {key: None},
+                ({key: None},),
             )
     if mode == "disabled":
         return
     off = {_MODE: "disabled"} | {f"rl_config.{name}": None for name in _SWITCHES if getattr(rl, name)}
     for reason in _reasons(cfg, _obstacles):
-        yield violate("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", off)
+        yield Violation("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", (off,))
 
 
-def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
+def _expert_counts(cfg: RunConfig) -> Iterator[Violation]:
     """Check `generate_config.eplb_token_collects`."""
     if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
         return
     for reason in _reasons(cfg, _obstacles_of_engine):
-        yield violate("expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", {_COUNTS: False})
+        yield Violation(
+            "expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", ({_COUNTS: False},)
+        )
 
 
 def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) -> Iterator[str]:
@@ -99,45 +101,46 @@ def _obstacles_of_engine(cfg: RunConfig) -> Iterator[str]:
         yield "with generate_config.expert_map_path vllm-ascend before 0.26 reports where an expert lies, not which one it is"
 
 
-def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
+def _turns(cfg: RunConfig) -> Iterator[Violation]:
     """Check runs whose samples have several turns."""
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised or not rl.multi_turn_enable:
         return
     one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
     if total < one:
-        yield violate(
+        yield Violation(
             "tool_response_length",
             {"rl_config.max_total_response_length": total, "generate_config.sampling_config.max_tokens": one},
             f"rl_config.max_total_response_length ({total}) must be at least "
             f"generate_config.sampling_config.max_tokens ({one})",
-            {"rl_config.max_total_response_length": one},
+            ({"rl_config.max_total_response_length": one},),
         )
     loop = rl.agent_loop_name
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
-        yield violate(
+        yield Violation(
             "partial_rollout_turns",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.multi_turn_enable": True},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) lets a response take several iterations, "
             "and tools and environments of a sample of several turns cannot be put aside so long",
-            {"rl_config.partial_rollout_max_split": 1},
-            {"rl_config.multi_turn_enable": False},
+            ({"rl_config.partial_rollout_max_split": 1}, {"rl_config.multi_turn_enable": False}),
         )
     if rl.use_dynamic_bsz and not rl.use_remove_padding:
-        yield violate(
+        yield Violation(
             "turns_are_packed",
             {"rl_config.use_dynamic_bsz": True, "rl_config.use_remove_padding": False},
             "rl_config.use_dynamic_bsz counts the tokens of a sample of several turns as they are packed, so with "
             "rl_config.multi_turn_enable it needs rl_config.use_remove_padding",
-            {"rl_config.use_remove_padding": True},
-            {"rl_config.use_dynamic_bsz": False},
+            ({"rl_config.use_remove_padding": True}, {"rl_config.use_dynamic_bsz": False}),
         )
     needed = AGENT_LOOP_KEYS.get(loop)
     if needed is not None and getattr(rl, needed) is None:
-        yield violate(
+        yield Violation(
             "agent_loop_needs",
             {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
             f"rl_config.agent_loop {loop} needs rl_config.{needed}",
         )
+
+
+ROLLOUT_RULES = (_turns, _replay, _expert_counts)

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
-from mindspeed_rl.config.rules.rollout_rules import expert_count_rules, replay_rules, turn_rules
-from mindspeed_rl.config.rules.violation import Violation, violate
+from mindspeed_rl.config.rules.rollout_rules import ROLLOUT_RULES
+from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
 
 
 def _stage(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.stage is None:
-        yield violate("is_set", {"megatron_training.stage": None}, "megatron_training.stage is not set")
+        yield Violation("is_set", {"megatron_training.stage": None}, "megatron_training.stage is not set")
     elif not cfg.is_supervised:
         for group in ("rl_config", "generate_config"):
             if getattr(cfg, group) is None:
-                yield violate(
+                yield Violation(
                     "group_needed", {"megatron_training.stage": cfg.stage}, f"stage {cfg.stage} needs the group {group}"
                 )
 
@@ -29,14 +29,13 @@ def _number_format(cfg: RunConfig) -> Iterator[Violation]:
         return
     dtype, bf16 = cfg.generate_config.dtype, cfg.actor_config.bf16
     if bf16 != (dtype == "bfloat16"):
-        yield violate(
+        yield Violation(
             "same_number_format",
             {"megatron_training.bf16": bf16, "generate_config.dtype": dtype},
             f"megatron_training.bf16 ({str(bf16).lower()}) and generate_config.dtype ({dtype}) must agree: "
             "trainer and rollout engine "
             f"compute in the same format",
-            {"generate_config.dtype": "bfloat16" if bf16 else "float32"},
-            {"megatron_training.bf16": not bf16},
+            ({"generate_config.dtype": "bfloat16" if bf16 else "float32"}, {"megatron_training.bf16": not bf16}),
         )
 
 
@@ -46,30 +45,34 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
         return
     max_len, response = generate.max_model_len, cfg.response_limit
     if seq is not None and max_len < seq:
-        yield violate(
+        yield Violation(
             "seq_length_fits_engine",
             {"generate_config.max_model_len": max_len, "megatron_training.seq_length": seq},
             f"generate_config.max_model_len ({max_len}) must be at least megatron_training.seq_length ({seq})",
-            {"generate_config.max_model_len": max(seq, rl.max_prompt_length + response)},
-            {"megatron_training.seq_length": max_len},
+            (
+                {"generate_config.max_model_len": max(seq, rl.max_prompt_length + response)},
+                {"megatron_training.seq_length": max_len},
+            ),
         )
     if rl.max_prompt_length > max_len:
-        yield violate(
+        yield Violation(
             "prompts_fit_engine",
             {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": max_len},
             f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({max_len}): "
             "a longer prompt leaves no room for a response",
             # long enough for seq_length too, or the rule above would break next
-            {"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)},
-            # proposed only where it leaves room for a prompt
-            *([{"rl_config.max_prompt_length": max_len - response}] if max_len > response else []),
+            (
+                {"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)},
+                # proposed only where it leaves room for a prompt
+                *([{"rl_config.max_prompt_length": max_len - response}] if max_len > response else []),
+            ),
         )
 
 
 def _packing(cfg: RunConfig) -> Iterator[Violation]:
     actor, rl = cfg.actor_config, cfg.rl_config
     if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
-        yield violate(
+        yield Violation(
             "neat_pack",
             {
                 "megatron_training.neat_pack": True,
@@ -77,25 +80,24 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
                 "megatron_training.reset_attention_mask": actor.reset_attention_mask,
             },
             "megatron_training.neat_pack needs pack and reset_attention_mask",
-            {"megatron_training.pack": True, "megatron_training.reset_attention_mask": True},
+            ({"megatron_training.pack": True, "megatron_training.reset_attention_mask": True},),
         )
     if rl is None or not rl.use_remove_padding:
         return
     if rl.use_prefix_grouper and actor.context_parallel_size > 1:
-        yield violate(
+        yield Violation(
             "prefixes_are_whole",
             {"rl_config.use_prefix_grouper": True, "actor_config.context_parallel_size": actor.context_parallel_size},
             f"rl_config.use_prefix_grouper excludes actor_config.context_parallel_size ({actor.context_parallel_size}) "
             "above 1: a rank holds pieces of every sequence, not its prompt",
-            {"rl_config.use_prefix_grouper": False},
-            {"actor_config.context_parallel_size": 1},
+            ({"rl_config.use_prefix_grouper": False}, {"actor_config.context_parallel_size": 1}),
         )
     if rl.is_multimodal:
-        yield violate(
+        yield Violation(
             "remove_padding_text_only",
             {"rl_config.use_remove_padding": True, "rl_config.is_multimodal": True},
             "rl_config.use_remove_padding and rl_config.is_multimodal exclude each other",
-            {"rl_config.use_remove_padding": False},
+            ({"rl_config.use_remove_padding": False},),
         )
 
 
@@ -105,76 +107,75 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
         return
     if rl.use_integrated_worker:
         if rl.reference_resource is not None:
-            yield violate(
+            yield Violation(
                 "integrated_reference",
                 {"rl_config.use_integrated_worker": True, "rl_config.reference_resource": rl.reference_resource.num_npus},
                 "rl_config.reference_resource must be left out while use_integrated_worker is true: the "
                 "reference shares the actor's "
                 "devices",
-                {"rl_config.reference_resource": None},
+                ({"rl_config.reference_resource": None},),
             )
         # only keys of the file count: cfg.ref_config is the actor's where there is no such group
         if "ref_config" in cfg.set_keys:
-            yield violate(
+            yield Violation(
                 "integrated_reference",
                 {"rl_config.use_integrated_worker": True, "ref_config": "present"},
                 "the group ref_config must be left out while rl_config.use_integrated_worker is true: the "
                 "reference uses the actor's "
                 "settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
-                {"ref_config": None},
+                ({"ref_config": None},),
             )
         if rl.rollout_resource is not None:
-            yield violate(
+            yield Violation(
                 "integrated_rollout",
                 {"rl_config.use_integrated_worker": True, "rl_config.rollout_resource": rl.rollout_resource.num_npus},
                 "rl_config.rollout_resource must be left out while use_integrated_worker is true: the rollout shares the "
                 "actor's devices",
-                {"rl_config.rollout_resource": None},
-                {"rl_config.use_integrated_worker": False},
+                ({"rl_config.rollout_resource": None}, {"rl_config.use_integrated_worker": False}),
             )
         if rl.reward_resource is not None and cfg.reward_config is None:
-            yield violate(
+            yield Violation(
                 "reward_group",
                 {"rl_config.reward_resource": rl.reward_resource.num_npus, "reward_config": None},
                 "rl_config.reward_resource is set but there is no group reward_config for the reward model",
-                {"rl_config.reward_resource": None},
+                ({"rl_config.reward_resource": None},),
             )
     else:
         if rl.integrated_mode_config is not None:
-            yield violate(
+            yield Violation(
                 "integrated_mode",
                 {"rl_config.use_integrated_worker": False, "rl_config.integrated_mode_config": "present"},
                 "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
-                {"rl_config.integrated_mode_config": None},
+                ({"rl_config.integrated_mode_config": None},),
             )
         if rl.reference_resource is not None and "ref_config" not in cfg.set_keys:
-            yield violate(
+            yield Violation(
                 "own_role_group",
                 {"rl_config.reference_resource": rl.reference_resource.num_npus, "ref_config": None},
                 "rl_config.reference_resource is set but there is no group ref_config for the reference",
-                {"rl_config.reference_resource": None},
+                ({"rl_config.reference_resource": None},),
             )
     if rl.share_backbone and not cfg.actor_config.lora_target_modules:
-        yield violate(
+        yield Violation(
             "share_backbone_lora",
             {"rl_config.share_backbone": True, "megatron_training.lora_target_modules": cfg.actor_config.lora_target_modules},
             "rl_config.share_backbone needs megatron_training.lora_target_modules: the reference is the actor "
             "with its adapters off",
-            {"rl_config.share_backbone": False},
+            ({"rl_config.share_backbone": False},),
         )
     # raises nothing: names and plug-ins were looked up when the file was loaded
     objective = cfg.objective
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
-        yield violate(
+        yield Violation(
             "share_backbone_stage",
             {"rl_config.share_backbone": True, "megatron_training.stage": cfg.stage},
             f"rl_config.share_backbone has no place in stage {cfg.stage}, which has no reference model",
-            {"rl_config.share_backbone": False},
+            ({"rl_config.share_backbone": False},),
         )
     if objective.has_critic and cfg.critic_config is None:
-        yield violate(
+        yield Violation(
             "critic_group",
             {"rl_config.adv_estimator": rl.adv_estimator, "critic_config": None},
             f"rl_config.adv_estimator {rl.adv_estimator} needs the group critic_config: it learns the values",
@@ -190,38 +191,37 @@ def _dedicated_devices(cfg: RunConfig) -> Iterator[Violation]:
         resource = getattr(rl, f"{name}_resource")
         if resource is not None and resource.num_npus is not None and resource.num_npus < 1:
             key = f"rl_config.{name}_resource.num_npus"
-            yield violate(
-                "apart_positive", {key: resource.num_npus}, f"{key} ({resource.num_npus}) must be at least 1", {key: 1}
+            yield Violation(
+                "apart_positive", {key: resource.num_npus}, f"{key} ({resource.num_npus}) must be at least 1", ({key: 1},)
             )
     # rules also run for numbers that are out of range, so no divisor may be below 1
     devices, tensor = cfg.placement.dedicated.get("rollout"), generate.infer_tensor_parallel_size
     if devices is not None and tensor >= 1 and devices % tensor:
         keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
-        yield violate(
+        yield Violation(
             "rollout_devices",
             keys,
             f"rl_config.rollout_resource.num_npus ({devices}) must be divisible by "
             f"generate_config.infer_tensor_parallel_size ({tensor}): a server has that many devices",
             # rounded up, which leaves one server at least
-            {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},
+            ({"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},),
         )
     if cfg.placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
         name = "share_backbone" if rl.share_backbone else "sync_ref_model"
-        yield violate(
+        yield Violation(
             "reference_beside_actor",
             {"rl_config.reference_resource": cfg.placement.dedicated.get("ref"), f"rl_config.{name}": True},
             f"rl_config.{name} needs the reference on the actor's devices; leave rl_config.reference_resource out",
-            {"rl_config.reference_resource": None},
-            {f"rl_config.{name}": False},
+            ({"rl_config.reference_resource": None}, {f"rl_config.{name}": False}),
         )
     if cfg.placement.disaggregated and generate.infer_expert_parallel_size > 1:
         value = generate.infer_expert_parallel_size
-        yield violate(
+        yield Violation(
             "server_experts",
             {"generate_config.infer_expert_parallel_size": value},
             f"generate_config.infer_expert_parallel_size ({value}) must be 1 for rollout servers, each of which holds all "
             "experts on its own devices",
-            {"generate_config.infer_expert_parallel_size": 1},
+            ({"generate_config.infer_expert_parallel_size": 1},),
         )
     yield from _servers(cfg)
 
@@ -234,17 +234,16 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     if hosts is None:
         return
     if cfg.placement.dedicated.get("rollout") is not None:
-        yield violate(
+        yield Violation(
             "one_kind_of_server",
             {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": cfg.placement.dedicated.get("rollout")},
             "generate_config.vllm_server_host and rl_config.rollout_resource exclude each other: the rollout is on servers "
             "that were started by hand, or on devices of this run",
-            {"rl_config.rollout_resource": None},
-            {"generate_config.vllm_server_host": None},
+            ({"rl_config.rollout_resource": None}, {"generate_config.vllm_server_host": None}),
         )
     num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
     if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
-        yield violate(
+        yield Violation(
             "server_ports",
             {"generate_config.vllm_server_host": hosts, "generate_config.vllm_server_port": ports},
             f"generate_config.vllm_server_port has {num_ports} entries for {num_hosts} hosts; give one for all or one for each",
@@ -252,7 +251,7 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
     if wrong:
         key = "generate_config.vllm_server_port"
-        yield violate("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", {key: 8000})
+        yield Violation("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", ({key: 8000},))
 
 
 def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
@@ -261,23 +260,22 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
         return
     # upstream's rule: a response that continues in a later rollout loses its position
     if rl.partial_rollout_max_split > 1 and rl.guarantee_order:
-        yield violate(
+        yield Violation(
             "partial_rollout_order",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.guarantee_order": True},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) above 1 and "
             "rl_config.guarantee_order exclude each other",
-            {"rl_config.partial_rollout_max_split": 1},
-            {"rl_config.guarantee_order": False},
+            ({"rl_config.partial_rollout_max_split": 1}, {"rl_config.guarantee_order": False}),
         )
     if rl.partial_rollout_max_split > 1 and cfg.actor_config.num_layers_per_virtual_pipeline_stage:
-        yield violate(
+        yield Violation(
             "partial_rollout_vpp",
             {
                 "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split,
                 "actor_config.num_layers_per_virtual_pipeline_stage": cfg.actor_config.num_layers_per_virtual_pipeline_stage,
             },
             "rl_config.partial_rollout_max_split above 1 and num_layers_per_virtual_pipeline_stage exclude each other",
-            {"rl_config.partial_rollout_max_split": 1},
+            ({"rl_config.partial_rollout_max_split": 1},),
         )
     yield from _asynchronous(cfg)
 
@@ -288,46 +286,46 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
     assert rl is not None
     mode = rl.trainer_mode
     if mode != "sync" and rl.partial_rollout_max_split > 1:
-        yield violate(
+        yield Violation(
             "partial_rollout_mode",
             {"rl_config.trainer_mode": mode, "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits the rollouts of trainer_mode sync; "
             f"with trainer_mode {mode} responses are generated while others train, and rl_config.partial_rollout lets new "
             "weights interrupt them",
-            {"rl_config.partial_rollout_max_split": 1},
+            ({"rl_config.partial_rollout_max_split": 1},),
         )
     if cfg.placement.disaggregated and rl.partial_rollout_max_split > 1:
-        yield violate(
+        yield Violation(
             "partial_rollout_apart",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; "
             "with rollout servers set rl_config.trainer_mode: async",
-            {"rl_config.partial_rollout_max_split": 1},
+            ({"rl_config.partial_rollout_max_split": 1},),
         )
     # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
-        yield violate(
+        yield Violation(
             "async_generate_mode",
             {"rl_config.async_generate": rl.async_generate, "rl_config.trainer_mode": mode},
             f"rl_config.async_generate ({str(rl.async_generate).lower()}) says the same as rl_config.trainer_mode ({mode}), "
             "and the two differ",
-            {"rl_config.async_generate": None},
+            ({"rl_config.async_generate": None},),
         )
     limit = rl.off_policy_token_limit
     if mode == "one_step_off" and limit is not None and limit < 1:
-        yield violate(
+        yield Violation(
             "token_limit_one_step",
             {"rl_config.trainer_mode": mode, "rl_config.off_policy_token_limit": limit},
             f"rl_config.off_policy_token_limit ({limit:g}) must be at least 1 with trainer_mode one_step_off, whose tokens are "
             "all one version old: none would train",
-            {"rl_config.off_policy_token_limit": None},
+            ({"rl_config.off_policy_token_limit": None},),
         )
     if mode != "async":
         return
     # the batch that trains next, and the full versions beyond it
     ahead = int(rl.max_off_policy_threshold) + 1
     if rl.num_warmup_batches > ahead:
-        yield violate(
+        yield Violation(
             "warmup_batches",
             {
                 "rl_config.num_warmup_batches": rl.num_warmup_batches,
@@ -335,20 +333,19 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             },
             f"rl_config.num_warmup_batches ({rl.num_warmup_batches}) may be at most {ahead}, as many as "
             f"rl_config.max_off_policy_threshold ({rl.max_off_policy_threshold:g}) lets the rollout be ahead",
-            {"rl_config.num_warmup_batches": ahead},
+            ({"rl_config.num_warmup_batches": ahead},),
         )
     step = rl.parameter_sync_step
     for name in ("save_interval", "eval_interval"):
         every = getattr(actor, name)
         used = actor.save if name == "save_interval" else actor.has_held_out_data
         if used and every and every % step:
-            yield violate(
+            yield Violation(
                 f"sync_step_{name}",
                 {f"actor_config.{name}": every, "rl_config.parameter_sync_step": step},
                 f"actor_config.{name} ({every}) must be a multiple of rl_config.parameter_sync_step ({step}): between two "
                 "pushes the rollout engine holds other weights than the trainer",
-                {f"actor_config.{name}": -(-every // step) * step},
-                {"rl_config.parameter_sync_step": 1},
+                ({f"actor_config.{name}": -(-every // step) * step}, {"rl_config.parameter_sync_step": 1}),
             )
 
 
@@ -356,18 +353,18 @@ def _profiler(cfg: RunConfig) -> Iterator[Violation]:
     profiler = cfg.profiler_config.integrated
     for stage in [profiler.stage] if isinstance(profiler.stage, str) else profiler.stage:
         if stage not in PROFILER_STAGES:
-            yield violate(
+            yield Violation(
                 "profiler_stage",
                 {"profiler_config.integrated.stage": profiler.stage},
                 unknown_value("profiler_config.integrated.stage", stage, PROFILER_STAGES),
-                {"profiler_config.integrated.stage": "all"},
+                ({"profiler_config.integrated.stage": "all"},),
             )
     if profiler.profile and not (profiler.profile_with_cpu or profiler.profile_with_npu):
-        yield violate(
+        yield Violation(
             "profiler_activity",
             {"profiler_config.integrated.profile_with_cpu": False, "profiler_config.integrated.profile_with_npu": False},
             "profiler_config.integrated.profile_with_cpu and profile_with_npu are both false: nothing would be recorded",
-            {"profiler_config.integrated.profile_with_cpu": True},
+            ({"profiler_config.integrated.profile_with_cpu": True},),
         )
 
 
@@ -379,22 +376,22 @@ def _dumps(cfg: RunConfig) -> Iterator[Violation]:
         if getattr(dumps, first) > getattr(dumps, last):
             keys = {f"msprobe_config.{name}": getattr(dumps, name) for name in (first, last)}
             message = f"msprobe_config.{first} ({getattr(dumps, first)}) is after {last} ({getattr(dumps, last)})"
-            yield violate("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
+            yield Violation("dump_range", keys, message, ({f"msprobe_config.{last}": getattr(dumps, first)},))
     if not dumps.actor_infer_dump or cfg.is_supervised:
         return
     if cfg.placement.disaggregated:
-        yield violate(
+        yield Violation(
             "dump_engine",
             {"msprobe_config.actor_infer_dump": True},
             "msprobe_config.actor_infer_dump needs the rollout engine in the workers, not in servers of its own",
-            {"msprobe_config.actor_infer_dump": False},
+            ({"msprobe_config.actor_infer_dump": False},),
         )
     if cfg.generate_config is not None and not cfg.generate_config.enforce_eager:
-        yield violate(
+        yield Violation(
             "dump_engine",
             {"msprobe_config.actor_infer_dump": True, "generate_config.enforce_eager": False},
             "msprobe_config.actor_infer_dump needs generate_config.enforce_eager: true; a captured graph calls no hooks",
-            {"generate_config.enforce_eager": True},
+            ({"generate_config.enforce_eager": True},),
         )
 
 
@@ -402,30 +399,29 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
     targets = cfg.actor_config.lora_target_modules or []
     for name in targets:
         if name not in LORA_TARGETS:
-            yield violate(
+            yield Violation(
                 "lora_targets",
                 {"actor_config.lora_target_modules": targets},
                 unknown_value("actor_config.lora_target_modules", name, LORA_TARGETS),
-                {"actor_config.lora_target_modules": list(LORA_TARGETS)},
+                ({"actor_config.lora_target_modules": list(LORA_TARGETS)},),
             )
     if cfg.actor_config.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
-        yield violate(
+        yield Violation(
             "lora_overlap",
             {"actor_config.lora_target_modules": targets, "actor_config.moe_alltoall_overlap_comm": True},
             "actor_config.moe_alltoall_overlap_comm has expert layers of its own, which have no adapters; "
             "leave it out with linear_fc1 or linear_fc2 in lora_target_modules",
-            {"actor_config.moe_alltoall_overlap_comm": False},
+            ({"actor_config.moe_alltoall_overlap_comm": False},),
         )
     yield from _pushed_adapters(cfg)
     rl = cfg.rl_config
     if rl is not None and not cfg.is_supervised and rl.share_backbone and rl.sync_ref_model:
-        yield violate(
+        yield Violation(
             "share_backbone_sync",
             {"rl_config.share_backbone": True, "rl_config.sync_ref_model": True},
             "rl_config.share_backbone and rl_config.sync_ref_model exclude each other: the reference is the frozen base of the "
             "adapters and cannot follow the actor",
-            {"rl_config.sync_ref_model": False},
-            {"rl_config.share_backbone": False},
+            ({"rl_config.sync_ref_model": False}, {"rl_config.share_backbone": False}),
         )
 
 
@@ -436,11 +432,11 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     requested = {"generate_config.lora_push": "adapter"}
     merged = {"generate_config.lora_push": "merged"}
     if not actor.lora_target_modules:
-        yield violate(
+        yield Violation(
             "lora_push_needs_lora",
             requested | {"actor_config.lora_target_modules": None},
             "generate_config.lora_push: adapter needs adapters; set lora_target_modules or leave it out",
-            merged,
+            (merged,),
         )
     reasons = {
         "the rollout servers take merged weights": cfg.placement.disaggregated,
@@ -450,8 +446,8 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     }
     for reason, holds in reasons.items():
         if holds:
-            yield violate(
-                "lora_push_adapter", requested, f"generate_config.lora_push: adapter cannot be used here: {reason}", merged
+            yield Violation(
+                "lora_push_adapter", requested, f"generate_config.lora_push: adapter cannot be used here: {reason}", (merged,)
             )
 
 
@@ -459,11 +455,11 @@ def _split(cfg: RunConfig) -> Iterator[Violation]:
     try:
         read_split(cfg.actor_config.split)
     except ValueError as error:
-        yield violate(
+        yield Violation(
             "split_shares",
             {"actor_config.split": cfg.actor_config.split},
             f"actor_config.{error}",
-            {"actor_config.split": "100,0,0"},
+            ({"actor_config.split": "100,0,0"},),
         )
 
 
@@ -472,19 +468,18 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
     if epochs is None:
         return
     if iters is not None:
-        yield violate(
+        yield Violation(
             "one_length",
             {"actor_config.train_epochs": epochs, "actor_config.train_iters": iters},
             f"actor_config.train_epochs ({epochs:g}) and actor_config.train_iters ({iters}) say the length of the run twice",
-            {"actor_config.train_epochs": None},
-            {"actor_config.train_iters": None},
+            ({"actor_config.train_epochs": None}, {"actor_config.train_iters": None}),
         )
     if cfg.is_supervised:
-        yield violate(
+        yield Violation(
             "epochs_of_prompts",
             {"megatron_training.train_epochs": epochs, "megatron_training.stage": cfg.stage},
             f"megatron_training.train_epochs ({epochs:g}) counts passes over prompts; stage {cfg.stage} takes train_iters",
-            {"megatron_training.train_epochs": None},
+            ({"megatron_training.train_epochs": None},),
         )
 
 
@@ -494,12 +489,11 @@ def _rates(cfg: RunConfig) -> Iterator[Violation]:
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(actor, name)
         if actor.lr is not None and value > actor.lr:
-            yield violate(
+            yield Violation(
                 "rates",
                 {f"actor_config.{name}": value, "actor_config.lr": actor.lr},
                 f"actor_config.{name} ({value:g}) must be at most actor_config.lr ({actor.lr:g})",
-                {f"actor_config.{name}": actor.lr},
-                {"actor_config.lr": value},
+                ({f"actor_config.{name}": actor.lr}, {"actor_config.lr": value}),
             )
 
 
@@ -509,10 +503,10 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
         return
     if not cfg.is_supervised:
         text = f"megatron_training.data_path is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
-        yield violate("data_path", {"megatron_training.data_path": path}, text)
+        yield Violation("data_path", {"megatron_training.data_path": path}, text)
     elif not any(isinstance(item, str) and not is_weight(item) for item in path):
         text = f"megatron_training.data_path names no prefix: {str(path)[:80]}"
-        yield violate("data_path", {"megatron_training.data_path": path}, text)
+        yield Violation("data_path", {"megatron_training.data_path": path}, text)
 
 
 def _checkpoint_folders(cfg: RunConfig) -> Iterator[Violation]:
@@ -529,11 +523,11 @@ def _checkpoint_folders(cfg: RunConfig) -> Iterator[Violation]:
         for group, role in (("actor_config", actor), ("critic_config", critic))
     }
     names = " and ".join(f"{key} ({value})" for key, value in keys.items())
-    yield violate(
+    yield Violation(
         "own_folders",
         keys,
         f"{names} would write the checkpoints of actor and critic into one folder; give each its own",
-        {"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},
+        ({"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},),
     )
 
 
@@ -548,9 +542,7 @@ RUN_RULES = (
     _checkpoint_folders,
     _dedicated_devices,
     _rollout_modes,
-    turn_rules,
-    replay_rules,
-    expert_count_rules,
+    *ROLLOUT_RULES,
     _adapters,
     _profiler,
     _dumps,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
-from mindspeed_rl.config.rules.batch_rules import find_size_violations, is_sound, suggest_values
+from mindspeed_rl.config.rules.batch_rules import find_size_violations, suggest_values
 from mindspeed_rl.config.rules.layout_rules import layout_violations
 from mindspeed_rl.config.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.rules.run_rules import RUN_RULES
-from mindspeed_rl.config.rules.violation import Violation, violate, violate_range
+from mindspeed_rl.config.rules.violation import Violation, violate_range
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import size_keys
 
@@ -35,7 +35,7 @@ def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
     if any(True for _ in _range_violations(cfg)) or cfg.sizes is None:
         return False
     sizes = replace(cfg.sizes, num_nodes=num_nodes)
-    if not sizes.has_layouts or not is_sound(sizes):
+    if not sizes.has_layouts or any(find_size_violations(sizes)):
         return False
     return not any(True for rule in (layout_violations, *RUN_RULES, *OBJECTIVE_RULES) for _ in rule(cfg))
 
@@ -68,11 +68,13 @@ def _range_violations(cfg: RunConfig) -> Iterator[Violation]:
 def _batch_violations(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
     """Yield the broken rules between batch sizes and devices; each suggestion satisfies all of them."""
     if cfg.actor_config.global_batch_size is None:
-        yield violate("is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set")
+        yield Violation(
+            "is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set"
+        )
     if cfg.placement.world_size is None:
         name = "rl_config.actor_resource.num_npus"
         unit = cfg.actor_config.model_parallel_size
-        yield violate("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
+        yield Violation("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
     # where a parallel size is below 1 the layout rules name it
     if cfg.sizes is None or not cfg.sizes.has_layouts:
         return

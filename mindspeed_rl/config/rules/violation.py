@@ -35,11 +35,6 @@ class Violation:
         return f"{self.message}; nearest values: {options}"
 
 
-def violate(rule: str, keys: Mapping[str, object], message: str, *suggestions: Mapping[str, object]) -> Violation:
-    """Return the violation of a rule."""
-    return Violation(rule, keys, message, suggestions)
-
-
 def violate_range(key: str, value: float, bounds: Bounds) -> Violation:
     """Return the violation of a number outside its bounds.
 

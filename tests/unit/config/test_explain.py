@@ -14,8 +14,7 @@ from sample_runs import completion_level, prompt_level
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import build_run_config, load_run_config
 from mindspeed_rl.config.explain.effects import find_changed_keys, find_keys_without_effect
-from mindspeed_rl.config.explain.plan_page import explain, render
-from mindspeed_rl.config.explain.resources import list_parallel_groups
+from mindspeed_rl.config.explain.plan_page import _list_parallel_groups, explain, render
 from mindspeed_rl.config.sizes import Layout
 
 
@@ -179,13 +178,13 @@ def test_explain_loads_neither_torch_nor_ray() -> None:
 
 def test_parallel_groups_follow_megatrons_rank_order() -> None:
     # Twelve devices, TP2 CP1 DP3 PP2: rank = tp + 2 dp + 6 pp.
-    groups = list_parallel_groups(Layout(12, 2, 2))
+    groups = _list_parallel_groups(Layout(12, 2, 2))
     assert groups["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert groups["dp"] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
     assert groups["pp"] == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
     # With data last: rank = tp + 2 pp + 4 dp.
-    assert list_parallel_groups(Layout(8, 2, 2), tp_pp_dp=True)["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert list_parallel_groups(Layout(8, 2, 1, 2))["cp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert _list_parallel_groups(Layout(8, 2, 2), tp_pp_dp=True)["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert _list_parallel_groups(Layout(8, 2, 1, 2))["cp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_keys_without_effect_are_named_with_the_reason() -> None:

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.explain.key_reference import TOP, list_entries
+from mindspeed_rl.config.explain.key_reference import _TOP, list_entries
 from mindspeed_rl.config.keys import GROUPS, ROLE_GROUPS, collect_names
 from mindspeed_rl.config.keys.schema import list_keys
 
@@ -34,7 +34,7 @@ def test_every_entry_names_keys_that_exist() -> None:
     for name, path in RENAMED.items():
         group, _, key = path.rpartition(".")
         shared = f"megatron_training.{key}" if group in ROLE_GROUPS else path
-        assert shared in PATHS or path in TOP, name
+        assert shared in PATHS or path in _TOP, name
     written = re.compile(rf"\b(?:{'|'.join(GROUPS)})\.[a-z_0-9]+\b")
     for name, text in NO_EQUIVALENT.items():
         assert {path for path in written.findall(text) if path not in GROUPS} <= PATHS, name

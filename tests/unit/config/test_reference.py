@@ -21,7 +21,7 @@ PAGES = {"en": ROOT / "docs/keys.md", "zh": ROOT / "docs/zh/keys.md"}
 
 
 @pytest.mark.parametrize("language", PAGES)
-def test_the_committed_page_is_what_the_generator_makes(language: reference.Language) -> None:
+def test_the_committed_page_is_what_the_generator_makes(language: reference._Language) -> None:
     made = PAGES[language].read_text(encoding="utf-8") == reference.render_page(language)
     assert made, "run python -m mindspeed_rl.config.explain.key_reference"
 
@@ -43,7 +43,7 @@ def test_every_key_is_described_in_chinese() -> None:
 
 def test_no_chinese_heading_is_left_over() -> None:
     english = (ROOT / "docs/keys.md").read_text(encoding="utf-8")
-    assert [text for text in reference.SECTIONS if text.rstrip(".") not in english] == []
+    assert [text for text in reference._SECTIONS if text.rstrip(".") not in english] == []
 
 
 def test_every_pointer_leads_to_an_anchor() -> None:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.explain.resources import list_parallel_groups
+from mindspeed_rl.config.explain.plan_page import _list_parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.models.layers import RecomputingMLP
+from mindspeed_rl.models.layers import _RecomputingMLP
 from mindspeed_rl.models.plan import plan_model
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
@@ -92,7 +92,7 @@ def test_recomputed_activations_give_the_same_steps_and_are_dropped(make_engine:
     assert steps(plain, 3) == steps(recomputing, 3)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(plain), weights(recomputing)))
     mlp = recomputing.model.models[0].decoder.layers[0].mlp
-    assert type(mlp) is RecomputingMLP
+    assert type(mlp) is _RecomputingMLP
     seen: list[Tensor] = []
     mlp.linear_fc2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     output, _ = mlp(torch.randn(5, 1, 32, requires_grad=True))
@@ -124,7 +124,7 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
         keys = MegatronConfig(
             bf16=False, lr=1e-2, train_iters=9, lr_decay_style="constant", recompute_activation_function=recompute
         )
-        parallel.seed_all(1)
+        parallel._seed_all(1)
         model = build_model(keys, plan_model(keys, tmp_path), trainable=True)
         generator = torch.Generator().manual_seed(0)
         for parameter in model.models[0].parameters():
@@ -132,7 +132,7 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
         engine = TrainEngine(keys, model, batch_shape(keys, packed=True, pad_id=0))
         engine.start_training(1)
         finals.append((steps(engine, 2), weights(engine)))
-        count = sum(isinstance(module, RecomputingMLP) for module in model.models[0].modules())
+        count = sum(isinstance(module, _RecomputingMLP) for module in model.models[0].modules())
         assert count == recompute * (4 + 1 + 1)
     assert finals[0][0] == finals[1][0]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
@@ -152,8 +152,8 @@ def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tp_pp_dp", [False, True])
 def test_ranks_are_ordered_as_in_the_run_file_and_the_plan(tp_pp_dp: bool) -> None:
-    order = parallel.get_rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
-    ours = list_parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
+    order = parallel._get_rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
+    ours = _list_parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
     ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order)
     for axis in ("tp", "dp", "pp"):
         assert sorted(ranks.get_ranks(axis)) == sorted(ours[axis])

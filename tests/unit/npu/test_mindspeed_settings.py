@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.keys.megatron import PROCESS_GROUPS, parse_group_buffers
+from mindspeed_rl.config.keys.megatron import _PROCESS_GROUPS, parse_group_buffers
 
 
 def test_fused_kernels_are_always_on_and_complete() -> None:
@@ -89,7 +89,7 @@ def test_hccl_buffers_of_unknown_groups_or_sizes_are_refused(text: str, named: s
 def test_the_groups_are_those_that_megatron_asks_options_for() -> None:
     core = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0])
     asked = re.findall(r"get_nccl_options\(\s*\"(\w+)\"", (core / "parallel_state.py").read_text())
-    assert set(PROCESS_GROUPS) == set(asked)
+    assert set(_PROCESS_GROUPS) == set(asked)
 
 
 @pytest.mark.parametrize("key", ["recompute_activation_function", "reuse_fp32_param", "swap_attention", "use_ascend_coc"])

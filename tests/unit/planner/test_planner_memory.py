@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -16,14 +17,17 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs, locate
+from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import kv_bytes_per_token
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
+from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
-from mindspeed_rl.planner.shapes import _count_parameters, count_rollout_elements, count_stage_elements
+from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
 PARAMETERS = {
@@ -63,6 +67,12 @@ def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
     return config
 
 
+def count_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
+    """Count the parameters of a model, tied ones once, without padding."""
+    ops = list_grouped_ops(architecture, model_config.pad_vocab(1, 1))
+    return sum(math.prod(op.shard_shape()) for op in ops if not op.copy_of_tied and not op.buffer)
+
+
 def owners(plan: MemoryPlan, owner: str) -> int:
     return max(phase.owners.get(owner, 0) for group in plan.groups for phase in group.phases)
 
@@ -71,7 +81,7 @@ def owners(plan: MemoryPlan, owner: str) -> int:
 def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) -> None:
     architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS[name]))
     # the blocks name the rows of the published checkpoints
-    assert _count_parameters(architecture, model_config) == PARAMETERS[name]
+    assert count_parameters(architecture, model_config) == PARAMETERS[name]
 
 
 def test_every_shipped_model_block_is_counted() -> None:
@@ -101,7 +111,7 @@ def test_a_block_is_counted_as_the_model_that_transformers_builds(block: str, ch
     )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
-    assert _count_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
+    assert count_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 1)])
@@ -140,10 +150,10 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
     rest = 48 * whole + 2048
     # eight ranks: each has one of four key/value heads, and vocabulary rows come in 64s
     expected = 48 * (layer_cut // 8 + key_value + experts // 8) + rest + vocabulary // 8
-    assert count_rollout_elements(architecture, model_config, 8, 1) == expected
+    assert _count_rollout_elements(architecture, model_config, 8, 1) == expected
     # replicas of one rank that share experts hold the rest whole
     assert (
-        count_rollout_elements(architecture, model_config, 1, 8)
+        _count_rollout_elements(architecture, model_config, 1, 8)
         == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
     )
 

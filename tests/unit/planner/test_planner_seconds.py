@@ -20,7 +20,7 @@ from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.prediction import predict
-from mindspeed_rl.planner.samples import SIGMA, Lengths, SampleMeans
+from mindspeed_rl.planner.samples import Lengths, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
 
 
@@ -35,9 +35,9 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
     generator = random.Random(1)
     median = lengths.mean  # found by the draw itself: the mean of what is cut must come out as asked
     for _ in range(60):
-        drawn = [min(4000.0, generator.lognormvariate(math.log(median), SIGMA)) for _ in range(20000)]
+        drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(20000)]
         median *= 1000.0 / (sum(drawn) / len(drawn))
-    drawn = [min(4000.0, generator.lognormvariate(math.log(median), SIGMA)) for _ in range(50000)]
+    drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(50000)]
     assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in drawn) / len(drawn), abs=0.01)
     assert lengths.mean_square == pytest.approx(sum(one * one for one in drawn) / len(drawn), rel=0.03)
     assert lengths.above(4000.0) == 0.0 and lengths.above(0.0) == 1.0
