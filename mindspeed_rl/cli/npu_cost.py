@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl npu-cost",
-        description="Kernels, collectives, copies, waits and memory of one iteration of a rank, compared with plain Megatron's; needs "
+        description="Kernels, collectives, copies, waits and memory of one iteration of a rank and of plain Megatron; needs "
         "an NPU or the simulated one (tests/npu_sim/run.sh --run mindspeed-rl npu-cost ...).",
     )
     parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")

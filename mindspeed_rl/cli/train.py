@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
@@ -43,11 +44,11 @@ def main(argv: list[str]) -> int:
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolve_run(cfg, arguments.nodes)
             # these also import Ray
-            from mindspeed_rl.planner.prediction import predict
             from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.resume import Recovery
             from mindspeed_rl.trainers.termination import Terminated
 
+            predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
@@ -68,19 +69,17 @@ def main(argv: list[str]) -> int:
 
 def _resolve_run(cfg: RunConfig, num_nodes: int) -> Run:
     # these import torch and transformers, which read the environment
-    from mindspeed_rl import platform
     from mindspeed_rl.trainers.model_plans import with_model_configs
 
     cfg = with_model_configs(cfg)
-    return resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform))
+    return resolve(cfg, num_nodes, platform=registry.load("mindspeed_rl.platform:resolve_name", "train")(cfg.platform))
 
 
 def _print_resume(run: Run | None, launched_s: float) -> None:
     """Print how to resume a run that has ended early, if it was launched."""
     if run is not None:
-        # as in main: it imports torch
-        from mindspeed_rl.trainers.resume import describe_resume
-
+        # by name, as in main: it imports torch
+        describe_resume = registry.load("mindspeed_rl.trainers.resume:describe_resume", "train")
         print(describe_resume(run, launched_s), file=sys.stderr)
 
 

@@ -1,17 +1,21 @@
-"""The one form in which every handler hands its samples to the templates."""
+"""The common form of conversations between handlers and templates."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindspeed_rl.data import strict_json
 
+#: one row of raw data, by column
+Row = Mapping[str, Any]
+#: JSON object: a tool schema, a message in OpenAI's form
+JsonObject = dict[str, Any]
 Role = Literal["user", "assistant", "observation", "function"]
 SOURCE_ROLES = ("user", "observation")
-TARGET_ROLES = ("assistant", "function")
+_TARGET_ROLES = ("assistant", "function")
 
 
 class MalformedRowError(ValueError):
@@ -19,7 +23,7 @@ class MalformedRowError(ValueError):
 
 
 class DroppedRowError(Exception):
-    """A well-formed row that cannot be used; `reason` is the line it is counted under."""
+    """A well-formed row that cannot be used; `reason` is the name of its counter."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -31,10 +35,10 @@ class ToolCall:
     """One function call of the assistant; `arguments` is the decoded JSON object."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
     @staticmethod
-    def parse(value: Any) -> ToolCall:
+    def parse(value: object) -> ToolCall:
         """Read `{"name": ..., "arguments": ...}` or OpenAI's `{"type": "function", "function": {...}}`.
 
         Raises:
@@ -43,9 +47,11 @@ class ToolCall:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise MalformedRowError(f"a function call needs a name and arguments, not {json.dumps(value, ensure_ascii=False)[:120]}")
+            raise MalformedRowError(
+                f"a function call needs a name and arguments, not {json.dumps(value, ensure_ascii=False)[:120]}"
+            )
         arguments = value.get("arguments", {})
-        # OpenAI's own form has them as JSON text
+        # OpenAI's form has them as JSON text
         if isinstance(arguments, str):
             try:
                 arguments = strict_json.loads(arguments)
@@ -58,7 +64,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of one speaker. `contents` has several entries only for observations that answer parallel calls."""
+    """One turn of one role. `contents` has several entries only for the results of parallel calls."""
 
     role: Role
     contents: tuple[str, ...]
@@ -67,46 +73,47 @@ class Message:
 
     @property
     def content(self) -> str:
+        """Text of the turn."""
         return self.contents[0] if len(self.contents) == 1 else "\n".join(self.contents)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that alternate between SOURCE_ROLES and TARGET_ROLES, beginning with a source.
+    """Messages that alternate between SOURCE_ROLES and _TARGET_ROLES, starting with a source.
 
     A conversation that ends with a source is a prompt. `system` None means the template's default; "" means the same.
     """
 
     messages: Sequence[Message]
     system: str | None = None
-    tools: Sequence[dict[str, Any]] = field(default=())
+    tools: Sequence[JsonObject] = field(default=())
 
     @property
     def num_hf_messages(self) -> int:
-        """Messages in the form of `apply_chat_template`, where each tool result is one; without the system prompt."""
+        """Number of messages in the form of `apply_chat_template`, where each tool result is one; without the system prompt."""
         return sum(len(message.contents) if message.role == "observation" else 1 for message in self.messages)
 
-    def check_order(self) -> None:
+    def check_roles(self) -> None:
         """Raise MalformedRowError unless the roles alternate."""
         if not self.messages:
             raise MalformedRowError("the conversation has no messages")
         for index, message in enumerate(self.messages):
-            expected = TARGET_ROLES if index % 2 else SOURCE_ROLES
+            expected = _TARGET_ROLES if index % 2 else SOURCE_ROLES
             if message.role not in expected:
-                raise MalformedRowError(f"message {index} is from {message.role!r}, but {' or '.join(expected)} must speak there")
+                raise MalformedRowError(f"message {index} is from {message.role!r}, but {' or '.join(expected)} must be there")
 
 
 def user(text: str) -> Message:
-    """A message from the user."""
+    """Build a message from the user."""
     return Message("user", (text,))
 
 
 def assistant(text: str) -> Message:
-    """A message from the assistant."""
+    """Build a message from the assistant."""
     return Message("assistant", (text,))
 
 
-def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
+def parse_tools(value: object) -> tuple[JsonObject, ...]:
     """Return tool schemas in OpenAI's form from a list, the JSON text of one, or nothing.
 
     Raises:
@@ -114,14 +121,13 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """
     if value is None or value == "" or value == []:
         return ()
-    if isinstance(value, str):
-        value = _tools_json(value)
-    if isinstance(value, dict):
-        value = [value]
+    entries: Any = _parse_tools_json(value) if isinstance(value, str) else value
+    if isinstance(entries, dict):
+        entries = [entries]
     tools = []
-    for entry in value or ():
+    for entry in entries or ():
         if isinstance(entry, str):
-            entry = _tools_json(entry)
+            entry = _parse_tools_json(entry)
         if not isinstance(entry, dict):
             raise MalformedRowError(f"a tool must be a JSON object, not {type(entry).__name__}")
         function = entry["function"] if isinstance(entry.get("function"), dict) else entry
@@ -131,7 +137,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _tools_json(text: str) -> Any:
+def _parse_tools_json(text: str) -> Any:
     try:
         return strict_json.loads(text)
     except ValueError as error:

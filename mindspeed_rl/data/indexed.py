@@ -29,56 +29,56 @@ _COLUMN_FILE = re.compile(r"_packed_(?P<column>.+)_document\.idx$")
 
 @contextmanager
 def megatron_import() -> Iterator[None]:
-    """Silences what megatron-core says at import about packages it does not need here."""
+    """Silence the warnings of megatron-core's import about packages that are not needed here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
         yield
 
 
 def _megatron() -> ModuleType:
-    """megatron-core's module, imported late: an adaptor may have to come before it."""
-    from mindspeed_rl.adaptors import megatron_datasets  # brings torch
+    """Import megatron-core's module, late: an adaptor may have to be applied before it."""
+    from mindspeed_rl.adaptors import megatron_datasets  # imports torch
 
     with megatron_import():
         return megatron_datasets.indexed_dataset()
 
 
 def packed_prefix(prefix: str | Path, column: str) -> str:
-    """Path without suffix of one column of a tuning or RL dataset."""
+    """Return the path without suffix of one column of a tuning or RL dataset."""
     return f"{prefix}_packed_{column}_document"
 
 
 def pretrain_prefix(prefix: str | Path, key: str) -> str:
-    """Path without suffix of one text key of a pretraining dataset."""
+    """Return the path without suffix of one text key of a pretraining dataset."""
     return f"{prefix}_{key}_document"
 
 
 class IndexedWriter:
-    """Writes one `.bin/.idx` pair; the `.idx`, without which nothing can read the `.bin`, appears in `close`."""
+    """Writer of one `.bin/.idx` pair; `close` writes the `.idx`, without which the `.bin` cannot be read."""
 
     def __init__(self, path_prefix: str | Path) -> None:
         self._module = _megatron()
         self.path_prefix = str(path_prefix)
         self._builder: Any = self._module.IndexedDatasetBuilder(self.path_prefix + ".bin", dtype=np.int32)
-        # The builder keeps Python lists: about 100 bytes a row. These hold 12.
+        # The builder keeps Python lists: about 100 bytes a row. These need 12.
         self._builder.sequence_lengths = array("i")
         self._builder.document_indices = array("q", [0])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
-        """Appends consecutive documents of one sequence each; `tokens` is their concatenation.
+        """Append consecutive documents of one sequence each; `tokens` is their concatenation.
 
-        The builder takes them as one document of many sequences, which costs one write, and then learns where each ends.
+        The builder gets them as one document of many sequences, with one write, and then the end of each.
         """
         assert sum(lengths) == len(tokens), (sum(lengths), len(tokens))
         first = len(self._builder.sequence_lengths) + 1
         self._builder.add_document(tokens, lengths)
-        # the end of the one document that the builder believes in
+        # the end of the one document that the builder has added
         self._builder.document_indices.pop()
         self._builder.document_indices.extend(range(first, first + len(lengths)))
 
     def add_dataset(self, path_prefix: str | Path) -> None:
-        """Appends a whole `.bin/.idx` pair."""
-        # add_index runs a full garbage collection, 0.2 s with megatron-core loaded; freezing leaves it nothing to look at.
+        """Append a full `.bin/.idx` pair."""
+        # add_index runs a full garbage collection, 0.2 s with megatron-core loaded; freezing leaves it nothing to check.
         gc.freeze()
         try:
             self._builder.add_index(str(path_prefix))
@@ -86,16 +86,16 @@ class IndexedWriter:
             gc.unfreeze()
 
     def close(self) -> None:
-        """Writes the index."""
+        """Write the index."""
         self._builder.finalize(self.path_prefix + ".idx")
 
     def abort(self) -> None:
-        """Stops without an index; the `.bin` stays for the caller to remove."""
+        """Stop without an index; the `.bin` stays for the caller to remove."""
         self._builder.data_file.close()
 
 
 def open_indexed(path_prefix: str | Path) -> IndexedDataset:
-    """Memory-maps one pair.
+    """Memory-map one pair.
 
     Raises:
         ValueError: a file of the pair is missing, empty, or not a Megatron index.
@@ -113,23 +113,23 @@ def open_indexed(path_prefix: str | Path) -> IndexedDataset:
     return _megatron().IndexedDataset(str(path_prefix), multimodal=False, mmap=True)
 
 
-def packed_columns(prefix: str | Path) -> list[str]:
-    """Names of the columns that lie beside each other under `<prefix>_packed_*_document.idx`, sorted."""
+def list_packed_columns(prefix: str | Path) -> list[str]:
+    """List the names of the columns under `<prefix>_packed_*_document.idx`, sorted."""
     prefix = Path(prefix)
-    found = []
+    columns = []
     for path in prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"):
         match = _COLUMN_FILE.fullmatch(path.name[len(prefix.name) :])
         if match:
-            found.append(match["column"])
-    return sorted(found)
+            columns.append(match["column"])
+    return sorted(columns)
 
 
 class IndexedColumns:
     """The columns of one tuning or RL dataset, row by row.
 
     Args:
-        prefix: what preprocessing was given as `--output-prefix`.
-        required: columns that must be there.
+        prefix: the value of preprocessing's `--output-prefix`.
+        required: columns that must exist.
         same_length: columns whose rows must be equally long (checked on the index alone).
 
     Raises:
@@ -138,13 +138,13 @@ class IndexedColumns:
 
     def __init__(self, prefix: str | Path, required: Iterable[str], *, same_length: Iterable[Iterable[str]] = ()) -> None:
         self.prefix = str(prefix)
-        names = packed_columns(prefix)
+        names = list_packed_columns(prefix)
         missing = sorted(set(required) - set(names))
         if missing:
-            there = ", ".join(names) if names else "no such files at all"
+            existing = ", ".join(names) if names else "no such files at all"
             raise ValueError(
                 f"data_path={self.prefix!r} lacks {', '.join(f'{self.prefix}_packed_{m}_document.idx' for m in missing)}"
-                f" (found: {there}); give the --output-prefix of preprocessing, without _packed"
+                f" (found: {existing}); give the --output-prefix of preprocessing, without _packed"
             )
         self.columns: Mapping[str, IndexedDataset] = {name: open_indexed(packed_prefix(prefix, name)) for name in names}
         counts = {name: len(dataset) for name, dataset in self.columns.items()}
@@ -160,9 +160,9 @@ class IndexedColumns:
         return len(next(iter(self.columns.values())))
 
     def lengths(self, column: str) -> np.ndarray:
-        """[rows] int32: tokens per row, without reading the rows."""
+        """Return the tokens per row, [rows] int32, without reading the rows."""
         return np.array(self.columns[column].sequence_lengths)
 
     def row(self, index: int, column: str) -> np.ndarray:
-        """[tokens] int32, a copy: megatron-core unmaps the file under its arrays when the dataset goes."""
+        """Return a copy of a row, [tokens] int32: megatron-core unmaps the file under its arrays when the dataset is freed."""
         return np.array(self.columns[column][index])

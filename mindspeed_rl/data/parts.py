@@ -1,4 +1,4 @@
-"""Files on their way: parts in a hidden folder beside the target, joined, and published under their names at the end."""
+"""Parts of a dataset in a hidden folder next to the target, joined and renamed at the end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mindspeed_rl.data.summary import Counts
 
 @contextmanager
 def work_folder(output_prefix: str, fingerprint: str, *, resume: bool) -> Iterator[Path]:
-    """A hidden folder beside the target, ours alone; kept after a failure only where a repeated run can go on from it."""
+    """Lock a hidden folder next to the target; keep it after a failure only if a repeated run can resume from it."""
     target = Path(output_prefix).expanduser()
     folder = target.parent / f".{target.name}.incomplete"
     folder.mkdir(exist_ok=True)
     lock = open(folder / "lock", "a")
     try:
-        # the kernel takes the lock back with its process, so a killed run keeps nobody out
+        # the kernel takes the lock back with its process, so a killed run blocks no other run
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
@@ -45,7 +45,7 @@ def work_folder(output_prefix: str, fingerprint: str, *, resume: bool) -> Iterat
 
 
 class PartWriter:
-    """Writes the columns of one part."""
+    """Writer of the columns of one part."""
 
     def __init__(self, number: int, prefixes: Mapping[str, str]) -> None:
         self.number = number
@@ -59,7 +59,7 @@ class PartWriter:
             self._writers[name].add_documents(flat, lengths.tolist())
 
     def close(self, stamp: Path) -> Counts:
-        """Write the indexes, then the file that says the part is whole."""
+        """Write the indexes, then the file that marks the part complete."""
         for writer in self._writers.values():
             writer.close()
         stamp.write_text(json.dumps(self.counts.as_dict(), ensure_ascii=False))
@@ -85,7 +85,7 @@ def join_parts(parts: Sequence[str], prefix: str, *, move: bool) -> None:
 def publish(built: Mapping[str, str], final: Mapping[str, str]) -> list[str]:
     """Move finished files to their names: old indexes go first, new indexes come last."""
     for name in built:
-        # without its index nothing opens a dataset: nobody reads new tokens by old places
+        # without its index nothing opens a dataset: new tokens are not read with old positions
         Path(f"{final[name]}.idx").unlink(missing_ok=True)
     files = []
     for suffix in SUFFIXES:

@@ -1,4 +1,4 @@
-"""Chunks to token arrays, in this process or in forked workers, back in input order."""
+"""Encode chunks to token arrays, in this process or in forked workers, in input order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_rl.data.summary import MALFORMED, MAX_BAD_ROWS_LISTED, Counts
 
 @dataclass
 class ChunkResult:
-    """What a worker sends back: for each column the concatenated tokens and the rows' lengths."""
+    """Result of a worker: for each column the concatenated tokens and the rows' lengths."""
 
     columns: dict[str, tuple[np.ndarray, np.ndarray]]
     counts: Counts
@@ -27,7 +27,7 @@ class ChunkResult:
     first_error: str | None = None
 
 
-def encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkResult:
+def _encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkResult:
     """Read and encode one chunk."""
     rows = read_chunk(chunk)
     batch = handler.encode(rows)
@@ -52,7 +52,7 @@ _worker_on_bad_row = "error"
 
 def _encode_in_worker(chunk: Chunk) -> ChunkResult:
     assert _worker_handler is not None
-    return encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
+    return _encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
 
 
 def encode_chunks(
@@ -73,7 +73,7 @@ def encode_chunks(
     try:
         for chunk in chunks:
             if workers == 1:
-                yield encode_chunk(handler, chunk, on_bad_row=on_bad_row)
+                yield _encode_chunk(handler, chunk, on_bad_row=on_bad_row)
                 continue
             waiting.append(pool.submit(_encode_in_worker, chunk))
             if len(waiting) >= 3 * workers:

@@ -28,7 +28,7 @@ from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, open_indexed,
 from mindspeed_rl.data.parts import PartWriter, join_parts, publish, work_folder
 from mindspeed_rl.data.pool import ChunkResult, encode_chunks
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, ChunkSize, RowSource, open_source, read_chunk
-from mindspeed_rl.data.summary import MALFORMED, Counts, render_columns, summary_text
+from mindspeed_rl.data.summary import MALFORMED, Counts, format_summary, render_columns
 from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 
@@ -262,7 +262,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         sample = {name: dataset[0] for name, dataset in written.items()}
         first_sample = render_columns(handler.settings.tokenizer, sample)
         files = publish(merged, names)
-    text = summary_text(
+    text = format_summary(
         counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
     )
     return Report(counts, files, text, lengths)

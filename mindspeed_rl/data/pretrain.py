@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainData:
-    """What to read; names are those of Megatron.
+    """Settings of the datasets; names are those of Megatron.
 
     data_path: one prefix, or prefixes, or weights and prefixes in turn (`0.3 a_text_document 0.7 b_text_document`).
     split: shares of train, valid and test, such as "99,1,0".
-    eod_mask_loss, reset_position_ids, reset_attention_mask: what an end token does to the loss, positions and mask after it.
+    eod_mask_loss, reset_position_ids, reset_attention_mask: effect of an end token on the loss, positions and mask after it.
     """
 
     data_path: Sequence[str]
@@ -33,8 +33,8 @@ class PretrainData:
     cache_dir: str | None = None
 
 
-class _TokenizerFacts:
-    """What GPTDataset asks a tokenizer for. Without a vocab_size it reads the token type from the index."""
+class _TokenizerAdapter:
+    """Attributes of a tokenizer that GPTDataset reads. Without a vocab_size it reads the token type from the index."""
 
     vocab_size: int | None = None
 
@@ -67,15 +67,15 @@ def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if number(items[0]) is not None:
         if len(items) % 2:
             raise ValueError(f"data_path={' '.join(items)!r} must give a weight before every prefix")
-        found = [number(text) for text in items[::2]]
-        if any(weight is None or weight <= 0 for weight in found):
+        weights_or_none = [number(text) for text in items[::2]]
+        if any(weight is None or weight <= 0 for weight in weights_or_none):
             raise ValueError(f"data_path={' '.join(items)!r} must give a positive weight before every prefix")
-        weights, prefixes = [weight for weight in found if weight is not None], items[1::2]
+        weights, prefixes = [weight for weight in weights_or_none if weight is not None], items[1::2]
     for prefix in prefixes:
         try:
             open_indexed(prefix)
         except ValueError as error:
-            raise ValueError(f"data_path: {error}; for pretraining give the whole prefix, with _text_document") from error
+            raise ValueError(f"data_path: {error}; for pretraining give the full prefix, with _text_document") from error
     return prefixes, weights
 
 
@@ -90,7 +90,7 @@ def build_pretrain_datasets(
     running, every rank must call this: rank 0 builds the index files first.
 
     Args:
-        num_samples: samples wanted of train, valid and test; epochs repeat as often as needed.
+        num_samples: samples of train, valid and test; epochs repeat as often as needed.
     """
     prefixes, weights = blend(data.data_path)
     import torch
@@ -106,7 +106,7 @@ def build_pretrain_datasets(
         blend=(prefixes, weights),
         split=data.split,
         path_to_cache=data.cache_dir,
-        tokenizer=_TokenizerFacts(tokenizer),  # pyrefly: ignore[bad-argument-type]  (all that GPTDataset asks of one)
+        tokenizer=_TokenizerAdapter(tokenizer),  # pyrefly: ignore[bad-argument-type]  (GPTDataset reads no other attribute)
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from mindspeed_rl.data import handler_class
-from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
+from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
-#: what names of datasets at the Hugging Face hub begin with
+#: prefix of names of datasets at the Hugging Face hub
 HUB = "hf://"
 
-# How raw rows with a text column `prompt` and no `instruction` are read when nothing else is said.
+# Default columns of raw rows with a text column `prompt` and no `instruction`.
 PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
 
 
@@ -42,7 +42,7 @@ class PromptItem(TypedDict):
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How raw prompts are read; names are those of `actor_config`, which has true, false or nothing for enable_thinking.
+    """Settings of raw prompts; names are those of `actor_config`, which has true, false or nothing for enable_thinking.
 
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
@@ -80,27 +80,27 @@ class PromptDataset:
         """`first` is the row that `lengths` begins with."""
         self._rows = rows
         # strictly below, as upstream filters
-        self._kept = np.flatnonzero(lengths < max_prompt_length)
-        self.lengths = lengths[self._kept]
+        self._row_indices = np.flatnonzero(lengths < max_prompt_length)
+        self.lengths = lengths[self._row_indices]
         self._first = first
         self.dropped = dict(dropped)
-        self.num_too_long = len(lengths) - len(self._kept)
+        self.num_too_long = len(lengths) - len(self._row_indices)
         self.num_read = len(lengths) + sum(dropped.values())
-        if len(self._kept) == 0:
+        if len(self._row_indices) == 0:
             raise ValueError(
                 f"no prompt is left: {self.num_too_long} of {self.num_read} rows have max_prompt_length={max_prompt_length}"
                 " tokens or more"
             )
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._row_indices)
 
     def __getitem__(self, index: int) -> PromptItem:
-        return self._rows[int(self._kept[index]) + self._first]
+        return self._rows[int(self._row_indices[index]) + self._first]
 
     def where(self, index: int) -> str:
         """File and row of a prompt, for messages."""
-        return self._rows.where(int(self._kept[index]) + self._first)
+        return self._rows.where(int(self._row_indices[index]) + self._first)
 
     def part(self, first: float, end: float) -> PromptDataset:
         """The prompts from one share of them to another, in their order; parts that share a bound have no prompt in common.
@@ -112,7 +112,7 @@ class PromptDataset:
         if start == stop:
             raise ValueError(f"split: the share from {first:g} to {end:g} of {len(self)} prompts is none")
         part = copy.copy(self)
-        part._kept, part.lengths = self._kept[start:stop], self.lengths[start:stop]
+        part._row_indices, part.lengths = self._row_indices[start:stop], self.lengths[start:stop]
         return part
 
     def describe(self) -> str:
@@ -125,15 +125,15 @@ class _IndexedPrompts:
     """Prompts in `<prefix>_packed_*` files; the other columns hold tokens and are decoded to text."""
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str] | None) -> None:
-        wanted = additional_keys or ()
-        self.rows = IndexedColumns(prefix, ["input_ids", *wanted])
+        keys = additional_keys or ()
+        self.rows = IndexedColumns(prefix, ["input_ids", *keys])
         self._prefix = prefix
         self._tokenizer = tokenizer
-        self._extra = [key for key in wanted if key != LABELS]
+        self._extra = [key for key in keys if key != LABELS]
         # An SFT dataset has labels too, but as a mask over input_ids.
         has_labels = LABELS in self.rows.columns
         self._has_label = has_labels and IGNORE_INDEX not in self.rows.row(0, LABELS)
-        if LABELS in wanted and not self._has_label:
+        if LABELS in keys and not self._has_label:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
 
     def where(self, index: int) -> str:
@@ -201,8 +201,8 @@ def open_prompts(
     """
     settings = settings or PromptSettings()
     check_prompt_files(data_path)
-    data_path, start, stop = sliced(str(data_path))
-    if packed_columns(data_path):
+    data_path, start, stop = split_slice(str(data_path))
+    if list_packed_columns(data_path):
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
@@ -212,23 +212,23 @@ def open_prompts(
 
 
 def check_prompt_files(data_path: str | Path) -> None:
-    """Looks whether there is anything at `data_path`; see `open_prompts`.
+    """Check that data exists at `data_path`; see `open_prompts`.
 
     Raises:
-        ValueError: there is not.
+        ValueError: it does not exist.
     """
-    path, _, _ = sliced(str(data_path))
-    if not packed_columns(path) and not path.startswith(HUB) and not Path(path).expanduser().exists():
+    path, _, _ = split_slice(str(data_path))
+    if not list_packed_columns(path) and not path.startswith(HUB) and not Path(path).expanduser().exists():
         raise ValueError(
             f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
             f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
         )
 
 
-def sliced(data_path: str) -> tuple[str, int, int | None]:
-    """Return path, first row and the row behind the last (None: to the end) of "path[start:stop]" or "path#count".
+def split_slice(data_path: str) -> tuple[str, int, int | None]:
+    """Return path, first row and the row after the last (None: to the end) of "path[start:stop]" or "path#count".
 
-    A path that exists as it is written means itself.
+    An existing path is taken as it is written.
 
     Raises:
         ValueError: no row is left.
@@ -262,7 +262,7 @@ def _load_raw(
     handler: PromptHandler | None = None
     to_skip = start
     for chunk in source.chunks():
-        # by their numbers: empty lines are counted, as by `limited`, but are not among the rows
+        # by their numbers: empty lines are counted, as by `_limit_rows`, but are not among the rows
         numbered = [(number, row) for number, row in read_chunk(chunk) if number - chunk.first_row >= to_skip]
         to_skip = max(0, to_skip - chunk.num_rows)
         if not numbered:
@@ -312,7 +312,7 @@ def _load_raw(
                 tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
                 rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
-            # rows that cannot be encoded are found behind all that cannot be rendered
+            # rows that cannot be encoded come after all that cannot be rendered
             number, error = min(bad, key=lambda entry: entry[0])
             raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
         if bad:

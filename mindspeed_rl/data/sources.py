@@ -1,7 +1,7 @@
-"""Raw data as a stream of chunks: parquet, arrow, json, jsonl, csv, txt, folders of them, Hugging Face datasets.
+"""Raw data in chunks: parquet, arrow, json, jsonl, csv, txt, folders of them, Hugging Face datasets.
 
-The process that plans the work cuts the input into chunks and holds a few of them at a time; workers turn a chunk into rows.
-Line files travel as byte ranges, tables as Arrow batches, so planning is cheap and memory does not grow with the input.
+The planning process splits the input into chunks and keeps a few of them at a time; workers read the rows of a chunk.
+Line files are sent as byte ranges, tables as Arrow batches, so planning is cheap and memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.strict_json import StrictDecoder
 
-FORMATS = {
+_FORMATS = {
     ".jsonl": "jsonl",
     ".json": "json",
     ".csv": "csv",
@@ -29,18 +29,18 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-#: reads bytes that are no UTF-8 as U+DC80 to U+DCFF, so that the row that holds them can be named
+#: decodes bytes that are no UTF-8 to U+DC80 to U+DCFF, so that messages can name their row
 _KEEP_BYTES = "surrogateescape"
 _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
-NumberedRow = tuple[int, Mapping[str, Any] | MalformedRowError]
+_NumberedRow = tuple[int, Mapping[str, Any] | MalformedRowError]
 
 
 @dataclass(frozen=True)
 class TaggedRow:
-    """A row of a mixture: its dataset's number, and where it is from when its chunk does not tell."""
+    """A row of a mixture: its dataset's index, and its file and row if the chunk does not have them."""
 
     tag: int
-    row: Any
+    row: object
     origin: str | None = None
 
 
@@ -48,7 +48,7 @@ class TaggedRow:
 class Chunk:
     """A run of `num_rows` rows of one file.
 
-    `first_row` counts from 1, `weight` is the chunk's share of `total_weight`; with a `tag` the rows are read as TaggedRow.
+    `first_row` counts from 1, `weight` is the chunk's part of `total_weight`; with a `tag` the rows are read as TaggedRow.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """A chunk holds about `num_bytes` bytes of lines or tables, and at most `num_rows` rows of a table or an array."""
+    """Size of a chunk: about `num_bytes` bytes of lines or tables, and at most `num_rows` rows of a table or an array."""
 
     num_bytes: int = 256 * 1024
     num_rows: int = 512
@@ -74,23 +74,23 @@ DEFAULT_CHUNK_SIZE = ChunkSize()
 
 
 class RowSource(Protocol):
-    """Where rows come from."""
+    """Interface of a source of rows."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Files that were found and not read."""
+        """Files of the folder that are not read."""
         ...
 
     def total_weight(self) -> int | None:
-        """Sum of the chunks' weights; None where it cannot be known before reading."""
+        """Return the sum of the chunks' weights; None where it cannot be known before reading."""
         ...
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield every row once, in order."""
         ...
 
-    def fingerprint(self) -> list[Any]:
-        """Something that changes when the input does."""
+    def fingerprint(self) -> list[object]:
+        """Return values that change when the input does."""
         ...
 
 
@@ -106,7 +106,7 @@ class Source:
     chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE
 
     def total_weight(self) -> int | None:
-        """Sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
+        """Return the sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
         if self.format in ("jsonl", "json", "csv", "txt"):
             return sum(os.path.getsize(path) for path in self.paths)
         if self.format == "parquet":
@@ -121,7 +121,7 @@ class Source:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield every row once, in file order."""
-        return limited(self._all_chunks(), self.max_rows)
+        return _limit_rows(self._all_chunks(), self.max_rows)
 
     def _all_chunks(self) -> Iterator[Chunk]:
         if self.format == "dataset":
@@ -133,8 +133,8 @@ class Source:
         for path in self.paths:
             yield from _CHUNKERS[self.format](path, self.chunk_size)
 
-    def fingerprint(self) -> list[Any]:
-        """Names, sizes and times of the files, to tell whether the input changed."""
+    def fingerprint(self) -> list[object]:
+        """Return names, sizes and times of the files, which change with the input."""
         stats = [(path, os.stat(path)) for path in self.paths if os.path.isfile(path)]
         return [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats] or list(self.paths)
 
@@ -142,33 +142,33 @@ class Source:
 def open_source(
     location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, Any] | None = None
 ) -> Source:
-    """Find out what lies at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
+    """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
-    In a folder the most frequent data format wins; the other files are listed in `ignored`.
+    In a folder the most frequent data format is read; the other files are listed in `ignored`.
 
     Raises:
         ValueError: nothing is there, the format is unknown, or a folder holds two formats equally often.
     """
     path = Path(location).expanduser()
     if path.is_file():
-        return Source(_format_of(path), (str(path),))
+        return Source(_detect_format(path), (str(path),))
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            return _saved_dataset(path)
-        return _folder(path)
-    # a mistyped path must not become a question to the hub
+            return _open_saved_dataset(path)
+        return _open_folder(path)
+    # a mistyped path must not become a request to the hub
     if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
         return open_hub(location, cache_dir, streaming, dataset_options or {})
     raise ValueError(f"input={location!r} does not exist")
 
 
-def _format_of(path: Path) -> str:
-    kind = FORMATS.get(path.suffix.lower())
+def _detect_format(path: Path) -> str:
+    kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise ValueError(
-            f"input={str(path)!r} has the unknown format {path.suffix or 'without suffix'!r}; known: {', '.join(FORMATS)}"
+            f"input={str(path)!r} has the unknown format {path.suffix or 'without suffix'!r}; known: {', '.join(_FORMATS)}"
         )
-    # the suffix does not tell: files of either name hold arrays or lines
+    # files with either suffix may have arrays or lines
     if kind in ("json", "jsonl"):
         return "json" if _starts_with_bracket(path) else "jsonl"
     return kind
@@ -183,21 +183,19 @@ def _starts_with_bracket(path: Path) -> bool:
     return False
 
 
-def _folder(path: Path) -> Source:
-    # sorted, because the order of rglob is the file system's; hidden below the folder only, which may itself lie in ~/.cache
+def _open_folder(path: Path) -> Source:
+    # sorted, because the order of rglob is the file system's; hidden is tested below the folder, which may be in ~/.cache
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
-    kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in FORMATS)
+    kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in _FORMATS)
     if not kinds:
-        raise ValueError(f"input={str(path)!r} holds no {', '.join(FORMATS)} files")
+        raise ValueError(f"input={str(path)!r} holds no {', '.join(_FORMATS)} files")
     (suffix, count), *others = kinds.most_common()
     if others and others[0][1] == count:
-        raise ValueError(
-            f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give one format a folder of its own"
-        )
+        raise ValueError(f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give each format its own folder")
     chosen = [file for file in files if file.suffix.lower() == suffix]
-    formats = {_format_of(file) for file in chosen}
+    formats = {_detect_format(file) for file in chosen}
     if len(formats) > 1:
-        raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each a folder of its own")
+        raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each its own folder")
     ignored = tuple(str(file) for file in files if file.suffix.lower() != suffix)
     return Source(formats.pop(), tuple(str(file) for file in chosen), ignored)
 
@@ -206,7 +204,7 @@ def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _saved_dataset(path: Path) -> Source:
+def _open_saved_dataset(path: Path) -> Source:
     from datasets import DatasetDict, load_from_disk
 
     loaded = load_from_disk(str(path), keep_in_memory=False)
@@ -215,14 +213,14 @@ def _saved_dataset(path: Path) -> Source:
             splits = ", ".join(map(str, loaded))
             raise ValueError(f"input={str(path)!r} has the splits {splits}; give the folder of one of them")
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    # tables, which are cut and sent without becoming Python objects here
+    # tables are split and sent without conversion to Python objects
     return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
 
 
 def open_hub(
-    name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, Any] | None = None
+    name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, object] | None = None
 ) -> Source:
-    """The rows of a dataset on the hub, its split `train` unless the options say another.
+    """Open a dataset of the hub, by default its split `train`.
 
     Raises:
         ValueError: no such dataset can be loaded.
@@ -248,9 +246,8 @@ def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:
             lines = block.count(b"\n")
             stop = start + len(block)
             if not block.endswith(b"\n"):
-                # so that the chunk ends where a line does
-                rest = file.readline()
-                stop += len(rest)
+                # extended to the end of the line
+                stop += len(file.readline())
                 lines += 1
             yield Chunk(path, kind, row, lines, stop - start, start, stop)
             row += lines
@@ -264,41 +261,43 @@ def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     with open(path, "rb") as raw:
         for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES), path):
             rows.append(value)
-            # raw is ahead by what the text layer has read, which only shifts where chunks are cut
+            # raw is ahead of the text layer, which only shifts the borders of chunks
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = first + len(rows), raw.tell(), []
-        # perhaps without rows: with it the weights add up to total_weight
+        # may have no rows: with it the weights add up to total_weight
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
 def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
-    """Decode the elements of a JSON array one by one, reading as far as each needs."""
+    """Decode the elements of a JSON array one by one, reading only as far as needed."""
     decoder = StrictDecoder()
     whitespace = " \t\r\n"
     block = 1 << 17
     buffer = file.read(block)
     at = buffer.index("[") + 1
-    number = 0
-    commas = 0  # an element has one before it, but for the first
+    count = 0
+    commas = 0  # every element except the first follows one
     size = block
     while True:
-        while at < len(buffer) and (buffer[at] in whitespace or (buffer[at] == "," and commas < number)):
+        while at < len(buffer) and (buffer[at] in whitespace or (buffer[at] == "," and commas < count)):
             commas += buffer[at] == ","
             at += 1
         if at < len(buffer):
-            if buffer[at] == "]" and commas < max(number, 1):
+            if buffer[at] == "]" and commas < max(count, 1):
                 return
             try:
-                if commas < number:
+                if commas < count:
                     raise json.JSONDecodeError("expected a comma", buffer, at)
                 start = at
-                value, at, wrong = decoder.raw_decode(buffer, at)
-                number += 1
+                value, at, violation = decoder.raw_decode(buffer, at)
+                count += 1
                 size = block
-                if wrong is not None:
-                    byte = _wrong_byte(buffer[start:at])
-                    yield MalformedRowError(f"is not valid JSON ({wrong})" if byte is None else f"is not UTF-8 (byte {byte:#04x})")
+                if violation is not None:
+                    byte = _find_invalid_byte(buffer[start:at])
+                    yield MalformedRowError(
+                        f"is not valid JSON ({violation})" if byte is None else f"is not UTF-8 (byte {byte:#04x})"
+                    )
                 else:
                     yield value
                 continue
@@ -308,19 +307,19 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
             problem = "the array is not closed"
         more = file.read(size)
         if not more:
-            raise ValueError(f"{path}, row {number + 1}: is not valid JSON ({problem})")
-        # an element that is cut off is decoded again from its start; doubling keeps a huge one from costing its square
+            raise ValueError(f"{path}, row {count + 1}: is not valid JSON ({problem})")
+        # a partial element is decoded again from its start; doubling keeps the time of a huge one linear
         buffer, at, size = buffer[at:] + more, 0, size * 2
 
 
 def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
-    # the default of 128 KiB ends the reading at a long field
+    # the default of 128 KiB raises at a long field
     csv.field_size_limit(1 << 30)
     rows: list[Any] = []
     first = 1
     position = 0
     with open(path, "rb") as raw:
-        # newline "": the csv module tells line ends inside quotes by itself
+        # newline "": the csv module handles line ends inside quotes
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
         for number, row in enumerate(csv.DictReader(text), start=1):
             rows.append(_csv_row(row))
@@ -333,28 +332,28 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | MalformedRowError:
     # DictReader puts surplus fields under None, and None where fields are missing
     if None in row or None in row.values():
-        return MalformedRowError("has another number of fields than the header")
-    byte = next((byte for value in row.values() if (byte := _wrong_byte(value)) is not None), None)
+        return MalformedRowError("has more or fewer fields than the header")
+    byte = next((byte for value in row.values() if (byte := _find_invalid_byte(value)) is not None), None)
     return row if byte is None else MalformedRowError(f"is not UTF-8 (byte {byte:#04x})")
 
 
-def _wrong_byte(text: str) -> int | None:
-    """The first byte that was no part of a UTF-8 character, of text read with `_KEEP_BYTES`."""
+def _find_invalid_byte(text: str) -> int | None:
+    """Return the first byte that is not part of a UTF-8 character, in text read with `_KEEP_BYTES`."""
     match = None if text.isascii() else _KEPT_BYTE.search(text)
     return None if match is None else ord(match.group()) - 0xDC00
 
 
 def _table_chunks(path: str, first_row: int, table: Any, size: ChunkSize) -> Iterator[Chunk]:
-    """Cut an Arrow table or record batch; the pieces travel as bytes, because a pickled slice takes its whole table along."""
+    """Split an Arrow table or record batch into chunks of bytes, because a pickled slice includes its full table."""
     import pyarrow
 
     rows = max(1, min(size.num_rows, table.num_rows * size.num_bytes // max(table.nbytes, 1)))
     for start in range(0, table.num_rows, rows):
-        piece = table.slice(start, rows)
+        part = table.slice(start, rows)
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write(piece)
-        count = piece.num_rows
+            writer.write(part)
+        count = part.num_rows
         yield Chunk(path, "table", first_row + start, count, count, payload=sink.getvalue().to_pybytes())
 
 
@@ -369,14 +368,14 @@ def _parquet_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
-    """Record batches of an Arrow file in stream or file format, by memory map.
+    """Yield the record batches of an Arrow file in stream or file format, by memory map.
 
     Raises:
         ValueError: it is neither, or damaged.
     """
     import pyarrow
 
-    broken = (pyarrow.ArrowException, OSError)  # Arrow says of some damage that reading has failed
+    broken = (pyarrow.ArrowException, OSError)  # Arrow reports some damage as an OSError
     with pyarrow.memory_map(path) as memory:
         try:
             batches = iter(pyarrow.ipc.open_stream(memory))
@@ -433,12 +432,12 @@ _CHUNKERS: dict[str, Callable[[str, ChunkSize], Iterator[Chunk]]] = {
 
 
 def read_chunk(chunk: Chunk) -> list[tuple[int, Any]]:
-    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a MalformedRowError, an empty one is skipped."""
+    """Read the rows of a chunk with their row numbers; a line that is not JSON is a MalformedRowError, an empty one skipped."""
     rows = _chunk_rows(chunk)
     return rows if chunk.tag is None else [(number, TaggedRow(chunk.tag, row)) for number, row in rows]
 
 
-def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
+def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
     if chunk.kind == "rows":
         return list(enumerate(chunk.payload[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "table":
@@ -452,11 +451,11 @@ def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
         lines = file.read(chunk.stop - chunk.start).split(b"\n")
     if not lines[-1]:
         lines.pop()
-    # `limited` cuts a chunk by its number of rows alone
-    numbered = list(enumerate(lines[: chunk.num_rows], start=chunk.first_row))
+    # `_limit_rows` cuts a chunk by its number of rows alone
+    rows = list(enumerate(lines[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "txt":
-        return [(number, _text_row(line)) for number, line in numbered]
-    return [(number, _json_row(line)) for number, line in numbered if line.strip()]
+        return [(number, _text_row(line)) for number, line in rows]
+    return [(number, _json_row(line)) for number, line in rows if line.strip()]
 
 
 def _text_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
@@ -474,8 +473,8 @@ def _json_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
         return MalformedRowError(f"is not valid JSON ({error})")
 
 
-def limited(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:
-    """The chunks of the first `max_rows` rows (lines, in a line file); the last chunk is cut."""
+def _limit_rows(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:
+    """Yield the chunks of the first `max_rows` rows (lines, in a line file); the last chunk is cut."""
     left = max_rows
     for chunk in chunks:
         if left is None:

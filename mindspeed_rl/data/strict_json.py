@@ -11,13 +11,13 @@ import re
 from typing import Any
 
 # where Python's own int() stops reading text
-MAX_DIGITS = 4300
+_MAX_DIGITS = 4300
 _HALF = re.compile(r"[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StrictDecoder:
-    """Decodes JSON values, and says what is wrong with them; one decoder serves one thread."""
+    """Decoder of JSON values that reports violations; one decoder serves one thread."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -45,7 +45,7 @@ class StrictDecoder:
         return value, end, self._problem
 
     def loads(self, text: str) -> Any:
-        """The value of a text that is one JSON value.
+        """Decode a text that is one JSON value.
 
         Raises:
             ValueError: the text is no JSON, or holds what data may not hold.
@@ -72,7 +72,7 @@ class StrictDecoder:
         return float(name)
 
     def _integer(self, digits: str) -> int:
-        if len(digits) > MAX_DIGITS:
+        if len(digits) > _MAX_DIGITS:
             self._problem = f"it holds a number of {len(digits)} digits"
             return 0
         return int(digits)
@@ -82,5 +82,5 @@ _shared = StrictDecoder()
 
 
 def loads(text: str) -> Any:
-    """As StrictDecoder.loads."""
+    """Decode as StrictDecoder.loads."""
     return _shared.loads(text)

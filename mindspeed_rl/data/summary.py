@@ -1,4 +1,4 @@
-"""What a preprocessing run reports: counts, a length histogram as text, and samples with their trained tokens marked."""
+"""Report of a preprocessing run: counts, a length histogram as text, and samples with their trained tokens marked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINED_OPEN, TRAINED_CLOSE = "⟦", "⟧"
 
 @dataclass
 class Counts:
-    """What happened to the rows of a part or of the whole input."""
+    """Counts of the rows of a part or of the full input."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -42,7 +42,7 @@ class Counts:
         self.bad_rows = (self.bad_rows + other.bad_rows)[:MAX_BAD_ROWS_LISTED]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form; `Counts.from_dict` reads it."""
+        """Return the JSON form; `Counts.from_dict` reads it."""
         return {**asdict(self), "dropped": dict(self.dropped)}
 
     @staticmethod
@@ -52,14 +52,14 @@ class Counts:
 
 
 def histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
-    """Rows per range of token lengths, as lines of bars; the ranges are equal, with round bounds."""
+    """Draw the rows per range of token lengths, as lines of bars; the ranges are equal, with round bounds."""
     if len(lengths) == 0:
         return "  (no rows)"
-    longest = int(lengths.max())
-    step = max(1, -(-(longest + 1) // bins))
+    max_len = int(lengths.max())
+    step = max(1, -(-(max_len + 1) // bins))
     magnitude = 10 ** max(0, len(str(step)) - 2)
     step = -(-step // magnitude) * magnitude
-    counts = np.bincount(np.asarray(lengths, dtype=np.int64) // step, minlength=longest // step + 1)
+    counts = np.bincount(np.asarray(lengths, dtype=np.int64) // step, minlength=max_len // step + 1)
     lines = []
     for index, count in enumerate(counts.tolist()):
         bar = "#" * (round(width * count / counts.max()) or (1 if count else 0))
@@ -67,8 +67,8 @@ def histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
     return "\n".join(lines)
 
 
-def length_line(lengths: np.ndarray) -> str:
-    """Mean, percentiles and extremes of the lengths in one line."""
+def _format_lengths(lengths: np.ndarray) -> str:
+    """Format mean, percentiles and extremes of the lengths in one line."""
     if len(lengths) == 0:
         return "lengths: none"
     # "higher": lengths that occur, not numbers between two of them
@@ -76,10 +76,10 @@ def length_line(lengths: np.ndarray) -> str:
     return f"lengths: mean {lengths.mean():.1f}, p50 {p50}, p90 {p90}, p99 {p99}, max {int(lengths.max())} tokens"
 
 
-def marked_text(
+def _mark_text(
     tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray | None
 ) -> str:
-    """Decoded sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked."""
+    """Decode a sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked."""
     ids = [int(token) for token in input_ids]
     if labels is None:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
@@ -97,7 +97,7 @@ def marked_text(
 
 
 def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> str:
-    """One sample, all its columns: pairs of (input_ids, labels) with marks, other columns as plain text."""
+    """Render one sample, all its columns: pairs of (input_ids, labels) with marks, other columns as plain text."""
     parts = []
     for name, tokens in columns.items():
         if name == "attention_mask":
@@ -109,21 +109,21 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any
                 labels = None
         elif name.endswith("labels") and len(tokens) == len(columns.get(name.replace("labels", "input_ids"), ())):
             continue
-        parts.append(f"[{name}: {len(tokens)} tokens]\n{marked_text(tokenizer, tokens, labels)}")
+        parts.append(f"[{name}: {len(tokens)} tokens]\n{_mark_text(tokenizer, tokens, labels)}")
     return "\n".join(parts)
 
 
-def summary_text(
+def format_summary(
     counts: Counts, lengths: np.ndarray, *, files: Sequence[str], first_sample: str | None, packs: str | None, elapsed_s: float
 ) -> str:
-    """The report at the end of a run."""
+    """Format the report at the end of a run."""
     dropped = sum(counts.dropped.values())
     lines = [
         f"rows read {counts.rows_read}, kept {counts.rows_kept}, dropped {dropped}, truncated {counts.rows_truncated}",
         *(f"  dropped, {reason}: {count}" for reason, count in sorted(counts.dropped.items())),
         *(f"  {row}" for row in counts.bad_rows),
         f"tokens {counts.tokens}, of them trained {counts.tokens_trained}",
-        length_line(lengths),
+        _format_lengths(lengths),
         histogram(lengths),
     ]
     if packs:

@@ -1,29 +1,29 @@
 """Chat templates: one data file (`templates.json`), one renderer, and `hf` for the tokenizer's own template.
 
-A template turns a conversation into turns; each turn is what the model reads (source) and what it must answer (target).
-The data file is a JSON list of objects, in the form MindSpeed users know, so their own files work as `--prompt-type-path`:
+A template splits a conversation into turns; each turn has a source, which the model reads, and a target, which it learns.
+The data file is a JSON list of objects, in MindSpeed's form, so files for it work as `--prompt-type-path`:
 
-    name                  what --prompt-type chooses
+    name                  value of --prompt-type
     format_user, format_assistant, format_system, format_function, format_observation, format_separator, format_prefix
                           {"slots": [...]}; a slot is text with {{content}}, {{idx}}, {{name}}, {{arguments}}, or
                           {"token": "<x>"} (one vocabulary entry), or ["bos_token"] / ["eos_token"]
     format_tools, format_function
                           {"tool_format": name of a style in tools.py}; a template without format_tools refuses tools
-    default_system        used when a conversation brings no system prompt
+    default_system        used when a conversation has no system prompt
     stop_words            the first one ends a turn when replace_eos is true
     efficient_eos         no end token after each answer: the label of the next turn's first token is the end token instead
     force_system          write the system turn even when it is empty
     observation_join      text between the results of parallel calls
-    tools_before_system   write the tools as a system turn of their own, before the system prompt's
+    tools_before_system   write the tools as a separate system turn, before the system prompt
     template_class        Llama2Template: the system text goes into the first user turn
-                          ReasoningTemplate, DeepSeek4Template: thoughts are told apart from answers, see below
-                          LFDefaultTemplate: as the plain one, but over-long turns keep whichever half fits
+                          ReasoningTemplate, DeepSeek4Template: thoughts are separate from answers, see below
+                          LFDefaultTemplate: as the default, but in over-long turns the half that fits is kept
 
-For templates that know thoughts:
+For templates with thoughts:
 
-    thought_words         what opens and closes a thought
-    thought_empty         what the model reads where an answer has no thought (default: an empty thought)
-    thought_in_source     the opening belongs to what the model reads
+    thought_words         opening and closing of a thought
+    thought_empty         source text of an answer without a thought (default: an empty thought)
+    thought_in_source     the opening belongs to the source
     drop_thinking         leave thoughts out of all answers but the last (not in conversations with tools)
     thinking_off_suffix   added to the user's text when thinking is switched off
     reasoning_effort      effort -> text before everything else
@@ -42,21 +42,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, Role, ToolCall, assistant, user
-from mindspeed_rl.data.tools import tool_style
+from mindspeed_rl.data.conversation import (
+    Conversation,
+    JsonObject,
+    MalformedRowError,
+    Message,
+    Role,
+    ToolCall,
+    assistant,
+    user,
+)
+from mindspeed_rl.data.tools import get_tool_style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_FILE = Path(__file__).with_name("templates.json")
 HF_TEMPLATE = "hf"
-#: of raw prompts where none is named
+#: default of raw prompts
 PLAIN_TEMPLATE = "empty"
 Thinking = Literal["true", "false", "none"]
-# Contents of made-up messages (a question, an answer, what follows it): equally long, and nothing a template would change.
+# Contents of artificial messages (question, answer, next message): equally long, and unchanged by templates.
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
 _MAX_BORDERS = 4096
-_REWRITES = "the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type"
+_REWRITES = "the tokenizer's chat template writes earlier turns differently after later ones are added; use prompt_type"
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 _KNOWN_KEYS = frozenset(
@@ -70,27 +79,27 @@ _TEMPLATE_CLASSES = (None, "Llama2Template", "LFDefaultTemplate", *_REASONING_CL
 
 @dataclass(frozen=True)
 class Token:
-    """One vocabulary entry: its text, or "bos_token" / "eos_token" for the tokenizer's own."""
+    """One vocabulary entry: its text, or "bos_token" / "eos_token" of the tokenizer."""
 
     name: str
 
 
-Piece = str | Token
+TextOrToken = str | Token
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model reads, and what it must answer; adjacent texts are already joined."""
+    """Source and target of a turn; adjacent texts are merged."""
 
-    source: tuple[Piece, ...]
-    target: tuple[Piece, ...]
+    source: tuple[TextOrToken, ...]
+    target: tuple[TextOrToken, ...]
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A rendered conversation; `efficient_eos` says how the end token is taught (see the module's text).
+    """A rendered conversation; `efficient_eos` is explained in the module's docstring.
 
-    With `as_one_text` the turns hold texts only, and are tokenized as the one text that they are together.
+    With `as_one_text` the turns have texts only, and are tokenized together as one text.
     """
 
     turns: tuple[Turn, ...]
@@ -103,10 +112,10 @@ class _Field:
     name: str
 
 
-class Format:
-    """A row of slots, parsed once. A slot is a special token, or a list of literal text and fields."""
+class _Format:
+    """A list of slots, parsed once. A slot is a special token, or a list of literal text and fields."""
 
-    def __init__(self, slots: Sequence[Any], where: str) -> None:
+    def __init__(self, slots: Sequence[object], location: str) -> None:
         self.parts: list[str | Token | _Field] = []
         for slot in slots:
             if isinstance(slot, dict) and set(slot) == {"token"}:
@@ -114,29 +123,36 @@ class Format:
             elif isinstance(slot, list) and len(slot) == 1 and slot[0] in ("bos_token", "eos_token"):
                 self.parts.append(Token(slot[0]))
             elif isinstance(slot, str):
-                pieces = _FIELD.split(slot)
-                self.parts.extend(_Field(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+                fields = _FIELD.split(slot)
+                self.parts.extend(_Field(text) if index % 2 else text for index, text in enumerate(fields) if text)
             else:
-                raise ValueError(f'{where}: a slot is a text, {{"token": ...}}, ["bos_token"] or ["eos_token"], not {slot!r}')
+                raise ValueError(
+                    f'{location}: a slot is a text, {{"token": ...}}, ["bos_token"] or ["eos_token"], not {slot!r}'
+                )
         self.fields = frozenset(part.name for part in self.parts if isinstance(part, _Field))
 
-    def apply(self, **values: str) -> list[Piece]:
-        """Fill in the fields; a value is never searched for fields again."""
+    def apply(self, **values: str) -> list[TextOrToken]:
+        """Fill in the fields; values are not searched for fields."""
         return [values[part.name] if isinstance(part, _Field) else part for part in self.parts]
 
 
-def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merge adjacent texts, drop empty ones: tokenization then sees what a serving engine would see."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            if not piece:
+def _merge_texts(parts: Sequence[TextOrToken]) -> tuple[TextOrToken, ...]:
+    """Merge adjacent texts and remove empty ones, so that tokenization is that of a serving engine."""
+    merged: list[TextOrToken] = []
+    for part in parts:
+        if isinstance(part, str):
+            if not part:
                 continue
             if merged and isinstance(merged[-1], str):
-                merged[-1] += piece
+                merged[-1] += part
                 continue
-        merged.append(piece)
+        merged.append(part)
     return tuple(merged)
+
+
+def join_text(parts: Sequence[TextOrToken]) -> str:
+    """Join texts and the names of tokens."""
+    return "".join(part.name if isinstance(part, Token) else part for part in parts)
 
 
 class Template:
@@ -146,15 +162,15 @@ class Template:
         ValueError: the entry has an unknown key, class, tool format or slot.
     """
 
-    def __init__(self, entry: dict[str, Any], source: str) -> None:
+    def __init__(self, entry: JsonObject, source: str) -> None:
         self.name: str = entry["name"]
-        where = f"template {self.name!r} in {source}"
+        location = f"template {self.name!r} in {source}"
         unknown = sorted(set(entry) - _KNOWN_KEYS)
         if unknown:
-            raise ValueError(f"{where} has unknown keys {', '.join(unknown)}")
+            raise ValueError(f"{location} has unknown keys {', '.join(unknown)}")
         template_class = entry.get("template_class")
         if template_class not in _TEMPLATE_CLASSES:
-            raise ValueError(f"{where}: template_class={template_class!r} is unknown; allowed: {_TEMPLATE_CLASSES[1:]}")
+            raise ValueError(f"{location}: template_class={template_class!r} is unknown; allowed: {_TEMPLATE_CLASSES[1:]}")
         self.efficient_eos = bool(entry.get("efficient_eos", False))
         self.force_system = bool(entry.get("force_system", False))
         self.default_system: str = entry.get("default_system", "")
@@ -173,7 +189,7 @@ class Template:
         self.drop_thinking = bool(entry.get("drop_thinking", False))
         self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
         self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
-        # data from other models has the usual marks, whatever this template writes
+        # data from other models has the common marks, independent of this template
         marks = {(opening.strip(), closing.strip()), ("<think>", "</think>")}
         self._thoughts = [
             re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\s*", re.DOTALL)
@@ -182,32 +198,32 @@ class Template:
 
         end = [] if self.efficient_eos else [["eos_token"]]
 
-        def slots(key: str, default: list[Any]) -> Format:
-            return Format(entry.get(key, {}).get("slots", default), f"{where}, {key}")
+        def slots(key: str, default: list[Any]) -> _Format:
+            return _Format(entry.get(key, {}).get("slots", default), f"{location}, {key}")
 
         self.user = slots("format_user", ["{{content}}"])
         self.assistant = slots("format_assistant", ["{{content}}", *end])
         self.system = slots("format_system", ["{{content}}"])
         if self.system_in_user and any(isinstance(part, Token) for part in self.system.parts):
             raise ValueError(
-                f"{where}, format_system: {template_class} writes the system prompt into the text of the first user turn, "
-                "where a token slot cannot stand; put tokens into format_user, or leave template_class out"
+                f"{location}, format_system: {template_class} writes the system prompt into the text of the first user turn, "
+                "which allows no token slot; put tokens into format_user, or leave template_class out"
             )
         self.function = slots("format_function", ["{{content}}", *end])
         self.observation = slots("format_observation", entry.get("format_user", {}).get("slots", ["{{content}}"]))
         self.separator = slots("format_separator", [])
         self.prefix = slots("format_prefix", [])
-        #: how it has the model write calls, a name of `data/tools.py`
+        #: format of calls, a name of `data/tools.py`
         self.tool_format: str | None = entry.get("format_tools", {}).get("tool_format")
-        self.tools = tool_style(self.tool_format) if self.tool_format else None
+        self.tools = get_tool_style(self.tool_format) if self.tool_format else None
 
     def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
         """Write the conversation out; a conversation that ends with a source gives a last turn with an empty target.
 
         Raises:
-            MalformedRowError: the roles do not alternate, or the conversation has tools or calls that this template cannot write.
+            MalformedRowError: the roles do not alternate, or the template cannot write the tools or calls.
         """
-        conversation.check_order()
+        conversation.check_roles()
         turns = []
         messages = conversation.messages
         last = len(messages) - 1
@@ -216,24 +232,24 @@ class Template:
             if index:
                 source = self.separator.apply()
             else:
-                source, lead = self._beginning(conversation, effort)
+                source, lead = self._render_start(conversation, effort)
             suffix = self.thinking_off_suffix if thinking == "false" else ""
-            source += self._source(messages[index], lead, suffix, index // 2)
-            target: list[Piece] = []
+            source += self._render_source(messages[index], lead, suffix, index // 2)
+            target: list[TextOrToken] = []
             if index < last:
-                drops = self.drop_thinking and index + 1 < last and not conversation.tools
-                opening, target = self._target(messages[index + 1], "false" if drops else thinking)
+                is_dropped = self.drop_thinking and index + 1 < last and not conversation.tools
+                opening, target = self._render_target(messages[index + 1], "false" if is_dropped else thinking)
                 source.append(opening)
             elif self.can_think and thinking == "false":
                 source.append(self.thought_empty)
-            # a prompt ends as sources do where an answer follows
+            # a prompt ends as sources with an answer do
             elif self.thought_in_source:
                 source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
-            turns.append(Turn(joined(source), joined(target)))
+            turns.append(Turn(_merge_texts(source), _merge_texts(target)))
         return Rendering(tuple(turns), self.efficient_eos)
 
-    def _beginning(self, conversation: Conversation, effort: str | None) -> tuple[list[Piece], str]:
-        """What stands before the first turn, and what goes into it."""
+    def _render_start(self, conversation: Conversation, effort: str | None) -> tuple[list[TextOrToken], str]:
+        """Return the parts before the first turn, and the system text that goes into it."""
         source = self.prefix.apply()
         if effort is not None:
             source.append(self.efforts[effort])
@@ -245,7 +261,7 @@ class Template:
             if self.tools_before_system:
                 source += self.system.apply(content=text)
             else:
-                # the styles' texts begin with the blank line that parts them from a system prompt
+                # the styles' texts start with the blank line after a system prompt
                 system = system + text if system else text.lstrip("\n")
         if not system and not self.force_system:
             return source, ""
@@ -254,22 +270,24 @@ class Template:
             return source, "".join(part for part in written if isinstance(part, str))
         return source + written, ""
 
-    def _source(self, message: Message, lead: str, suffix: str, number: int) -> list[Piece]:
+    def _render_source(self, message: Message, lead: str, suffix: str, index: int) -> list[TextOrToken]:
         if message.role == "observation":
             if self.tools is None:
-                raise MalformedRowError(f"template {self.name!r} cannot write tool results; templates that can have format_tools")
-            return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(number))
-        return self.user.apply(content=lead + message.content + suffix, idx=str(number))
+                raise MalformedRowError(
+                    f"template {self.name!r} cannot write tool results; templates that can have format_tools"
+                )
+            return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(index))
+        return self.user.apply(content=lead + message.content + suffix, idx=str(index))
 
-    def _target(self, message: Message, thinking: Thinking) -> tuple[str, list[Piece]]:
-        """Return what the answer adds to the source, and the target."""
+    def _render_target(self, message: Message, thinking: Thinking) -> tuple[str, list[TextOrToken]]:
+        """Return the text that the answer adds to the source, and the target."""
         opening, thought, content = self._split_thought(message, thinking)
         if message.role != "function":
             return opening, [thought, *self.assistant.apply(content=content)]
         if self.tools is None:
             raise MalformedRowError(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
         if self.function.fields & {"name", "arguments"}:
-            written: list[Piece] = [thought, content]
+            written: list[TextOrToken] = [thought, content]
             for call in message.calls:
                 arguments = json.dumps(call.arguments, ensure_ascii=False)
                 written += self.function.apply(content=content, name=call.name, arguments=arguments)
@@ -278,16 +296,18 @@ class Template:
             calls = self.tools.calls(message.calls)
         except ValueError as error:
             raise MalformedRowError(str(error)) from error
-        # Qwen's own chat templates part an answer's text from its calls likewise
+        # as Qwen's chat templates separate an answer's text from its calls
         separator = "\n" if content and not content.endswith("\n") and not calls.startswith("\n") else ""
         return opening, [thought, *self.function.apply(content=content + separator + calls)]
 
     def _split_thought(self, message: Message, thinking: Thinking) -> tuple[str, str, str]:
-        """Return (what the source ends with, the thought as written in the target, the answer without it)."""
+        """Return (end of the source, thought as written in the target, answer without it)."""
         content = message.content
         if not self.can_think:
             if message.reasoning:
-                raise MalformedRowError(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
+                raise MalformedRowError(
+                    f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can"
+                )
             return "", "", content
         thought = message.reasoning
         for pattern in self._thoughts:
@@ -296,7 +316,7 @@ class Template:
                 thought = thought or match["thought"].strip("\n")
                 content = content[match.end() :]
                 break
-        # as MindSpeed-LLM: an empty thought is read, and learned only where thinking is asked for
+        # as MindSpeed-LLM: an empty thought is read, and learned only with thinking
         if thinking == "false" or (not thought and thinking != "true"):
             return self.thought_empty, "", content
         opening, closing = self.thought_words
@@ -307,9 +327,9 @@ class Template:
 
 @dataclass(frozen=True)
 class _Border:
-    """What the tokenizer's template writes from an answer to the next message's content, and after that up to the next answer.
+    """Text of the tokenizer's template from an answer to the next message's content, and from there to the next answer.
 
-    `end` closes the answer and is learned with it, `header` opens the next message ("" and the text's rest where none follows).
+    `end` closes the answer and is learned with it, `header` opens the next message (the remaining text if none follows).
     """
 
     end: str
@@ -320,10 +340,10 @@ class _Border:
 class HfTemplate:
     """The tokenizer's own chat template, cut into turns.
 
-    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer,
-    up to and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between
-    it and the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so
-    that nothing a row says can be taken for an end.
+    Each answer starts at the end of the template's generation prompt. It ends with the text that the template writes after a
+    last answer, up to and including the tokenizer's end token; if an earlier answer ends differently, with the first special
+    token between it and the next message, if that token ends messages. The ends are found with artificial messages, so that
+    no text of a row can be taken for an end.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it writes nothing after an answer.
@@ -335,39 +355,37 @@ class HfTemplate:
     keeps_fitting_half = True
     can_think = True
     writes_tools = True
-    tool_format: str | None = None  # the tokenizer's template does not say
+    tool_format: str | None = None  # unknown for the tokenizer's template
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
         self._tokenizer = tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        # the longest first: where one begins with another, an alternation takes the first that fits
+        # the longest first: an alternation takes the first match, which may be a prefix of another
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
         self._borders: dict[tuple[tuple[str, ...], Role | None, bool, Thinking], _Border] = {}
         self._terminator = self._find_terminator()
 
-    def _apply(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking, *, prompt: bool
-    ) -> str:
+    def _apply(self, messages: list[JsonObject], tools: Sequence[JsonObject], thinking: Thinking, *, prompt: bool) -> str:
         from jinja2.exceptions import TemplateError
 
-        # left out, not null: templates ask whether it is defined, and have a default of their own
-        extra: dict[str, Any] = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
+        # left out, not null: templates test whether it is defined, and have a default
+        extra: JsonObject = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
         try:
-            # None, not an empty list: Llama 3.1's template asks `tools is not none` and would write its header of tools
+            # None, not an empty list: Llama 3.1's template tests `tools is not none` and would write its header of tools
             text = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # A template is a program of its own: what it cannot write, it refuses with whatever its operations raise.
+            # a template is a program: its operations may raise any of these
             raise MalformedRowError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)  # token ids with tokenize=True
         return text
 
-    def written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking) -> str:
-        """The template's own text of messages in OpenAI's form, with the prompt for an answer.
+    def write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[JsonObject], thinking: Thinking) -> str:
+        """Return the template's text of messages in OpenAI's form, with the generation prompt.
 
         Raises:
             MalformedRowError: the template refuses them.
@@ -375,67 +393,65 @@ class HfTemplate:
         return self._apply([dict(message) for message in messages], tools, thinking, prompt=True)
 
     def _find_terminator(self) -> str:
-        messages = hf_messages(Conversation([user(_PROBES[0]), assistant(_PROBES[1])]))
-        _, found, terminator = self._apply(messages, (), "none", prompt=False).rpartition(_PROBES[1])
+        messages = _build_hf_messages(Conversation([user(_PROBES[0]), assistant(_PROBES[1])]))
+        _, probe, terminator = self._apply(messages, (), "none", prompt=False).rpartition(_PROBES[1])
         eos = self._tokenizer.eos_token
         if eos and eos in terminator:
-            # generation stops at the end token, so what follows it (ChatML's newline) is never drawn
+            # generation stops at the end token, so the text after it (ChatML's newline) is never sampled
             terminator = terminator[: terminator.index(eos) + len(eos)]
-        if not found or not terminator:
+        if not probe or not terminator:
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
         return terminator
 
-    def _border(
-        self, reply: Message, following: Message | None, tools: Sequence[dict[str, Any]], thinking: Thinking
-    ) -> _Border:
+    def _border(self, reply: Message, following: Message | None, tools: Sequence[JsonObject], thinking: Thinking) -> _Border:
         key = (tuple(call.name for call in reply.calls), following.role if following else None, bool(tools), thinking)
         if key not in self._borders:
-            # rows with tools of their own bring ever new names into the keys
+            # rows with their own tools add new names to the keys without end
             if len(self._borders) > _MAX_BORDERS:
                 self._borders.clear()
             self._borders[key] = self._find_border(*key)
         return self._borders[key]
 
     def _find_border(self, calls: tuple[str, ...], following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
-        """Write made-up messages (with the row's function names), and see what stands between their contents."""
-        tools = [probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
+        """Write artificial messages (with the row's function names), and find the text between their contents."""
+        tools = [build_probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
         first, answer, last = _PROBES
         after = [Message(following, (last,))] if following else []
         replies = [assistant(answer)]
         if calls:
-            # What two different calls have in common at their end is the template's own.
-            given: tuple[dict[str, Any], ...] = ({"a": answer}, {"b": 7})
+            # The common end of two different calls is written by the template.
+            given: tuple[JsonObject, ...] = ({"a": answer}, {"b": 7})
             replies = [Message("function", ("",), tuple(ToolCall(name, values) for name in calls)) for values in given]
         between = ""
         prompt = ""
-        for number, reply in enumerate(replies):
-            messages = hf_messages(Conversation([user(first), reply, *after]))
+        for index, reply in enumerate(replies):
+            messages = _build_hf_messages(Conversation([user(first), reply, *after]))
             text = self._apply(messages, tools, thinking, prompt=bool(after))
             if after:
-                text, found, prompt = text.rpartition(last)
-                if not found:
+                text, probe, prompt = text.rpartition(last)
+                if not probe:
                     raise MalformedRowError(f"the tokenizer's chat template drops messages from {following!r} after an answer")
             start = text.rfind(answer if answer in text else first)
-            # the probes are equally long, so either may have been found
+            # the probes are equally long, so the end is the same for either
             text = text[start + len(answer) :]
-            between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if number else text
-        place = between.find(self._terminator)
-        if place == 0 or (place > 0 and calls):
-            cut = place + len(self._terminator)
+            between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if index else text
+        position = between.find(self._terminator)
+        if position == 0 or (position > 0 and calls):
+            cut = position + len(self._terminator)
         else:
-            place, cut = self._other_end(between, prompt, calls=bool(calls))
-        return _Border(between[place:cut], between[cut:], prompt)
+            position, cut = self._find_other_end(between, prompt, calls=bool(calls))
+        return _Border(between[position:cut], between[cut:], prompt)
 
-    def _other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
-        """(begin, end) in `between` of what closes an answer that does not end as the last answer does."""
+    def _find_other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
+        """Return (start, end) in `between` of the end of an answer that does not end as the last answer does."""
         match = self._special.search(between)
         if calls:
             if match is None:
-                raise MalformedRowError("the tokenizer's chat template writes nothing that tells where function calls end")
+                raise MalformedRowError("the tokenizer's chat template writes nothing that ends function calls")
             return match.span()
         closers = set(self._special.findall(self._terminator + os.path.commonprefix([between, prompt])))
         if match is None or match.group() not in closers | {self._tokenizer.eos_token}:
-            return 0, 0  # what comes first opens the next message: to learn it would be to speak for the user
+            return 0, 0  # the first token opens the next message, which must not be learned
         return 0, match.end()
 
     def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
@@ -444,138 +460,144 @@ class HfTemplate:
         Raises:
             MalformedRowError: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
         """
-        conversation.check_order()
-        messages = hf_messages(conversation)
+        conversation.check_roles()
+        messages = _build_hf_messages(conversation)
         tools = conversation.tools
         sources = conversation.messages[::2]
         replies = conversation.messages[1::2]
-        whole = self._apply(messages, tools, thinking, prompt=len(sources) > len(replies))
+        full_text = self._apply(messages, tools, thinking, prompt=len(sources) > len(replies))
         openings = []
         sent = len(messages) - conversation.num_hf_messages
         for source, reply in zip_longest(sources, replies):
             sent += len(source.contents)
-            openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else whole)
+            openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else full_text)
             sent += 1
-            self._check_opening(whole, openings[-1], source, tools, thinking)
+            self._check_opening(full_text, openings[-1], source, tools, thinking)
         self._check_tools_are_written(openings[0], tools)
         turns = []
         position = 0
         sent = len(messages) - conversation.num_hf_messages
         for number, (source, opening) in enumerate(zip(sources, openings, strict=True)):
             sent += len(source.contents) + 1
-            text = whole[position : len(opening)]
+            text = full_text[position : len(opening)]
             for content in (*source.contents, (conversation.system or "") if number == 0 else ""):
-                if not _stands_in(content, text):
-                    raise MalformedRowError(f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read")
+                if not _contains(content, text):
+                    raise MalformedRowError(
+                        f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read"
+                    )
             if number == len(replies):
-                turns.append(Turn(joined([text]), ()))
-                position = len(whole)
+                turns.append(Turn(_merge_texts([text]), ()))
+                position = len(full_text)
                 break
             reply = replies[number]
             following = sources[number + 1] if number + 1 < len(sources) else None
             border = self._border(reply, following, tools, thinking)
-            limit = len(whole)
+            limit = len(full_text)
             if following is not None:
-                limit = self._content_start(whole, openings[number + 1], border, following, messages[:sent], tools, thinking)
-            if any(call.name not in whole[len(opening) : limit] for call in reply.calls):
+                limit = self._find_content_start(
+                    full_text, openings[number + 1], border, following, messages[:sent], tools, thinking
+                )
+            if any(call.name not in full_text[len(opening) : limit] for call in reply.calls):
                 raise MalformedRowError("the tokenizer's chat template drops function calls")
             end = limit - len(border.header)
-            if end < len(opening) + len(border.end) or not whole[:limit].endswith(border.end + border.header):
-                raise MalformedRowError(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual")
-            answer = whole[len(opening) : end]
-            self._check_answer(reply, answer, is_last=following is None, thinking=thinking)
-            turns.append(Turn(joined([text]), joined([answer])))
+            if end < len(opening) + len(border.end) or not full_text[:limit].endswith(border.end + border.header):
+                raise MalformedRowError(
+                    f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual"
+                )
+            answer = full_text[len(opening) : end]
+            self._check_target(reply, answer, is_last=following is None, thinking=thinking)
+            turns.append(Turn(_merge_texts([text]), _merge_texts([answer])))
             position = end
-        # what stands behind the last end token is nobody's to learn, but part of the text that is tokenized
-        if position < len(whole):
-            turns.append(Turn(joined([whole[position:]]), ()))
-        written = "".join(piece for turn in turns for piece in (*turn.source, *turn.target) if isinstance(piece, str))
-        assert written == whole, (written, whole)
+        # the text after the last end token is not learned, but it is tokenized
+        if position < len(full_text):
+            turns.append(Turn(_merge_texts([full_text[position:]]), ()))
+        written = "".join(join_text((*turn.source, *turn.target)) for turn in turns)
+        assert written == full_text, (written, full_text)
         return Rendering(tuple(turns), as_one_text=True)
 
     def _check_opening(
-        self, whole: str, opening: str, source: Message, tools: Sequence[dict[str, Any]], thinking: Thinking
+        self, full_text: str, opening: str, source: Message, tools: Sequence[JsonObject], thinking: Thinking
     ) -> None:
-        if whole.startswith(opening):
+        if full_text.startswith(opening):
             return
-        same = len(os.path.commonprefix([whole, opening]))
-        read = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=False)
-        prompted = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=True)
+        same = len(os.path.commonprefix([full_text, opening]))
+        read = self._apply(_build_hf_messages(Conversation([source])), tools, thinking, prompt=False)
+        prompted = self._apply(_build_hf_messages(Conversation([source])), tools, thinking, prompt=True)
         if prompted.startswith(read) and len(opening) - same <= len(prompted) - len(read):
-            asked = prompted[len(read) :]
-            start = len(opening) - len(asked)
+            prompt_text = prompted[len(read) :]
+            start = len(opening) - len(prompt_text)
             raise MalformedRowError(
-                f"the tokenizer's chat template asks for an answer with {asked!r}, but writes this one as"
-                f" {whole[start : start + len(asked) + 20]!r}; try another enable_thinking, or prompt_type"
+                f"the tokenizer's chat template opens an answer with {prompt_text!r}, but writes this one as"
+                f" {full_text[start : start + len(prompt_text) + 20]!r}; try another enable_thinking, or prompt_type"
             )
         raise MalformedRowError(_REWRITES)
 
-    def _content_start(
+    def _find_content_start(
         self,
-        whole: str,
+        full_text: str,
         opening: str,
         border: _Border,
         following: Message,
-        before: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
+        before: list[JsonObject],
+        tools: Sequence[JsonObject],
         thinking: Thinking,
     ) -> int:
-        """Where the content of the message after an answer begins in `whole`.
+        """Find the start of the content of the message after an answer in `full_text`.
 
-        It stands right before the generation prompt as a rule, as it is or stripped. If not, the template is asked once more,
-        with another content.
+        Usually it is directly before the generation prompt, unchanged or stripped. If not, the template is applied again
+        with other content.
         """
         if len(following.contents) == 1:
             for content in (following.content, following.content.strip()):
                 if opening.endswith(border.header + content + border.prompt):
                     return len(opening) - len(border.prompt) - len(content)
         probe = Message(following.role, (_PROBES[2],) * len(following.contents))
-        text = self._apply([*before, *hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
+        text = self._apply([*before, *_build_hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
         start = text.find(_PROBES[2])
-        if start < 0 or text[:start] != whole[:start]:
+        if start < 0 or text[:start] != full_text[:start]:
             raise MalformedRowError(_REWRITES)
         return start
 
-    def _check_answer(self, reply: Message, answer: str, *, is_last: bool, thinking: Thinking) -> None:
-        # of the last answer alone: templates leave out earlier thoughts by design
-        if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
+    def _check_target(self, reply: Message, target: str, *, is_last: bool, thinking: Thinking) -> None:
+        # only of the last answer: templates leave out earlier thoughts by design
+        if is_last and thinking != "false" and reply.reasoning.strip() not in target:
             raise MalformedRowError("the tokenizer's chat template drops the reasoning_content of the last answer")
-        if not _stands_in(reply.content, answer) and not _stands_in(reply.content.rpartition("</think>")[2], answer):
+        if not _contains(reply.content, target) and not _contains(reply.content.rpartition("</think>")[2], target):
             raise MalformedRowError(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
 
-    def _check_tools_are_written(self, text: str, tools: Sequence[dict[str, Any]]) -> None:
+    def _check_tools_are_written(self, text: str, tools: Sequence[JsonObject]) -> None:
         missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
         if missing:
             raise MalformedRowError(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
 
 
-def probe_tool(name: str) -> dict[str, Any]:
-    """The schema of a made-up tool."""
+def build_probe_tool(name: str) -> JsonObject:
+    """Build the schema of an artificial tool."""
     properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": []}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
-def _stands_in(content: str, text: str) -> bool:
-    """True when the text holds the content, as it is but for blanks around it, or as the inside of a JSON string."""
+def _contains(content: str, text: str) -> bool:
+    """Return True when the text contains the content, apart from blanks around it, or as the inside of a JSON string."""
     content = content.strip()
     return content in text or any(json.dumps(content, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
-def hf_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """The conversation in the form `apply_chat_template` takes."""
-    messages: list[dict[str, Any]] = []
+def _build_hf_messages(conversation: Conversation) -> list[JsonObject]:
+    """Build the messages of `apply_chat_template`."""
+    messages: list[JsonObject] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
     for message in conversation.messages:
         if message.role == "observation":
             messages.extend({"role": "tool", "content": content} for content in message.contents)
             continue
-        entry: dict[str, Any] = {"role": "user" if message.role == "user" else "assistant", "content": message.content}
+        entry: JsonObject = {"role": "user" if message.role == "user" else "assistant", "content": message.content}
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
         if message.calls:
-            # a mapping, not OpenAI's text of one: templates write arguments with tojson, which would quote the text
+            # a mapping, not JSON text as in OpenAI's form: templates write arguments with tojson, which would quote it
             entry["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
             ]
@@ -584,11 +606,11 @@ def hf_messages(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=8)
-def template_file(path: str) -> dict[str, dict[str, Any]]:
-    """Entries of a template file by name.
+def load_template_file(path: str) -> dict[str, JsonObject]:
+    """Load the entries of a template file by name.
 
     Raises:
-        ValueError: the file is missing, not a JSON list of objects with names, or names one twice.
+        ValueError: the file is missing, not a JSON list of objects with names, or has a name twice.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -598,13 +620,13 @@ def template_file(path: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"prompt_type_path={path!r} must be a JSON list of objects that have a name")
     by_name = {entry["name"]: entry for entry in entries}
     if len(by_name) < len(entries):
-        raise ValueError(f"prompt_type_path={path!r} names a template twice")
+        raise ValueError(f"prompt_type_path={path!r} has a template twice")
     return by_name
 
 
-def template_names(path: str | Path | None = None) -> list[str]:
-    """Names that `load_template` takes."""
-    return [*template_file(str(path or TEMPLATE_FILE)), HF_TEMPLATE]
+def list_template_names(path: str | Path | None = None) -> list[str]:
+    """List the names of templates for `load_template`."""
+    return [*load_template_file(str(path or TEMPLATE_FILE)), HF_TEMPLATE]
 
 
 def load_template(
@@ -614,7 +636,7 @@ def load_template(
 
     Args:
         tokenizer: needed for "hf" only.
-        path: a template file of the user's own, in place of the one shipped.
+        path: a template file of the user, in place of the shipped one.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
@@ -623,8 +645,8 @@ def load_template(
         if tokenizer is None:
             raise ValueError("prompt_type='hf' needs a tokenizer")
         return HfTemplate(tokenizer)
-    entries = template_file(str(path or TEMPLATE_FILE))
+    entries = load_template_file(str(path or TEMPLATE_FILE))
     if name not in entries:
         hint = registry.did_you_mean(name, entries)
-        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(template_names(path))}{hint}")
+        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(list_template_names(path))}{hint}")
     return Template(entries[name], str(path or TEMPLATE_FILE.name))

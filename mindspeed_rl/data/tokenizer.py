@@ -18,7 +18,7 @@ _VOCABULARIES = ("token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "me
 
 
 def check_tokenizer_files(path: str | Path) -> bool:
-    """Whether there are files to look at: what is on a hub has none here. Imports nothing, so that a mistake is said at once.
+    """Check the files of a tokenizer; return False for a name on a hub. Imports nothing, so errors are reported at once.
 
     Raises:
         ValueError: the path means a folder that is not there, has no tokenizer, or whose JSON files cannot be read.
@@ -38,14 +38,14 @@ def check_tokenizer_files(path: str | Path) -> bool:
 
 
 def _is_folder(path: str | Path) -> bool:
-    """Whether the path is a folder of this machine rather than a name of a hub.
+    """Return True for a folder of this machine, False for a name on a hub.
 
     Raises:
         ValueError: it means a folder that is not there.
     """
     folder = Path(path).expanduser()
     looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
-    # a mistyped folder must not become a question to the hub
+    # a mistyped folder must not become a request to the hub
     if looks_local and not folder.is_dir():
         raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
     return looks_local
@@ -90,10 +90,10 @@ def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, text: str, key: str) -> int:
-    """Returns the one token that a text is.
+    """Return the id of a text that is one token.
 
     Args:
-        key: of the run file or option that says the text, for the error.
+        key: run file key or option of the text, for the error.
 
     Raises:
         ValueError: it is several tokens, or none.

@@ -1,32 +1,32 @@
-"""How tool schemas and function calls are written into a conversation: one style a class, chosen by `tool_format`."""
+"""Text of tool schemas and function calls in a conversation: one class a style, chosen by `tool_format`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import ToolCall
+from mindspeed_rl.data.conversation import JsonObject, ToolCall
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
+def _function(tool: JsonObject) -> JsonObject:
     return tool.get("function", tool)
 
 
-class ToolStyle(Protocol):
-    """What a template needs of a tool format."""
+class _ToolStyle(Protocol):
+    """Interface of a tool format."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
-        """Text that follows the system prompt."""
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
+        """Return the text that follows the system prompt."""
         ...
 
     def calls(self, calls: Sequence[ToolCall]) -> str:
-        """Text of the assistant's calls.
+        """Return the text of the assistant's calls.
 
         Raises:
             ValueError: more calls in one turn than the format holds.
@@ -34,10 +34,10 @@ class ToolStyle(Protocol):
         ...
 
 
-class DefaultTools:
-    """Plain text for models without a tool format of their own: `Action:` and `Action Input:` lines."""
+class _DefaultTools:
+    """Plain text for models without a tool format: `Action:` and `Action Input:` lines."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         listing = "\n".join(_json(_function(tool)) for tool in tools)
         names = ", ".join(_function(tool)["name"] for tool in tools)
         return (
@@ -50,10 +50,10 @@ class DefaultTools:
         return "\n".join(f"Action: {call.name}\nAction Input: {_json(call.arguments)}" for call in calls)
 
 
-class QwenTools:
-    """Qwen 2.5 and 3: schemas in <tools>, each call in <tool_call>, as their own chat templates have it."""
+class _QwenTools:
+    """Qwen 2.5 and 3: schemas in <tools>, each call in <tool_call>, as in their chat templates."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         listing = "\n".join(_json(tool) for tool in tools)
         return (
             "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -69,10 +69,10 @@ class QwenTools:
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-class Glm4Tools:
-    """GLM-4 and ChatGLM3: a Chinese tool section in the system turn, `name\\narguments` as the call."""
+class _Glm4Tools:
+    r"""GLM-4 and ChatGLM3: a Chinese tool section in the system turn, `name\narguments` as the call."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         sections = []
         for tool in tools:
             function = _function(tool)
@@ -86,10 +86,10 @@ class Glm4Tools:
         return f"{calls[0].name}\n{_json(calls[0].arguments)}"
 
 
-class Llama3Tools:
+class _Llama3Tools:
     """Llama 3.1: a JSON object `{"name": ..., "parameters": ...}` as the call; one a turn."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         listing = "\n\n".join(json.dumps(tool, ensure_ascii=False, indent=4) for tool in tools)
         return (
             "\n\nYou have access to the following functions. To call a function, please respond with JSON for a function call. "
@@ -103,13 +103,13 @@ class Llama3Tools:
         return _json({"name": calls[0].name, "parameters": calls[0].arguments})
 
 
-class Glm4MoeTools:
+class _Glm4MoeTools:
     """GLM-4.5: schemas in <tools>, arguments as <arg_key>/<arg_value> pairs."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         listing = "\n".join(_json(tool) for tool in tools)
         return (
-            # no blank line in front: this text is a turn of its own (tools_before_system)
+            # no blank line in front: this text is a separate turn (tools_before_system)
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
             f"{listing}\n</tools>\n\n"
@@ -129,10 +129,10 @@ class Glm4MoeTools:
         return "\n".join(texts)
 
 
-class DeepSeek4Tools:
+class _DeepSeek4Tools:
     """DeepSeek-V4: schemas after the system text, calls in DSML markup."""
 
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+    def schemas(self, tools: Sequence[JsonObject]) -> str:
         listing = "\n".join(_json(_function(tool)) for tool in tools)
         return (
             "\n\n## Tools\n\nYou have access to a set of tools to help answer the user's question. "
@@ -161,24 +161,24 @@ class DeepSeek4Tools:
         return "\n\n<｜DSML｜tool_calls>\n" + "\n".join(blocks) + "\n</｜DSML｜tool_calls>"
 
 
-TOOL_STYLES: dict[str, ToolStyle] = {
-    "default": DefaultTools(),
-    "qwen": QwenTools(),
-    "qwen3": QwenTools(),
-    "glm4": Glm4Tools(),
-    "glm4_moe": Glm4MoeTools(),
-    "llama3": Llama3Tools(),
-    "deepseek4": DeepSeek4Tools(),
+_TOOL_STYLES: dict[str, _ToolStyle] = {
+    "default": _DefaultTools(),
+    "qwen": _QwenTools(),
+    "qwen3": _QwenTools(),
+    "glm4": _Glm4Tools(),
+    "glm4_moe": _Glm4MoeTools(),
+    "llama3": _Llama3Tools(),
+    "deepseek4": _DeepSeek4Tools(),
 }
 
 
-def tool_style(name: str) -> ToolStyle:
+def get_tool_style(name: str) -> _ToolStyle:
     """Look up a tool format.
 
     Raises:
         ValueError: unknown name.
     """
-    if name not in TOOL_STYLES:
-        hint = registry.did_you_mean(name, TOOL_STYLES)
-        raise ValueError(f"tool_format={name!r} is unknown; there are {', '.join(TOOL_STYLES)}{hint}")
-    return TOOL_STYLES[name]
+    if name not in _TOOL_STYLES:
+        hint = registry.did_you_mean(name, _TOOL_STYLES)
+        raise ValueError(f"tool_format={name!r} is unknown; there are {', '.join(_TOOL_STYLES)}{hint}")
+    return _TOOL_STYLES[name]

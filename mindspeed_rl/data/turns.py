@@ -1,9 +1,9 @@
-"""What a chat template writes between the turns of a conversation that is held in tokens, not in text.
+"""Tokens that a chat template writes between the turns of a conversation of tokens.
 
-What a model has drawn is never tokenized again. Messages that come behind it are written by the template as the difference of
-two renderings of a made-up conversation: what stands behind an answer whose text is known. Where the template writes earlier
-turns otherwise once later ones follow (it drops thoughts, or what opened them), there is no such difference, and the
-conversation has to be written anew.
+Sampled tokens are never tokenized again. The messages after them are written by the template as the difference of two
+renderings of an artificial conversation: the text after a known answer. If the template writes earlier turns differently
+after later ones are added (it drops thoughts, or their opening), there is no such difference, and the conversation has to be
+rendered again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, Role, parse_tools
-from mindspeed_rl.data.conversation import ToolCall as WrittenCall
+from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, Message, Role, ToolCall, parse_tools
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.templates import HfTemplate, Piece, Template, Thinking, Token, probe_tool
+from mindspeed_rl.data.templates import HfTemplate, Template, TextOrToken, Thinking, build_probe_tool, join_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 #: a message in OpenAI's form: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 ChatMessage = Mapping[str, Any]
 
-#: marks a special token in a text that others wrote, by its number; no such character is in use
+#: marks a special token in the text of others by its index; these characters are private
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
-#: made-up contents, equally long; two of a kind begin and end with other characters, so that they share no token
+#: artificial contents, equally long; two of a kind start and end with different characters, so they share no token
 _QUESTIONS = ("question5041", "inquiring730")
 _ANSWERS = ("answerab7302", "replycd4859q")
 _NEWS = ("nextcont8263", "followup501x")
@@ -36,10 +35,10 @@ _THOUGHT = "thoughtef1947"
 
 
 class _Writer(Protocol):
-    """A chat template that writes whole conversations, with the prompt for an answer behind them."""
+    """A chat template that writes full conversations, with the generation prompt after them."""
 
-    def pieces(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Sequence[Piece]:
-        """The conversation's text.
+    def write(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Sequence[TextOrToken]:
+        """Return the conversation's text.
 
         Raises:
             MalformedRowError: the template cannot write it.
@@ -52,8 +51,8 @@ class _HfWriter:
     template: HfTemplate
     thinking: Thinking
 
-    def pieces(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Sequence[Piece]:
-        return [self.template.written(messages, tools, self.thinking)]
+    def write(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Sequence[TextOrToken]:
+        return [self.template.write(messages, tools, self.thinking)]
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,23 @@ class _FileWriter:
     template: Template
     thinking: Thinking
 
-    def pieces(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Sequence[Piece]:
-        conversation = as_conversation(messages, tools)
+    def write(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Sequence[TextOrToken]:
+        conversation = build_conversation(messages, tools)
         turns = self.template.render(conversation, self.thinking).turns
-        return [piece for turn in turns for piece in (*turn.source, *turn.target)]
+        return [part for turn in turns for part in (*turn.source, *turn.target)]
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """What the template writes behind an answer in front of messages of some roles.
+    """Tokens of the template after an answer, before messages of some roles.
 
     Attributes:
-        begins: tokens of the made-up conversation up to the answer's last one.
+        prefix: tokens of the artificial conversation up to the answer's last one.
         header: tokens from there to the first content.
-        with_calls: the template writes a tool's reply only behind calls that it is given as such, not in the answer's text.
+        with_calls: the template writes a tool's reply only after structured calls, not after calls in the answer's text.
     """
 
-    begins: tuple[int, ...]
+    prefix: tuple[int, ...]
     header: tuple[int, ...]
     with_calls: bool
 
@@ -93,7 +92,8 @@ class ChatTurns:
         thinking: Thinking = "none",
         has_tools: bool = False,
     ) -> None:
-        """
+        """Find the tokens of the generation prompt.
+
         Args:
             has_tools: prompts have the schemas of tools: some templates then keep thoughts.
         """
@@ -105,194 +105,194 @@ class ChatTurns:
         self._template, self._thinking = template, thinking
         self.has_tools = has_tools
         self._encoder = TextEncoder(tokenizer)
-        added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
         names = [str(name) for name in tokenizer.convert_ids_to_tokens(sorted(self._special))]
         self._special_names = sorted(names, key=len, reverse=True)
-        self._tools = [probe_tool("probe")] if has_tools else []
-        self._numbers_turns = isinstance(template, Template) and "idx" in template.user.fields
+        self._tools = [build_probe_tool("probe")] if has_tools else []
+        self._has_turn_indices = isinstance(template, Template) and "idx" in template.user.fields
         self._gaps: dict[tuple[tuple[str, ...], int, bool], _Gap | None] = {}
         first, second = (self._ids([_message("user", question)]) for question in _QUESTIONS)
-        self._asking = _common_end(first, second)
+        self._generation_prompt = _common_end(first, second)
 
     @property
     def opens_thought(self) -> bool:
-        """An answer begins inside a thought, which the template has opened."""
-        asking = self._encoder.tokenizer.decode(list(self._asking))
-        return "<think>" in asking and "</think>" not in asking
+        """True when an answer starts inside a thought, which the template has opened."""
+        prompt = self._encoder.tokenizer.decode(list(self._generation_prompt))
+        return "<think>" in prompt and "</think>" not in prompt
 
-    def telling(self, *, has_tools: bool) -> ChatTurns:
-        """The turns of the same template where prompts have the schemas of tools, or have none."""
+    def with_tools(self, *, has_tools: bool) -> ChatTurns:
+        """Return the turns of the same template for prompts with or without the schemas of tools."""
         if has_tools == self.has_tools:
             return self
         return ChatTurns(self._template, self._encoder.tokenizer, thinking=self._thinking, has_tools=has_tools)
 
-    # ------------------------------------------------------------------ whole conversations
+    # ------------------------------------------------------------------ full conversations
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
-        """A conversation whose next turn is the model's.
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject] = ()) -> tuple[int, ...]:
+        """Render a conversation, with the generation prompt.
 
         Raises:
             MalformedRowError: the template cannot write it.
         """
-        told = [self._in_plain_text(message) for message in messages]
-        return self._encode(self._writer.pieces(told, parse_tools(list(tools))))
+        plain = [self._mark_special_tokens(message) for message in messages]
+        return self._encode(self._writer.write(plain, parse_tools(list(tools))))
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raises ValueError unless the prompt ends as the template asks for an answer, from its last mark on.
+        """Raise ValueError unless the prompt ends with the template's generation prompt, from its last special token on.
 
-        What stands before that may differ: prompts of one template go on with the tool replies of another of the same marks.
+        The text before that may differ: prompts of one template continue with tool replies of another with the same tokens.
         """
-        marks = [place for place, token in enumerate(self._asking) if token in self._special]
-        asking = self._asking[marks[-1] :] if marks else self._asking
-        if tuple(prompt_ids[len(prompt_ids) - len(asking) :]) != asking:
-            wanted = self._encoder.tokenizer.decode(list(asking))
+        starts = [index for index, token in enumerate(self._generation_prompt) if token in self._special]
+        expected = self._generation_prompt[starts[-1] :] if starts else self._generation_prompt
+        if tuple(prompt_ids[len(prompt_ids) - len(expected) :]) != expected:
+            text = self._encoder.tokenizer.decode(list(expected))
             raise ValueError(
-                f"prompts do not end as the chat template {self.name!r} asks for an answer, with {wanted!r}: set "
+                f"prompts do not end with {text!r}, the generation prompt of the chat template {self.name!r}: set "
                 "actor_config.prompt_type to the template that wrote them."
             )
 
-    def rewritten(self, prompt_ids: Sequence[int], messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """The prompt and all that came behind it, as the template writes it now.
+    def rerender(self, prompt_ids: Sequence[int], messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Render the prompt and all messages after it again.
 
         Args:
-            prompt_ids: they end as the template asks for an answer.
-            messages: behind the prompt, the model's first and new ones last.
+            prompt_ids: they end with the generation prompt.
+            messages: after the prompt, the model's first and new ones last.
 
         Raises:
             MalformedRowError: the template cannot write them.
         """
         question = _message("user", _QUESTIONS[0])
-        asked, whole = self._ids([question]), self._ids([question, *map(self._in_plain_text, messages)])
-        same = len(os.path.commonprefix([asked, whole]))
-        kept = len(prompt_ids) - (len(asked) - same)
-        if tuple(prompt_ids[kept:]) != asked[same:]:
-            raise MalformedRowError(f"a prompt does not end as the chat template {self.name!r} asks for an answer")
-        return (*prompt_ids[:kept], *whole[same:])
+        prompt, full = self._ids([question]), self._ids([question, *map(self._mark_special_tokens, messages)])
+        same = len(os.path.commonprefix([prompt, full]))
+        kept = len(prompt_ids) - (len(prompt) - same)
+        if tuple(prompt_ids[kept:]) != prompt[same:]:
+            raise MalformedRowError(f"a prompt does not end with the generation prompt of the chat template {self.name!r}")
+        return (*prompt_ids[:kept], *full[same:])
 
-    # ------------------------------------------------------------------ behind an answer
+    # ------------------------------------------------------------------ after an answer
 
-    def between(
+    def render_next(
         self, messages: Sequence[ChatMessage], last_token: int, *, num_before: int = 0, has_thought: bool = False
     ) -> tuple[int, ...] | None:
-        """The tokens from an answer's last one to where the next answer begins; None where earlier turns would change.
+        """Return the tokens from an answer's last one to the next answer's first; None if earlier turns would change.
 
         Args:
-            messages: new ones, of others than the model.
-            last_token: the one that ended the answer. What the template writes up to it is left out.
-            num_before: answers before this one, by which some templates number turns.
-            has_thought: some answer since the last rewriting has one.
+            messages: new ones, not of the model.
+            last_token: the one that ended the answer. The template's tokens up to it are left out.
+            num_before: answers before this one, which some templates write as the turn's index.
+            has_thought: some answer since the last rendering has one.
 
         Raises:
             MalformedRowError: the template cannot write the messages.
         """
         roles = tuple(str(message["role"]) for message in messages)
-        num_before = num_before if self._numbers_turns else 0
+        num_before = num_before if self._has_turn_indices else 0
         key = (roles, num_before, has_thought)
         if key not in self._gaps:
             self._gaps[key] = self._find_gap(*key)
         gap = self._gaps[key]
         if gap is None:
             return None
-        told = [self._in_plain_text(message) for message in messages]
-        made_up = _made_up(_ANSWERS[0], told, num_before, has_thought=has_thought, with_calls=gap.with_calls)
-        whole = self._ids(made_up)
-        if whole[: len(gap.begins)] != gap.begins:
-            raise MalformedRowError(f"the chat template {self.name!r} lets an answer's text depend on the message that follows")
-        behind = whole[len(gap.begins) :]
+        plain = [self._mark_special_tokens(message) for message in messages]
+        probe = _build_probe(_ANSWERS[0], plain, num_before, has_thought=has_thought, with_calls=gap.with_calls)
+        full = self._ids(probe)
+        if full[: len(gap.prefix)] != gap.prefix:
+            raise MalformedRowError(f"the chat template {self.name!r} changes an answer's text with the message after it")
+        following = full[len(gap.prefix) :]
         if last_token in gap.header:
-            behind = behind[gap.header.index(last_token) + 1 :]
-        return behind
+            following = following[gap.header.index(last_token) + 1 :]
+        return following
 
     def _find_gap(self, roles: Sequence[str], num_before: int, has_thought: bool) -> _Gap | None:
-        """See `between`: None where the template does not keep what stands before."""
+        """See `render_next`: None if the template changes earlier turns."""
         try:
-            return self._gap(roles, num_before, has_thought=has_thought, with_calls=False)
+            return self._compute_gap(roles, num_before, has_thought=has_thought, with_calls=False)
         except MalformedRowError:
             if "tool" not in roles:
                 raise
-            return self._gap(roles, num_before, has_thought=has_thought, with_calls=True)
+            return self._compute_gap(roles, num_before, has_thought=has_thought, with_calls=True)
 
-    def _gap(self, roles: Sequence[str], num_before: int, *, has_thought: bool, with_calls: bool) -> _Gap | None:
+    def _compute_gap(self, roles: Sequence[str], num_before: int, *, has_thought: bool, with_calls: bool) -> _Gap | None:
         def conversation(answer: str, news: str) -> list[ChatMessage]:
-            told = [_message(role, news) for role in roles]
-            return _made_up(answer, told, num_before, has_thought=has_thought, with_calls=with_calls)
+            messages = [_message(role, news) for role in roles]
+            return _build_probe(answer, messages, num_before, has_thought=has_thought, with_calls=with_calls)
 
-        asked = self._ids([*_exchanges(num_before), _message("user", _QUESTIONS[0])])
-        whole, other = (self._ids(conversation(answer, _NEWS[0])) for answer in _ANSWERS)
-        if whole[: len(asked)] != asked:
+        prompt = self._ids([*_exchanges(num_before), _message("user", _QUESTIONS[0])])
+        full, other = (self._ids(conversation(answer, _NEWS[0])) for answer in _ANSWERS)
+        if full[: len(prompt)] != prompt:
             return None
-        written = _text(self._writer.pieces(conversation(_ANSWERS[0], _NEWS[0]), self._tools))
+        written = join_text(self._writer.write(conversation(_ANSWERS[0], _NEWS[0]), self._tools))
         if _ANSWERS[0] not in written or written.count(_NEWS[0]) != len(roles):
-            raise MalformedRowError(f"the chat template {self.name!r} drops messages of {', '.join(roles)} behind an answer")
+            raise MalformedRowError(f"the chat template {self.name!r} drops messages of {', '.join(roles)} after an answer")
         if has_thought and _THOUGHT not in written:
             return None
-        behind = _common_end(whole, other)
-        begins = whole[: len(whole) - len(behind)]
-        otherwise = self._ids(conversation(_ANSWERS[0], _NEWS[1]))
-        header = tuple(os.path.commonprefix([whole, otherwise])[len(begins) :])
-        if with_calls:  # how a call ends is the model's to write, so the template's part begins with what ends a turn
-            place = next((index for index, token in enumerate(header) if token in self._special), 0)
-            begins, header = begins + header[:place], header[place:]
-        return _Gap(begins, header, with_calls)
+        following = _common_end(full, other)
+        prefix = full[: len(full) - len(following)]
+        changed = self._ids(conversation(_ANSWERS[0], _NEWS[1]))
+        header = tuple(os.path.commonprefix([full, changed])[len(prefix) :])
+        if with_calls:  # the model writes the end of a call, so the template's part starts with the end of the turn
+            start = next((index for index, token in enumerate(header) if token in self._special), 0)
+            prefix, header = prefix + header[:start], header[start:]
+        return _Gap(prefix, header, with_calls)
 
     # ------------------------------------------------------------------ tokens
 
     def _ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        return self._encode(self._writer.pieces(messages, self._tools))
+        return self._encode(self._writer.write(messages, self._tools))
 
-    def _in_plain_text(self, message: ChatMessage) -> ChatMessage:
-        """The message of somebody else than the model, with its special tokens marked: nobody may end a turn from within."""
+    def _mark_special_tokens(self, message: ChatMessage) -> ChatMessage:
+        """Mark the special tokens in a message that is not the model's: its text must not end a turn."""
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
             return message
         if not any(name in content for name in self._special_names):
             return message
-        # one pass, so that no mark is looked through again
-        found = re.compile("|".join(map(re.escape, self._special_names)))
-        return {**message, "content": found.sub(lambda match: f"\ue000{self._special_names.index(match[0])}\ue001", content)}
+        # one pass, so that no mark is searched again
+        names = re.compile("|".join(map(re.escape, self._special_names)))
+        return {**message, "content": names.sub(lambda match: f"\ue000{self._special_names.index(match[0])}\ue001", content)}
 
-    def _encode(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
-        found: list[int] = []
-        for piece in pieces:
-            if not isinstance(piece, str):
-                found.append(self._encoder.special_id(piece))
+    def _encode(self, parts: Sequence[TextOrToken]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for part in parts:
+            if not isinstance(part, str):
+                ids.append(self._encoder.special_id(part))
                 continue
-            for place, text in enumerate(_MARK.split(piece)):
-                found += (
-                    self._encoder.encode_plain(self._special_names[int(text)]) if place % 2 else self._encoder.encode([text])[0]
+            for index, text in enumerate(_MARK.split(part)):
+                ids += (
+                    self._encoder.encode_plain(self._special_names[int(text)]) if index % 2 else self._encoder.encode([text])[0]
                 )
-        return tuple(found)
+        return tuple(ids)
 
 
-def as_conversation(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> Conversation:
-    """Messages in OpenAI's form as the templates of a file take them; adjacent messages of tools are one.
+def build_conversation(messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Conversation:
+    """Build a conversation from messages in OpenAI's form; adjacent messages of tools are one.
 
     Raises:
         MalformedRowError: a role is unknown.
     """
     system: str | None = None
-    found: list[Message] = []
-    for number, message in enumerate(messages):
+    turns: list[Message] = []
+    for index, message in enumerate(messages):
         role, content = message.get("role"), str(message.get("content") or "")
-        if role == "system" and number == 0:
+        if role == "system" and index == 0:
             system = content
-        elif role == "tool" and found and found[-1].role == "observation":
-            found[-1] = Message("observation", (*found[-1].contents, content))
+        elif role == "tool" and turns and turns[-1].role == "observation":
+            turns[-1] = Message("observation", (*turns[-1].contents, content))
         elif role == "assistant" and message.get("tool_calls"):
-            calls = tuple(WrittenCall.parse(call) for call in message["tool_calls"])
-            found.append(Message("function", (content,), calls))
+            calls = tuple(ToolCall.parse(call) for call in message["tool_calls"])
+            turns.append(Message("function", (content,), calls))
         elif role in _ROLES:
-            found.append(Message(_ROLES[role], (content,)))
+            turns.append(Message(_ROLES[role], (content,)))
         else:
-            raise MalformedRowError(f"message {number} of a conversation is from {role!r}, which the template does not know there")
-    return Conversation(found, system, tools)
+            raise MalformedRowError(f"message {index} of a conversation is from {role!r}, which is unknown there")
+    return Conversation(turns, system, tools)
 
 
 _ROLES: dict[Any, Role] = {"user": "user", "assistant": "assistant", "tool": "observation"}
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: str) -> JsonObject:
     return {"role": role, "content": content}
 
 
@@ -300,32 +300,28 @@ def _exchanges(count: int) -> list[ChatMessage]:
     return [_message("user", "q"), _message("assistant", "a")] * count
 
 
-def _made_up(
-    answer: str, told: Sequence[ChatMessage], num_before: int, *, has_thought: bool, with_calls: bool
+def _build_probe(
+    answer: str, messages: Sequence[ChatMessage], num_before: int, *, has_thought: bool, with_calls: bool
 ) -> list[ChatMessage]:
-    """A question, an answer, and messages behind it; with some questions and answers before them."""
+    """Build a question, an answer, and messages after it; with some questions and answers before them."""
     before = _exchanges(num_before)
     thought = f"<think>\n{_THOUGHT}\n</think>\n\n" if has_thought else ""
     if not with_calls:
-        return [*before, _message("user", _QUESTIONS[0]), _message("assistant", thought + answer), *told]
-    # two answers end otherwise, so that no bracket or quote is common to them
-    arguments: dict[str, Any] = {"a": answer} if answer == _ANSWERS[0] else {"a": [7]}
-    numbers = [number for number, message in enumerate(told) if message["role"] == "tool"]
+        return [*before, _message("user", _QUESTIONS[0]), _message("assistant", thought + answer), *messages]
+    # two answers have different ends, so that no bracket or quote is common to them
+    arguments: JsonObject = {"a": answer} if answer == _ANSWERS[0] else {"a": [7]}
+    indices = [index for index, message in enumerate(messages) if message["role"] == "tool"]
     calls = [
-        {"type": "function", "id": f"probe{number:04d}", "function": {"name": "probe", "arguments": arguments}}
-        for number in numbers
+        {"type": "function", "id": f"probe{index:04d}", "function": {"name": "probe", "arguments": arguments}}
+        for index in indices
     ]
     replies = [
-        {**message, "tool_call_id": f"probe{number:04d}", "name": "probe"} if number in numbers else message
-        for number, message in enumerate(told)
+        {**message, "tool_call_id": f"probe{index:04d}", "name": "probe"} if index in indices else message
+        for index, message in enumerate(messages)
     ]
-    asks = {**_message("assistant", thought), "tool_calls": calls}
-    return [*before, _message("user", _QUESTIONS[0]), asks, *replies]
+    call_message = {**_message("assistant", thought), "tool_calls": calls}
+    return [*before, _message("user", _QUESTIONS[0]), call_message, *replies]
 
 
 def _common_end(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(os.path.commonprefix([tuple(first)[::-1], tuple(second)[::-1]])[::-1])
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.name if isinstance(piece, Token) else piece for piece in pieces)

@@ -219,7 +219,7 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
         else:
             raise MalformedRowError(f"a message's role is system (first), user or assistant, not {role!r}")
     conversation = Conversation(messages, system=system, tools=parse_tools(tools))
-    conversation.check_order()
+    conversation.check_roles()
     if messages[-1].role != "user":
         raise MalformedRowError("the last message is from the assistant: there is nothing to answer")
     return conversation

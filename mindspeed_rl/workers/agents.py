@@ -17,10 +17,9 @@ from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
-from mindspeed_rl.tools.interface import Toolbox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolbox
+from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, Toolbox
 from mindspeed_rl.workers.responses import get_sampling_seed
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
     )
-    return LoadedToolbox(
+    return Toolbox(
         build_tools(read_tools(rl.tool_config_path, rl.deadlines.tool or DEFAULTS["tool"])),
         lambda schemas: make_parser(name, schemas, tokenizer, thinks=thinks),
         limits,

@@ -1,4 +1,4 @@
-"""What every handler shares: its settings, column lookup, and the batch encoding loop."""
+"""Base of the handlers: settings, column lookup, and the batch encoding loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError
+from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.sources import RowSource, TaggedRow
@@ -30,7 +30,7 @@ EMPTY_PROMPT = "empty prompt"
 
 @dataclass(frozen=True)
 class HandlerSettings:
-    """What a handler is built from; names are those of the command line."""
+    """Settings of a handler; names are those of the command line."""
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | HfTemplate | None = None
@@ -66,8 +66,8 @@ class EncodedRow:
 
 
 @dataclass
-class EncodedBatch:
-    """Rows that were kept, in order, and why the others were not."""
+class _EncodedBatch:
+    """Encoded rows in order, and the reasons of the dropped ones."""
 
     rows: list[EncodedRow] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -121,16 +121,16 @@ class Handler(ABC):
         if self.needs_template and settings.template is None:
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
 
-    def known_columns(self, settings: HandlerSettings) -> Mapping[str, Any]:
-        """Names that map_keys may hold, with the columns they stand for."""
+    def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
+        """Return the names that map_keys may hold, with the columns they stand for."""
         return self.default_map
 
     def open_source(self, config: Any) -> RowSource | None:
-        """The rows to read when the handler itself looks them up; None means what lies at `config.input`."""
+        """Open the rows when the handler itself looks them up; None means what lies at `config.input`."""
         return None
 
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
-        """(tokens, tokens with a label) of some rows; `columns` holds their concatenated tokens."""
+        """Count (tokens, tokens with a label) of some rows; `columns` holds their concatenated tokens."""
         total = trained = 0
         for name in self.columns:
             if name.endswith("input_ids"):
@@ -145,8 +145,8 @@ class Handler(ABC):
         assert self.settings.template is not None
         return self.settings.template
 
-    def column(self, row: Mapping[str, Any], key: str, *, required: bool = False) -> Any:
-        """Value of the dataset column that stands for `key`; None where an optional column is switched off or absent.
+    def column(self, row: Row, key: str, *, required: bool = False) -> Any:
+        """Return the value of the dataset column that stands for `key`; None where an optional column is switched off or absent.
 
         Raises:
             MalformedRowError: the column was asked for in map_keys, or is required, and the row lacks it.
@@ -159,11 +159,13 @@ class Handler(ABC):
         if name in row:
             return row[name]
         if required or key in self._explicit:
-            raise MalformedRowError(f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours")
+            raise MalformedRowError(
+                f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours"
+            )
         return None
 
-    def text_column(self, row: Mapping[str, Any], key: str, *, required: bool = False) -> str:
-        """Text of a column; "" where it is off, absent or null.
+    def text_column(self, row: Row, key: str, *, required: bool = False) -> str:
+        """Return the text of a column; "" where it is off, absent or null.
 
         Raises:
             MalformedRowError: the value is not text.
@@ -180,8 +182,8 @@ class Handler(ABC):
             raise MalformedRowError(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
         return value
 
-    def written(self, conversation: Conversation) -> Rendering:
-        """The conversation in the template and with the thinking settings of this run."""
+    def render_conversation(self, conversation: Conversation) -> Rendering:
+        """Render the conversation in the template and with the thinking settings of this run."""
         return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
 
     @abstractmethod
@@ -197,9 +199,9 @@ class Handler(ABC):
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         """Return the arrays of a row from its encoded renderings; may raise DroppedRowError."""
 
-    def encode(self, rows: Sequence[tuple[int, Any]]) -> EncodedBatch:
+    def encode(self, rows: Sequence[tuple[int, Any]]) -> _EncodedBatch:
         """Encode numbered rows with one call of the tokenizer. A MalformedRowError in place of a row is passed on."""
-        batch = EncodedBatch()
+        batch = _EncodedBatch()
         drafts: list[tuple[int, Draft]] = []
         for number, row in rows:
             try:
@@ -217,7 +219,7 @@ class Handler(ABC):
             # taken whatever becomes of the row, or the next one would get its texts
             own = [next(encoded) for _ in draft.renderings]
             try:
-                batch.rows.append(self.assemble(draft, sound(own)))
+                batch.rows.append(self.assemble(draft, _check_encoded(own)))
             except MalformedRowError as error:
                 batch.bad.append((number, str(error)))
             except DroppedRowError as drop:
@@ -227,8 +229,8 @@ class Handler(ABC):
         return batch
 
 
-def sound(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[TurnIds]]:
-    """The encoded renderings of a row.
+def _check_encoded(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[TurnIds]]:
+    """Return the encoded renderings of a row.
 
     Raises:
         MalformedRowError: one of them could not be encoded.
@@ -242,5 +244,5 @@ def sound(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[Tur
 
 
 def join_lines(first: str, second: str) -> str:
-    """`first` and `second` on separate lines, without an empty line where one is missing."""
+    """Join `first` and `second` on separate lines, without an empty line where one is missing."""
     return f"{first}\n{second}" if first and second else first or second

@@ -9,11 +9,12 @@ import numpy as np
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
-    MalformedRowError,
     Conversation,
     DroppedRowError,
+    MalformedRowError,
     Message,
     Role,
+    Row,
     ToolCall,
     assistant,
     parse_tools,
@@ -39,7 +40,7 @@ class InstructionHandler(Handler):
     can_pack = True
     can_append_eod = True
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         """Read one row.
 
         Raises:
@@ -47,9 +48,9 @@ class InstructionHandler(Handler):
         """
         raise NotImplementedError
 
-    def render(self, row: Mapping[str, Any]) -> Draft:
+    def render(self, row: Row) -> Draft:
         conversation = self.conversation(row)
-        conversation.check_order()
+        conversation.check_roles()
         if len(conversation.messages) % 2:
             raise MalformedRowError("the last message is not from the assistant")
         for message in conversation.messages[1::2]:
@@ -57,7 +58,7 @@ class InstructionHandler(Handler):
                 raise DroppedRowError(EMPTY_ANSWER)
         if not any(message.content.strip() for message in conversation.messages[::2]):
             raise DroppedRowError(EMPTY_PROMPT)
-        return Draft((self.written(conversation),))
+        return Draft((self.render_conversation(conversation),))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         (turns,) = encoded
@@ -83,7 +84,7 @@ class InstructionHandler(Handler):
         return EncodedRow(columns, truncated)
 
 
-def alpaca_question(handler: Handler, row: Mapping[str, Any]) -> tuple[list[Message], str | None, str]:
+def alpaca_question(handler: Handler, row: Row) -> tuple[list[Message], str | None, str]:
     """(messages of the history, system, question) of an Alpaca row; the question is `prompt` and `query` on separate lines.
 
     Raises:
@@ -110,7 +111,7 @@ class AlpacaStyleInstructionHandler(InstructionHandler):
         "history": "history",
     }
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         messages, system, question = alpaca_question(self, row)
         answer = self.text_column(row, "response", required=True)
         return Conversation([*messages, user(question), assistant(answer)], system)
@@ -201,7 +202,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
         return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
 
@@ -245,7 +246,9 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
             reasoning = entry.get("reasoning_content") or ""
             messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning))
         else:
-            raise MalformedRowError(f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool")
+            raise MalformedRowError(
+                f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool"
+            )
     return system, messages
 
 
@@ -267,7 +270,7 @@ class OpenAIInstructionHandler(InstructionHandler):
 
     default_map: ClassVar = {"messages": "messages", "system": "system", "tools": "tools"}
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         system, messages = openai_messages(self.column(row, "messages", required=True))
         return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
 
@@ -277,7 +280,7 @@ class HunyuanInstructionHandler(OpenAIInstructionHandler):
 
     forced_template = "hf"
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         entries = self.column(row, "messages", required=True)
         if isinstance(entries, (list, tuple)):
             # looked at as written: openai_messages joins user messages in a row, which would hide a wrong order

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import SOURCE_ROLES, MalformedRowError, Conversation, DroppedRowError, Message, assistant, parse_tools, user
+from mindspeed_rl.data.conversation import (
+    SOURCE_ROLES,
+    Conversation,
+    DroppedRowError,
+    MalformedRowError,
+    Message,
+    Row,
+    assistant,
+    parse_tools,
+    user,
+)
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -34,7 +44,7 @@ class PairwiseHandler(Handler):
     length_column = "chosen_input_ids"
     can_append_eod = True
 
-    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
         """Read (prompt, chosen, rejected).
 
         Raises:
@@ -42,7 +52,7 @@ class PairwiseHandler(Handler):
         """
         raise NotImplementedError
 
-    def render(self, row: Mapping[str, Any]) -> Draft:
+    def render(self, row: Row) -> Draft:
         prompt, chosen, rejected = self.pair(row)
         if not prompt.messages or prompt.messages[-1].role not in SOURCE_ROLES:
             raise MalformedRowError("the prompt's last message is not from the user")
@@ -53,8 +63,8 @@ class PairwiseHandler(Handler):
             raise DroppedRowError(EMPTY_PROMPT)
         if chosen == rejected:
             raise DroppedRowError("chosen equals rejected")
-        whole = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
-        return Draft(tuple(self.written(conversation) for conversation in whole))
+        full = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
+        return Draft(tuple(self.render_conversation(conversation) for conversation in full))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         limit = self.settings.seq_length or DEFAULT_CUTOFF_TOKENS
@@ -81,7 +91,7 @@ class PairwiseHandler(Handler):
         return EncodedRow(columns)
 
 
-def answer_text(value: Any, name: str) -> str:
+def _read_answer(value: object, name: str) -> str:
     """Text of an answer: a text, a {value} or {content} turn, or a list whose last turn is the answer.
 
     Raises:
@@ -108,10 +118,10 @@ class AlpacaStylePairwiseHandler(PairwiseHandler):
         "history": "history",
     }
 
-    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
         messages, system, question = alpaca_question(self, row)
         chosen, rejected = (
-            assistant(answer_text(self.column(row, key, required=True), self.map[key])) for key in ("chosen", "rejected")
+            assistant(_read_answer(self.column(row, key, required=True), self.map[key])) for key in ("chosen", "rejected")
         )
         return Conversation([*messages, user(question)], system), chosen, rejected
 
@@ -132,13 +142,13 @@ class SharegptStylePairwiseHandler(PairwiseHandler):
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 
-    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
         system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
         system = self.text_column(row, "system") or system
         prompt = Conversation(messages, system, parse_tools(self.column(row, "tools")))
         return prompt, self._answer(row, "chosen"), self._answer(row, "rejected")
 
-    def _answer(self, row: Mapping[str, Any], key: str) -> Message:
+    def _answer(self, row: Row, key: str) -> Message:
         value = self.column(row, key, required=True)
         turn = value[-1] if isinstance(value, (list, tuple)) and value else value
         if isinstance(turn, Mapping) and turn.get(self.tags["role_tag"]) == self.tags["function_tag"]:
@@ -146,4 +156,4 @@ class SharegptStylePairwiseHandler(PairwiseHandler):
             return messages[0]
         if isinstance(turn, Mapping) and self.tags["content_tag"] in turn:
             turn = turn[self.tags["content_tag"]]
-        return assistant(answer_text(turn, self.map[key]))
+        return assistant(_read_answer(turn, self.map[key]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
+from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
 from mindspeed_rl.data.templates import Rendering, Turn
@@ -32,7 +32,7 @@ class PretrainHandler(Handler):
         self.columns = tuple(settings.json_keys)
         self.length_column = self.columns[0]
 
-    def texts(self, row: Mapping[str, Any]) -> list[str]:
+    def texts(self, row: Row) -> list[str]:
         """One text per column.
 
         Raises:
@@ -40,7 +40,7 @@ class PretrainHandler(Handler):
         """
         raise NotImplementedError
 
-    def render(self, row: Mapping[str, Any]) -> Draft:
+    def render(self, row: Row) -> Draft:
         texts = self.texts(row)
         if not all(texts):
             raise DroppedRowError(EMPTY_TEXT)
@@ -64,14 +64,16 @@ class PretrainHandler(Handler):
 class GeneralPretrainHandler(PretrainHandler):
     """The `--json-keys` columns as they are; map_keys may say which column of the data a key stands for."""
 
-    def known_columns(self, settings: HandlerSettings) -> Mapping[str, Any]:
+    def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
         return {name: name for name in settings.json_keys}
 
-    def texts(self, row: Mapping[str, Any]) -> list[str]:
+    def texts(self, row: Row) -> list[str]:
         texts = []
         for name in (self.map[key] for key in self.columns):
             if name not in row:
-                raise MalformedRowError(f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours")
+                raise MalformedRowError(
+                    f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours"
+                )
             if not isinstance(row[name], str):
                 raise MalformedRowError(f"column {name!r} must be text, not {type(row[name]).__name__}")
             texts.append(row[name])
@@ -96,7 +98,7 @@ class AlpacaPretrainHandler(SingleTextHandler):
         "The assistant gives helpful, detailed, and polite answers to the user's questions."
     )
 
-    def texts(self, row: Mapping[str, Any]) -> list[str]:
+    def texts(self, row: Row) -> list[str]:
         question = join_lines(self.text_column(row, "prompt", required=True), self.text_column(row, "query"))
         answer = self.text_column(row, "response", required=True)
         if not question or not answer:
@@ -109,7 +111,7 @@ class SharegptPretrainHandler(SingleTextHandler):
 
     default_map: ClassVar = {"messages": "conversations"}
 
-    def texts(self, row: Mapping[str, Any]) -> list[str]:
+    def texts(self, row: Row) -> list[str]:
         turns = self.column(row, "messages", required=True)
         if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
             raise MalformedRowError(f"column {self.map['messages']!r} must be a list of turns")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import MalformedRowError, DroppedRowError
+from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -43,9 +43,11 @@ class AlpacaStyleProcessRewardHandler(Handler):
             raise ValueError(f"{setting}: {token!r} is {len(ids)} tokens in this tokenizer, but must be one")
         return ids[0]
 
-    def _reward_id(self, value: Any) -> int:
+    def _reward_id(self, value: object) -> int:
         if not isinstance(value, str):
-            raise MalformedRowError(f"column {self.map['response']!r} must hold reward tokens (texts), not {type(value).__name__}")
+            raise MalformedRowError(
+                f"column {self.map['response']!r} must hold reward tokens (texts), not {type(value).__name__}"
+            )
         if value not in self._rewards:
             if self.settings.reward_tokens:
                 raise MalformedRowError(f"reward {value!r} is none of reward_tokens ({', '.join(self.settings.reward_tokens)})")
@@ -55,7 +57,7 @@ class AlpacaStyleProcessRewardHandler(Handler):
                 raise MalformedRowError(str(error)) from error
         return self._rewards[value]
 
-    def render(self, row: Mapping[str, Any]) -> Draft:
+    def render(self, row: Row) -> Draft:
         text = self.text_column(row, "prompt", required=True)
         values = self.column(row, "response", required=True)
         if not isinstance(values, (list, tuple)) or not values:
@@ -68,7 +70,9 @@ class AlpacaStyleProcessRewardHandler(Handler):
         input_ids = np.array(encoded[0][0][0], dtype=np.int32)
         places = np.flatnonzero(input_ids == self.placeholder_id)
         if len(places) != len(draft.note):
-            raise MalformedRowError(f"has {len(places)} placeholders {self.settings.placeholder_token!r}, but {len(draft.note)} rewards")
+            raise MalformedRowError(
+                f"has {len(places)} placeholders {self.settings.placeholder_token!r}, but {len(draft.note)} rewards"
+            )
         if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
             raise DroppedRowError(TOO_LONG)
         labels = np.full_like(input_ids, IGNORE_INDEX)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError, Message, user
+from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Message, Row, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -27,7 +27,7 @@ from mindspeed_rl.data.templates import Rendering, Turn
 LABELS = "labels"
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A column's value as text; what is not text becomes JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -51,7 +51,7 @@ class PromptHandler(Handler):
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
         return len(columns["input_ids"]), 0
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         """Read the prompt.
 
         Raises:
@@ -60,11 +60,11 @@ class PromptHandler(Handler):
         messages, system, question = alpaca_question(self, row)
         return Conversation([*messages, user(question)], system)
 
-    def label(self, row: Mapping[str, Any]) -> Any:
+    def label(self, row: Row) -> Any:
         """The reference answer."""
         return self.column(row, "response", required=True)
 
-    def extra_values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_values(self, row: Row) -> dict[str, Any]:
         """Values of the label and the additional columns, as they are in the row.
 
         Raises:
@@ -80,7 +80,7 @@ class PromptHandler(Handler):
                 raise MalformedRowError(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
         return values
 
-    def render(self, row: Mapping[str, Any]) -> Draft:
+    def render(self, row: Row) -> Draft:
         conversation = self.conversation(row)
         if not conversation.system and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
@@ -93,7 +93,7 @@ class PromptHandler(Handler):
         if LABELS in values and values[LABELS] in (None, ""):
             raise DroppedRowError(EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
-        return Draft((self.written(conversation), *extra), note=values)
+        return Draft((self.render_conversation(conversation), *extra), note=values)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
@@ -139,7 +139,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         system, messages = self._messages(row, "messages")
         if messages[-1].role == "assistant":
             messages.pop()
@@ -147,7 +147,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
             raise MalformedRowError("the prompt's last message is not from the user")
         return Conversation(messages, self.text_column(row, "system") or system)
 
-    def label(self, row: Mapping[str, Any]) -> Any:
+    def label(self, row: Row) -> Any:
         value = self.column(row, "response", required=True)
         if not isinstance(value, (list, tuple)):
             return value
@@ -155,7 +155,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
         # without an answer the row is dropped and counted as such
         return messages[-1].content if messages[-1].role == "assistant" else None
 
-    def _messages(self, row: Mapping[str, Any], key: str) -> tuple[str | None, list[Message]]:
+    def _messages(self, row: Row, key: str) -> tuple[str | None, list[Message]]:
         system, messages = sharegpt_messages(self.column(row, key, required=True), self.tags)
         if not messages:
             raise MalformedRowError("the conversation holds no message but the system's")
@@ -168,7 +168,7 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
     writes_label = True
     default_map: ClassVar = {"prompt": "prompt", "query": "", "response": "reward_model", "system": "", "history": ""}
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         prompt = self.column(row, "prompt", required=True)
         if isinstance(prompt, str):
             return Conversation([user(prompt)], self.text_column(row, "system") or None)
@@ -178,7 +178,7 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
             raise MalformedRowError("the prompt's last message is not from the user")
         return conversation
 
-    def label(self, row: Mapping[str, Any]) -> Any:
+    def label(self, row: Row) -> Any:
         value = self.column(row, "response", required=True)
         if isinstance(value, Mapping):
             if "ground_truth" not in value:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, DroppedRowError, Message, assistant, user
+from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Message, Row, assistant, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import TOO_LONG, Draft, EncodedRow
 from mindspeed_rl.data.handlers.instruction import AlpacaStyleInstructionHandler, InstructionHandler
@@ -41,13 +41,15 @@ class BelleMultiTurnInstructionHandler(GeneralInstructionHandler):
     default_map: ClassVar = {"prompt": "instruction", "response": "output"}
     _SPEAKER: ClassVar = re.compile(r"(?:\A|\n)[ \t]*(Human|Assistant):")
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         text = self.text_column(row, "prompt", required=True)
         answer = self.text_column(row, "response", required=True).strip()
         before, *pieces = self._SPEAKER.split(text)
         if before.strip():
             if pieces:
-                raise MalformedRowError(f"column {self.map['prompt']!r} has text in front of the first 'Human:' or 'Assistant:'")
+                raise MalformedRowError(
+                    f"column {self.map['prompt']!r} has text in front of the first 'Human:' or 'Assistant:'"
+                )
             return Conversation([user(before.strip()), assistant(answer)])
         turns = [(speaker, content.strip()) for speaker, content in zip(pieces[::2], pieces[1::2])]
         if turns and turns[-1] == ("Assistant", ""):
@@ -67,12 +69,12 @@ class MOSSInstructionHandler(InstructionHandler):
     default_map: ClassVar = {"messages": "chat"}
     _MARKS: ClassVar = re.compile(r"<\|(?:Human|MOSS)\|>:|<eo[hm]>")
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         chat = self.column(row, "messages", required=True)
         if not isinstance(chat, Mapping):
             raise MalformedRowError(f"column {self.map['messages']!r} must be an object of turns, not {type(chat).__name__}")
         messages: list[Message] = []
-        for name, turn in sorted(chat.items(), key=lambda item: _number(item[0])):
+        for name, turn in sorted(chat.items(), key=lambda item: _parse_turn_index(item[0])):
             if not turn:  # tables fill turns that a conversation does not have
                 continue
             if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in ("Human", "MOSS")):
@@ -97,7 +99,7 @@ class LeetcodePythonInstructionHandler(GeneralInstructionHandler):
 
     default_map: ClassVar = {"prompt": "code_with_problem", "code": "code_only", "explanation": "explanation_only"}
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         problem = self.text_column(row, "prompt", required=True).partition("```")[0].strip()
         code = self.text_column(row, "code", required=True)
         explanation = self.text_column(row, "explanation", required=True)
@@ -110,14 +112,14 @@ class StackOverflowPythonPretrainHandler(SingleTextHandler):
 
     default_map: ClassVar = {"title": "title", "question": "question_body", "answer": "answer_body"}
 
-    def texts(self, row: Mapping[str, Any]) -> list[str]:
+    def texts(self, row: Row) -> list[str]:
         title, question, answer = (self.text_column(row, key, required=True) for key in ("title", "question", "answer"))
         if not question.strip() or not answer.strip():
             raise DroppedRowError(EMPTY_TEXT)
         return [f"In python, {title}\n### Question:\n{question}\n### Response:\n{answer}\n"]
 
 
-def _number(name: Any) -> int:
+def _parse_turn_index(name: Any) -> int:
     """12 of "turn_12"."""
     digits = re.search(r"\d+\Z", str(name))
     if digits is None:

@@ -147,7 +147,7 @@ NO_TOOLS = "does not write tools|Only system, user and assistant may speak|Roles
 NO_SYSTEM = dict.fromkeys(("system", "three"), "System role not supported|Only user(, assistant and tool| and assistant)")
 NO_THOUGHTS = {"reasoning": "drops the reasoning_content"}
 PLAIN = {**NO_THOUGHTS, **dict.fromkeys(("tools", "parallel"), NO_TOOLS)}
-ASKS_FOR_A_THOUGHT = r"asks for an answer with '[^']*<think>\\n', but writes this one as"
+ASKS_FOR_A_THOUGHT = r"opens an answer with '[^']*<think>\\n', but writes this one as"
 # case -> what the refusal says; of templates that are not here, PLAIN.
 REFUSED = {
     "deepseek_r1": dict.fromkeys(CASES, ASKS_FOR_A_THOUGHT),
@@ -289,7 +289,7 @@ def test_a_token_across_the_end_of_an_answer_is_not_trained():
     assert encoded(tokenizer, "U", "ax", "U", "b") == ["U", "a", "xU", "b</s>"]
     turns = encoded(tokenizer, "U", "x", "U", "b")
     assert isinstance(turns, MalformedRowError)
-    assert str(turns) == "the answer 'x' has no token of its own; the text around it shares them"
+    assert str(turns) == "the answer 'x' has no separate token; it shares its tokens with the text around it"
 
 
 @pytest.mark.parametrize("texts", [("U", "\nA"), ("é 世界", "\n世 A"), ("e\u0301", "e\u0301 A"), (" A", "A!", "\n", "\n\nA")])

@@ -429,7 +429,7 @@ def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
         (
             "SharegptStyleInstructionHandler",
             {"conversations": [{"from": "gpt", "value": "A"}]},
-            "message 0 is from 'assistant', but user or observation must speak there",
+            "message 0 is from 'assistant', but user or observation must be there",
         ),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "human", "value": "Q"}]}, "not from the assistant"),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "bob", "value": "Q"}]}, "turn 0 is from 'bob'"),

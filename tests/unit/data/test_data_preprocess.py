@@ -168,8 +168,8 @@ def test_a_text_file_has_one_document_a_line(tmp_path, tokenizer_folder):
         ("a.json", '[{"question": "Q", "answer": "A"},, {"question": "Q"}]', "a.json, row 2: is not valid JSON"),
         ("a.json", '[{"question": "Q", "answer": "A"} {"question": "Q"}]', "row 2: is not valid JSON (expected a comma"),
         ("a.json", '[{"question": "Q", "answer": "A"},]', "a.json, row 2: is not valid JSON"),
-        ("a.csv", "question,answer\nQ,A\nQ\n", "a.csv, row 2: has another number of fields than the header"),
-        ("a.csv", "question,answer\nQ,A,B\n", "a.csv, row 1: has another number of fields than the header"),
+        ("a.csv", "question,answer\nQ,A\nQ\n", "a.csv, row 2: has more or fewer fields than the header"),
+        ("a.csv", "question,answer\nQ,A,B\n", "a.csv, row 1: has more or fewer fields than the header"),
         ("a.csv", "question,answer\nQ,A\nQ,caf\xe9\n", "a.csv, row 2: is not UTF-8 (byte 0xe9)"),
         (
             "a.json",
@@ -442,13 +442,13 @@ def test_two_runs_cannot_write_the_same_files(gsm8k, tmp_path, tokenizer_folder,
 
 
 def test_the_shipped_dataset_configs_name_known_handlers_and_templates():
-    from mindspeed_rl.data.templates import template_names
+    from mindspeed_rl.data.templates import list_template_names
 
     names = sorted(path.stem for path in (ROOT / "configs" / "datasets").glob("*.yaml"))
     assert {"deepscaler", "math_17k", "orca_rlhf"} <= set(names)
     for name in names:
         config = build_config(load_dataset_config(name, ROOT / "configs" / "datasets"))
-        assert config.handler_name in HANDLERS and config.prompt_type in template_names()
+        assert config.handler_name in HANDLERS and config.prompt_type in list_template_names()
 
 
 def test_a_config_file_and_flags_make_one_run(tmp_path, tokenizer_folder, write_jsonl, read_columns):
@@ -574,5 +574,5 @@ def test_a_settings_file_in_the_current_folder_is_found_and_shipped_ones_from_an
     assert load_dataset_config("own.yaml") == load_dataset_config("own") == {"input": "mine.jsonl"}
     assert load_dataset_config("gsm8k.yaml") == {"input": "mine_too.jsonl"}
     assert "handler_name" in load_dataset_config("gsm8k")  # a bare name is a shipped one first
-    with pytest.raises(ValueError, match=r"config_name='nothing': nothing.yaml does not exist \(there: .*gsm8k.*own"):
+    with pytest.raises(ValueError, match=r"config_name='nothing': nothing.yaml does not exist \(existing: .*gsm8k.*own"):
         load_dataset_config("nothing")

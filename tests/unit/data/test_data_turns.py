@@ -16,15 +16,22 @@ from test_data_chat_templates import FOLDER, LOOKS_SPECIAL, NAMES, TOKENS, stand
 
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.templates import TEMPLATE_FILE, HfTemplate, Template, load_template, template_file, template_names
-from mindspeed_rl.data.turns import ChatTurns, as_conversation
+from mindspeed_rl.data.templates import (
+    TEMPLATE_FILE,
+    HfTemplate,
+    Template,
+    load_template,
+    load_template_file,
+    list_template_names,
+)
+from mindspeed_rl.data.turns import ChatTurns, build_conversation
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 
 ROOM = 10**6
-NAMED = [name for name in template_names() if name != "hf"]
+NAMED = [name for name in list_template_names() if name != "hf"]
 #: these write nothing behind an answer, and are refused
 ENDLESS = ("glm4", "glm45", "last_only")
 HF_NAMES = [name for name in NAMES if name not in ENDLESS]
@@ -37,7 +44,7 @@ def template_and_tokenizer(kind: str, name: str) -> tuple[Template | HfTemplate,
         return load_template("hf", tokenizer), tokenizer
     template, tokenizer = load_template(name), build_tokenizer()
     assert isinstance(template, Template)
-    entry = template_file(str(TEMPLATE_FILE))[name]
+    entry = load_template_file(str(TEMPLATE_FILE))[name]
     slots = [slot for value in entry.values() if isinstance(value, dict) for slot in value.get("slots", [])]
     found = {*LOOKS_SPECIAL.findall(json.dumps(entry, ensure_ascii=False)), *template.stop_words}
     found |= {slot["token"] for slot in slots if isinstance(slot, dict)}
@@ -98,7 +105,7 @@ def writable(turns: ChatTurns, tokenizer: Any) -> list[tuple[str, ...]]:
     found = []
     for roles in (("user",), ("tool",), ("tool", "tool"), ("tool", "user")):
         try:
-            turns.between([{"role": role, "content": "x1"} for role in roles], tokenizer.eos_token_id)
+            turns.render_next([{"role": role, "content": "x1"} for role in roles], tokenizer.eos_token_id)
             found.append(roles)
         except MalformedRowError:
             continue
@@ -121,7 +128,7 @@ def test_no_drawn_token_is_ever_changed_and_masks_and_log_probs_line_up(kind: st
             thought = tokenizer.encode("<think>\nhm\n</think>\n\n", add_special_tokens=False) if source.random() < 0.3 else []
             answers.append((*thought, *drawn, tokenizer.eos_token_id))
         engine = Scripted(answers)
-        prompt = turns.opening([{"role": "user", "content": words(source, nasty=True)}])
+        prompt = turns.render([{"role": "user", "content": words(source, nasty=True)}])
         conversation = dialogue_of(turns, tokenizer, prompt, engine)
         asyncio.run(talked(conversation, [news(source, roles, nasty=True) for _ in range(count)]))
         trajectory = conversation.end()
@@ -161,7 +168,7 @@ def rendered(template: Template | HfTemplate, tokenizer: Any, messages: Sequence
     if isinstance(template, HfTemplate):
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
-    encoded = TextEncoder(tokenizer).encode_renderings([template.render(as_conversation(messages, ()))])[0]
+    encoded = TextEncoder(tokenizer).encode_renderings([template.render(build_conversation(messages, ()))])[0]
     assert not isinstance(encoded, MalformedRowError)
     return [token for source, target in encoded for token in (*source, *target)]
 
@@ -179,7 +186,7 @@ def test_the_model_is_told_what_the_template_writes_of_the_whole_conversation(ki
     answers = [(*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id) for text in spoken]
     engine = Scripted([*answers, (tokenizer.eos_token_id,)])
     told = [news(source, roles, nasty=False) for _ in texts]
-    conversation = dialogue_of(turns, tokenizer, turns.opening([asked]), engine)
+    conversation = dialogue_of(turns, tokenizer, turns.render([asked]), engine)
     asyncio.run(talked(conversation, told))
     messages = [asked]
     for number, (text, new) in enumerate(zip(texts, told)):
@@ -202,7 +209,7 @@ def test_dropped_thoughts_begin_a_new_sequence(kind: str, name: str) -> None:
     turns = ChatTurns(template, tokenizer)
     answers = ["<think>\nhm\n</think>\n\nfirst", "second"]
     engine = Scripted([(*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id) for text in answers])
-    conversation = dialogue_of(turns, tokenizer, turns.opening([{"role": "user", "content": "q"}]), engine)
+    conversation = dialogue_of(turns, tokenizer, turns.render([{"role": "user", "content": "q"}]), engine)
     asyncio.run(talked(conversation, [[{"role": "user", "content": "more"}]]))
     trajectory = conversation.end()
     one, two = trajectory.sequences
@@ -213,17 +220,17 @@ def test_dropped_thoughts_begin_a_new_sequence(kind: str, name: str) -> None:
 
 def test_prompts_of_a_template_with_the_same_marks_go_on_in_the_tokenizers_own() -> None:
     _, tokenizer = template_and_tokenizer("hf", "qwen25")
-    asked = ChatTurns(load_template("qwen_retool"), tokenizer).opening([{"role": "user", "content": "q"}])
+    asked = ChatTurns(load_template("qwen_retool"), tokenizer).render([{"role": "user", "content": "q"}])
     own = ChatTurns(load_template("hf", tokenizer), tokenizer)
     own.check_prompt(asked)
     assert "answer format" in tokenizer.decode(list(asked))
-    told = own.between([{"role": "tool", "content": "42"}], tokenizer.eos_token_id)
+    told = own.render_next([{"role": "tool", "content": "42"}], tokenizer.eos_token_id)
     assert told is not None and "<tool_response>\n42\n</tool_response>" in tokenizer.decode(list(told))
 
 
 def test_prompts_of_another_template_are_told_apart() -> None:
     template, tokenizer = template_and_tokenizer("file", "qwen")
     turns = ChatTurns(template, tokenizer)
-    turns.check_prompt(turns.opening([{"role": "user", "content": "q"}]))
+    turns.check_prompt(turns.render([{"role": "user", "content": "q"}]))
     with pytest.raises(ValueError, match="prompt_type"):
         turns.check_prompt(tokenizer.encode("q", add_special_tokens=False))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mindspeed_rl.data.conversation import ToolCall as WrittenCall
-from mindspeed_rl.data.tools import tool_style
+from mindspeed_rl.data.tools import get_tool_style
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import ALIASES, PARSERS, check_parser_name, make_parser
 
@@ -64,7 +64,7 @@ def test_what_is_written_is_read_back_equal(style):
             for _ in range(1 if style in ONE_A_TURN else rng.randrange(1, 4))
         ]
         thought, content = rng.choice(["", "<think>\nI call\n</think>\n\n"]), rng.choice(["", "Let me look."])
-        turn = parse(OWN[style], thought + (f"{content}\n" if content else "") + tool_style(style).calls(written))
+        turn = parse(OWN[style], thought + (f"{content}\n" if content else "") + get_tool_style(style).calls(written))
         assert [(call.name, call.arguments) for call in turn.calls] == [(call.name, call.arguments) for call in written]
         assert turn.content == content
         assert turn.reasoning == ("I call" if thought else None)

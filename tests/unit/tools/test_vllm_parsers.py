@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import ToolCall as WrittenCall
-from mindspeed_rl.data.tools import tool_style
+from mindspeed_rl.data.tools import get_tool_style
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers import VLLM_FORMATS, make_parser
+from mindspeed_rl.tools.parsers import _VLLM_FORMATS, make_parser
 
 pytestmark = pytest.mark.slow  # loads vLLM
 
@@ -139,7 +139,7 @@ def test_the_other_styles_that_are_written_here_are_read_back_equal(tokenizer, s
             )
             for _ in range(rng.randrange(1, 4))
         ]
-        turn = parser.parse("Let me look." + tool_style(style).calls(written), [])
+        turn = parser.parse("Let me look." + get_tool_style(style).calls(written), [])
         assert [(call.name, call.arguments) for call in turn.calls] == [(call.name, call.arguments) for call in written]
         assert turn.content == "Let me look."
 
@@ -166,7 +166,7 @@ def test_no_text_raises_in_any_parser_of_vllm(tokenizer):
         "[",
     ]
     tried = 0
-    for name in VLLM_FORMATS:
+    for name in _VLLM_FORMATS:
         try:
             parser = make_parser(name, SCHEMAS, tokenizer)
         except ValueError as error:
@@ -190,7 +190,7 @@ def test_a_broken_call_of_another_format_is_told(tokenizer):
 def test_names_of_vllm_are_those_of_the_installed_one(tokenizer):
     from vllm.tool_parsers import ToolParserManager
 
-    assert set(VLLM_FORMATS) <= set(ToolParserManager.list_registered())
+    assert set(_VLLM_FORMATS) <= set(ToolParserManager.list_registered())
     with pytest.raises(
         ValueError, match="tool_parser_format: vLLM has no tool parser 'qwen4_coder'; did you mean 'qwen3_coder'"
     ):
