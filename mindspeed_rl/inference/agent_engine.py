@@ -21,7 +21,7 @@ from mindspeed_rl.workers.agents import build_toolbox, choose_parser
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.protocol import RolloutEngine
-    from mindspeed_rl.tools.interface import Toolbox
+    from mindspeed_rl.tools.toolbox import Toolbox
 
 _Result = TypeVar("_Result")
 #: limit of the time between two deltas: after it an empty one comes, so that the reader can stop
@@ -95,7 +95,7 @@ class AgentEngine:
             choose_parser(rl, turns),
         )
         self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), toolbox)
-        self._inner: Engine | None = None
+        self._engine: Engine  # set by `wrap`
         # one loop for all streams, since tools have open connections in it
         self._events = asyncio.new_event_loop()
         try:
@@ -108,7 +108,7 @@ class AgentEngine:
 
     def wrap(self, engine: Engine) -> AgentEngine:
         """Use this engine from now on; return self."""
-        self._inner = engine
+        self._engine = engine
         return self
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Delta]:
@@ -144,7 +144,8 @@ class AgentEngine:
             unfinished = [task for task in (*tasks, serving) if not task.done()]
             for task in unfinished:
                 task.cancel()
-            self._run(_wait_for(unfinished))
+            if unfinished:
+                self._run(asyncio.wait(unfinished))
 
     async def _run_loop(self, engine: _TrajectoryEngine, request: Request, sampling: Sampling) -> None:
         max_tokens = sampling.max_tokens if request.max_tokens is None else request.max_tokens
@@ -171,11 +172,6 @@ class AgentEngine:
             finally:
                 self._run(self._events.shutdown_asyncgens())
                 self._events.close()
-
-    @property
-    def _engine(self) -> Engine:
-        assert self._inner is not None
-        return self._inner
 
     def _run(self, coroutine: Coroutine[object, None, _Result]) -> _Result:
         return self._events.run_until_complete(coroutine)
@@ -292,7 +288,3 @@ async def _read_schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
     schemas = tools.schemas
     await tools.close()
     return schemas
-
-
-async def _wait_for(tasks: Sequence[asyncio.Future[None]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

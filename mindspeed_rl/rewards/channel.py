@@ -34,12 +34,16 @@ def pack(message: Message) -> bytes:
 
 
 class Channel:
-    """One end of a connection. Blocking by default; `receive_ready` is for callers that select on `fileno()`."""
+    """One end of a connection. Blocking by default; `receive_ready` is for callers that select on `fileno()`.
+
+    Attributes:
+        unsent: bytes that `flush` has yet to send.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -47,30 +51,26 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def send(self, message: Message) -> None:
         """Send the message and block until the socket has accepted all of it."""
         self._socket.sendall(pack(message))
 
     def send_soon(self, frame: bytes) -> None:
         """Send the bytes that fit now and keep the rest for `flush` (for sockets in non-blocking mode)."""
-        self._unsent += frame
+        self.unsent += frame
         self.flush()
 
     def flush(self) -> None:
         """Send the unsent bytes that fit now. A dead peer is no error here: the spawner reports its death."""
-        while self._unsent:
+        while self.unsent:
             try:
-                sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+                sent = self._socket.send(self.unsent, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                self._unsent.clear()
+                self.unsent.clear()
                 return
-            del self._unsent[:sent]
+            del self.unsent[:sent]
 
     def receive(self) -> Message | None:
         """Wait for the next message and return it; None after the other side has closed."""

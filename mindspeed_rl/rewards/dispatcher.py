@@ -288,7 +288,7 @@ class Dispatcher:
         for message in messages:
             self._handle(worker, message)
         if alive:
-            self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.has_unsent else 0), worker)
+            self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.unsent else 0), worker)
         else:
             self._close_channel(worker)  # the spawner reports its death
 
@@ -373,7 +373,7 @@ class Dispatcher:
             assert worker.channel is not None
             worker.job, worker.deadline = job, self._deadline(job)
             worker.channel.send_soon(frame)
-            if worker.channel.has_unsent:
+            if worker.channel.unsent:
                 self._selector.modify(worker.channel, _READ | _WRITE, worker)
 
     def _fail_unsendable(self, job: _Job, reason: str) -> None:

@@ -182,21 +182,18 @@ _MONEY = re.compile(r"[$￥¥€£\s]|\\\$")
 def gsm8k(response: str, label: object) -> float:
     """Return 1.0 if the number after the last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168, as in verl."""
     numbers = _GSM8K_NUMBER.findall(response)
-    return float(bool(numbers) and _same_number(numbers[-1], _read_gsm8k_label(label)))
+    return float(bool(numbers) and _has_number(label, numbers[-1]))
 
 
 def gsm8k_flexible(response: str, label: object) -> float:
     """Return 1.0 if the number after "####", else in the last box, else the last in the response is the label's, else 0.0."""
     numbers = _GSM8K_NUMBER.findall(response)
     answer = numbers[-1] if numbers else extract_closed_boxed(response) or extract_last_number(response)
-    return float(answer is not None and _same_number(answer, _read_gsm8k_label(label)))
+    return float(answer is not None and _has_number(label, answer))
 
 
-def _read_gsm8k_label(label: object) -> str:
-    numbers = _GSM8K_NUMBER.findall(str(label))
-    return numbers[-1] if numbers else str(label)
-
-
-def _same_number(answer: str, label: str) -> bool:
-    values = [read_quantity(_MONEY.sub("", text).rstrip(".%").strip()) for text in (answer, label)]
+def _has_number(label: object, answer: str) -> bool:
+    """Return True if the answer is the number of the label, after the last "####" where it has one."""
+    expected = (_GSM8K_NUMBER.findall(str(label)) or [str(label)])[-1]
+    values = [read_quantity(_MONEY.sub("", text).rstrip(".%").strip()) for text in (answer, expected)]
     return values[0] is not None and values[1] is not None and values[0].value == values[1].value

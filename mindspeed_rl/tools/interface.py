@@ -1,7 +1,7 @@
 """The interface between agent loops and tools: a parser reads calls from a turn, the tools of a trajectory reply to them.
 
-A loop does not see how a tool runs. It passes the parsed calls, including broken ones, and receives one reply for each: a text
-for the model, already truncated. Nothing here raises because of a model's text or a tool's failure.
+A loop does not see how a tool runs. It passes the parsed calls, including broken ones, to the `Tools` of toolbox.py and receives
+one reply for each: a text for the model, already truncated. Nothing there raises because of a model's text or a tool's failure.
 """
 
 from __future__ import annotations
@@ -100,63 +100,6 @@ class ToolReply:
     reward: float | None = None
     ends_trajectory: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Tools(Protocol):
-    """The tools of one trajectory, with their state.
-
-    Attributes:
-        schemas: OpenAI's function schemas, for the chat template: {"type": "function", "function": {...}}.
-        num_calls: calls that reached a tool, including failed ones, but not broken, invalid and refused ones. tool_call_num.
-    """
-
-    schemas: list[JsonObject]
-    num_calls: int
-
-    async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:
-        """Run the calls of one turn concurrently, each within its deadline; return the replies in the order of the calls.
-
-        Raises only for its own cancellation, after which `close` must still be called.
-        """
-        ...
-
-    async def close(self) -> float | None:
-        """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
-        ...
-
-
-class Toolbox(Protocol):
-    """All tools of a run: started once, before the first trajectory."""
-
-    parser: ToolParser
-
-    async def start(self) -> None:
-        """Start shared servers and pools, in the event loop in which `open` and `call` are called later.
-
-        Raises:
-            ValueError: a tool or a server of the tool file cannot be started.
-        """
-        ...
-
-    def read_row(self, columns: Mapping[str, object]) -> object:
-        """Read the columns of a data set's row that configure tools.
-
-        Raises:
-            ValueError: they are invalid, or name something that does not exist.
-        """
-        ...
-
-    def open(self, columns: Mapping[str, object]) -> Tools:
-        """Return the tools of a new trajectory; start nothing yet.
-
-        Args:
-            columns: of the data set's row, such as tools_kwargs.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End servers, pools and open trajectories; may be called twice."""
-        ...
 
 
 class Environment(Protocol):

@@ -52,7 +52,7 @@ class ToolProcess:
         self._reply = self._loop.create_future()
         try:
             self._channel.send_soon(pack(message))
-            if self._channel.has_unsent:
+            if self._channel.unsent:
                 # a long request does not fit into the socket at once, and blocking here would block the loop
                 self._loop.add_writer(self._channel.fileno(), self._flush)
         except ValueError as error:
@@ -90,7 +90,7 @@ class ToolProcess:
 
     def _flush(self) -> None:
         self._channel.flush()
-        if not self._channel.has_unsent:
+        if not self._channel.unsent:
             self._loop.remove_writer(self._channel.fileno())
 
     def _read(self) -> None:

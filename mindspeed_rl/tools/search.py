@@ -106,7 +106,7 @@ class _Corpus:
 
     def __init__(self, documents: Sequence[tuple[str, str]]) -> None:
         self._documents = list(documents)
-        self._index = Bm25Index([f"{title} {text}" for title, text in documents])
+        self._index = _Bm25Index([f"{title} {text}" for title, text in documents])
 
     @classmethod
     def read(cls, files: Sequence[Path], title_key: str | None, text_key: str | None, *, where: str) -> _Corpus:
@@ -182,7 +182,7 @@ def _split_title(entry: JsonObject) -> tuple[str, str]:
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|[^\W_぀-ヿ㐀-鿿가-힯]+")
 
 
-def split_words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Return the lower-case words of a text; each Chinese, Japanese or Korean character, and each pair of neighbors, is one."""
     words = []
     end, previous = -1, ""
@@ -196,7 +196,7 @@ def split_words(text: str) -> list[str]:
     return words
 
 
-class Bm25Index:
+class _Bm25Index:
     """Okapi BM25 over a list of texts: an inverted index in arrays; thread-safe.
 
     score(q, d) = sum over words w of q of idf(w) f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|)), f = count of w in d;
@@ -207,7 +207,7 @@ class Bm25Index:
         counts: dict[str, tuple[array[int], array[int]]] = {}
         lengths = np.zeros(len(texts), dtype=np.float32)
         for index, text in enumerate(texts):
-            frequencies = Counter(split_words(text))
+            frequencies = Counter(_split_words(text))
             lengths[index] = sum(frequencies.values())
             for word, count in frequencies.items():
                 documents, times = counts.setdefault(word, (array("i"), array("i")))
@@ -225,7 +225,7 @@ class Bm25Index:
     def find_best(self, query: str, count: int) -> list[tuple[int, float]]:
         """Return (row, score) of the best documents, best first, in order of rows if equal; none with a score of 0."""
         scores = np.zeros(self._size, dtype=np.float32)
-        for word, times in Counter(split_words(query)).items():
+        for word, times in Counter(_split_words(query)).items():
             if word in self._postings:
                 rows, weights = self._postings[word]
                 scores[rows] += times * weights

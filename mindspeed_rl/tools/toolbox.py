@@ -57,13 +57,17 @@ class _Function:
     slots: asyncio.Semaphore
 
 
-class LoadedToolbox:
-    """See `Toolbox`.
+class Toolbox:
+    """All tools of a run: started once, before the first trajectory.
 
     Args:
         tools: from `tool_file.build_tools`.
         make_parser: creates the parser from all schemas, by which some formats distinguish numbers from texts.
+        limits: for the calls of a trajectory.
         count_tokens: of a text, for the limit on replies.
+
+    Attributes:
+        parser: of turns; there after `start`.
     """
 
     def __init__(
@@ -76,12 +80,14 @@ class LoadedToolbox:
         self._tools, self._make_parser = list(tools), make_parser
         self._limits, self._count = limits, count_tokens
         self._functions: dict[str, _Function] = {}
-        self._open: set[_TrajectoryTools] = set()
+        self._open: set[Tools] = set()
         self._processes = ProcessPool({module for tool in tools for module in tool.modules})
         self.parser: ToolParser
 
     async def start(self) -> None:
-        """See `Toolbox`; if a tool does not start, the others are closed.
+        """Start shared servers and pools, in the event loop in which `open` and `call` are called later.
+
+        If a tool does not start, the others are closed.
 
         Raises:
             ValueError: a tool cannot be started, or two have the same name.
@@ -129,20 +135,23 @@ class LoadedToolbox:
             _check_options(name, value, self._functions[name].tool.accepted_options)
         return by_tool, [name for name in names if name in selection]
 
-    def open(self, columns: Mapping[str, object]) -> _TrajectoryTools:
-        """See `Toolbox`.
+    def open(self, columns: Mapping[str, object]) -> Tools:
+        """Return the tools of a new trajectory; start nothing yet.
+
+        Args:
+            columns: of the data set's row, such as tools_kwargs.
 
         Raises:
             ValueError: see `read_row`.
         """
         options, selection = self.read_row(columns)
         functions = {name: self._functions[name] for name in selection}
-        tools = _TrajectoryTools(functions, options, self._limits, self._count, self._open.discard)
+        tools = Tools(functions, options, self._limits, self._count, self._open.discard)
         self._open.add(tools)
         return tools
 
     async def close(self) -> None:
-        """See `Toolbox`."""
+        """End servers, pools and open trajectories; may be called twice."""
         await asyncio.gather(*(tools.close() for tools in list(self._open)))
         for tool in self._tools:
             try:
@@ -152,8 +161,13 @@ class LoadedToolbox:
         await self._processes.close()
 
 
-class _TrajectoryTools:
-    """See `Tools`."""
+class Tools:
+    """The tools of one trajectory, with their state.
+
+    Attributes:
+        schemas: OpenAI's function schemas, for the chat template: {"type": "function", "function": {...}}.
+        num_calls: calls that reached a tool, including failed ones, but not broken, invalid and refused ones. tool_call_num.
+    """
 
     def __init__(
         self,
@@ -161,7 +175,7 @@ class _TrajectoryTools:
         options: RowOptions,
         limits: CallLimits,
         count_tokens: Callable[[str], int],
-        on_close: Callable[[_TrajectoryTools], None],
+        on_close: Callable[[Tools], None],
     ) -> None:
         self.schemas = [function.schema for function in functions.values()]
         self.num_calls = 0
@@ -173,7 +187,10 @@ class _TrajectoryTools:
         self._is_closed = False
 
     async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:
-        """See `Tools`."""
+        """Run the calls of one turn concurrently, each within its deadline; return the replies in the order of the calls.
+
+        Raises only for its own cancellation, after which `close` must still be called.
+        """
         refusals = [self._find_refusal(index) for index in range(len(calls))]
         return list(await asyncio.gather(*map(self._reply, calls, refusals)))
 
@@ -247,7 +264,7 @@ class _TrajectoryTools:
                 raise ToolError(f"{type(error).__name__}: {str(error)[:1000]}") from error
 
     async def close(self) -> float | None:
-        """See `Tools`."""
+        """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
         rewards = []

@@ -31,7 +31,7 @@ class ProgramExitError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class EpisodeResult:
+class _EpisodeResult:
     """Result of an episode.
 
     Attributes:
@@ -65,7 +65,7 @@ class VerifiersProgram:
         self._target = target
         self._command = [python or sys.executable, str(_HOST), name, "--arguments", json.dumps(dict(arguments or {}))]
         self._ids = itertools.count()
-        self._open: dict[int, asyncio.Future[EpisodeResult]] = {}
+        self._open: dict[int, asyncio.Future[_EpisodeResult]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -96,7 +96,7 @@ class VerifiersProgram:
             raise ValueError(f"rl_config.environment: {self._target} cannot be loaded by {self._command[0]}: {error}")
         self._reading = asyncio.create_task(self._read())
 
-    async def run_episode(self, row: Mapping[str, object], base_url: str, model: str, timeout_s: float) -> EpisodeResult:
+    async def run_episode(self, row: Mapping[str, object], base_url: str, model: str, timeout_s: float) -> _EpisodeResult:
         """Run an episode.
 
         Args:
@@ -121,7 +121,7 @@ class VerifiersProgram:
                 self._send({"id": episode, "cancel": True})
             if isinstance(error, asyncio.CancelledError):
                 raise
-            return EpisodeResult(None, {}, f"the episode took longer than {timeout_s:g} s")
+            return _EpisodeResult(None, {}, f"the episode took longer than {timeout_s:g} s")
         finally:
             self._open.pop(episode, None)
 
@@ -160,7 +160,7 @@ class VerifiersProgram:
             while message := await self._read_message():
                 result = self._open.get(message["id"])
                 if result is not None and not result.done():
-                    result.set_result(EpisodeResult(message["reward"], message["metrics"], message["error"]))
+                    result.set_result(_EpisodeResult(message["reward"], message["metrics"], message["error"]))
         finally:
             self._fail_all()  # later requests check whether this task is done
 

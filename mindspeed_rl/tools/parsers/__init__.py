@@ -49,7 +49,7 @@ ALIASES: dict[str, str] = {
 
 _VLLM = "mindspeed_rl.tools.parsers.vllm_parser:VllmParser"  # imports vLLM, which only its formats need
 
-VLLM_FORMATS: tuple[str, ...] = (
+_VLLM_FORMATS: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
     *("granite", "granite4", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "longcat", "minimax_m2", "mistral", "olmo3"),
     *("phi4_mini_json", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
@@ -64,7 +64,7 @@ def check_parser_name(name: str) -> None:
     Raises:
         ValueError: the name is unknown and similar to a known one.
     """
-    known = [*PARSERS, *VLLM_FORMATS, *ALIASES]
+    known = [*PARSERS, *_VLLM_FORMATS, *ALIASES]
     if name in known or ":" in name:
         return
     similar = registry.nearest(name, known, cutoff=0.75)

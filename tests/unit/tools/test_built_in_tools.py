@@ -12,7 +12,7 @@ import pytest
 from toolboxes import call, open_toolbox
 
 from mindspeed_rl.tools.calculator import compute
-from mindspeed_rl.tools.search import Bm25Index, split_words
+from mindspeed_rl.tools.search import _Bm25Index, _split_words
 from mindspeed_rl.tools.tool import ToolError
 
 
@@ -228,13 +228,13 @@ def test_bm25_scores_are_those_of_the_formula():
 
     for query in ("a", "a b", "d g", "a a c", "z"):
         wanted = sorted(((score(query, text), -row) for row, text in enumerate(texts)), reverse=True)
-        found = Bm25Index(texts).find_best(query, 5)
+        found = _Bm25Index(texts).find_best(query, 5)
         assert [row for row, _ in found] == [-row for value, row in wanted if value > 0]
         assert [value for _, value in found] == pytest.approx([value for value, _ in wanted if value > 0], rel=1e-5)
 
 
 def test_words_of_scripts_without_blanks_are_characters_and_pairs():
-    assert split_words("GPT-4, 北京!ok") == ["gpt", "4", "北", "京", "北京", "ok"]
+    assert _split_words("GPT-4, 北京!ok") == ["gpt", "4", "北", "京", "北京", "ok"]
 
 
 def test_a_corpus_that_cannot_be_read_is_told_with_its_line(tmp_path):

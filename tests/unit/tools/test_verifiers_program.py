@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rl.tools import verifiers_host
 from mindspeed_rl.tools.endpoint import ChatReply, RecordingEndpoint
 from mindspeed_rl.tools.interface import ParsedTurn
-from mindspeed_rl.tools.verifiers_program import EpisodeResult, ProgramExitError, VerifiersProgram
+from mindspeed_rl.tools.verifiers_program import ProgramExitError, VerifiersProgram, _EpisodeResult
 
 STANDIN = str(Path(__file__).with_name("verifiers_standin"))
 ROW = {"prompt": [{"role": "user", "content": "Guess."}], "example_id": 7, "labels": "not for the environment"}
@@ -69,7 +69,7 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     (*good, late, lost), sessions = asyncio.run(asyncio.wait_for(run(), 60))
-    assert good == [EpisodeResult(0.5, {"turns": 2.0}, None)] * 6 and [session.said for session in sessions] == [2] * 4
+    assert good == [_EpisodeResult(0.5, {"turns": 2.0}, None)] * 6 and [session.said for session in sessions] == [2] * 4
     assert late.reward is None and late.error == "the episode took longer than 0.5 s"
     assert lost.error is not None and lost.error.startswith("APIConnectionError")
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before

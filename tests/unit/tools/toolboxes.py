@@ -9,7 +9,7 @@ import yaml
 
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolbox
+from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
 
 COUNTER_SCHEMA = {
     "type": "function",
@@ -27,10 +27,10 @@ class NoParser:
 
 
 @asynccontextmanager
-async def open_toolbox(folder: Path, *entries: Any, limits: CallLimits | None = None) -> AsyncIterator[LoadedToolbox]:
+async def open_toolbox(folder: Path, *entries: Any, limits: CallLimits | None = None) -> AsyncIterator[Toolbox]:
     """Yield the started toolbox; a token is a character."""
     tools = build_tools(read_tools(str(write_tool_file(folder, *entries))))
-    box = LoadedToolbox(tools, lambda schemas: NoParser(), limits or CallLimits(), len)
+    box = Toolbox(tools, lambda schemas: NoParser(), limits or CallLimits(), len)
     await box.start()
     try:
         yield box
