@@ -31,13 +31,12 @@ from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     PreparedTask,
     TaskScore,
-    group_table,
     prepare_task,
     run_task,
     summary_table,
 )
 from mindspeed_rl.inference.tasks import TASKS, load_task_class
-from mindspeed_rl.inference.tasks.task import TEMPLATE_NAMES, Task, TaskOptions, fill_template
+from mindspeed_rl.inference.tasks.task import Task, TaskOptions, fill_template
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
 
@@ -117,7 +116,7 @@ def _check(args: argparse.Namespace) -> None:
     if any(not 0 <= depth <= 100 for depth in args.depths):
         raise ValueError("--depths are percent, from 0 to 100")
     if args.instruction_template is not None:  # before the model is read
-        fill_template(args.instruction_template, dict.fromkeys(TEMPLATE_NAMES, ""))
+        fill_template(args.instruction_template)
     if args.alternative_prompt and args.chain_of_thought:
         raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
     _check_harness(args)
@@ -275,7 +274,7 @@ def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None
 
 def _show_details(score: TaskScore) -> None:
     if len(score.groups) > 1:
-        print(f"{score.task} by subject\n{group_table(score)}\n", flush=True)
+        print(f"{score.task} by subject\n{score.group_table()}\n", flush=True)
     if score.total > score.num_questions:
         print_status(f"{score.task}: {score.solved} of {score.num_questions} questions have a right answer among theirs")
     if score.pass_at:
@@ -303,7 +302,7 @@ def _write_json(
         "prompt_type": session.prompt_format.name,
         "dtype": session.settings.dtype
         if session.settings.dtype != "auto"
-        else str(session.model.dtype).removeprefix("torch."),
+        else str(session.model.source.dtype).removeprefix("torch."),
         "seed": args.seed,
         "temperature": args.temperature or 0.0,
         "tasks": {score.task: score.record() for score in scores},

@@ -31,7 +31,6 @@ from mindspeed_rl.inference.batch_generation import (
     GeneratedAnswer,
     GenerationSettings,
     Method,
-    describe_speed,
     generate,
     read_jsonl,
     write_jsonl,
@@ -219,7 +218,9 @@ def _generate_all(
     for setting in settings:
         start = time.perf_counter()
         answers = generate(engine, session.prompt_format, ids, setting)
-        print_status(f"{setting.method}: {describe_speed(answers, time.perf_counter() - start)}")
+        seconds, tokens = time.perf_counter() - start, sum(answer.num_tokens for answer in answers)
+        speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
+        print_status(f"{setting.method}: {len(answers)} answers, {speed}")
         if path is None:
             _print(prompts, answers, setting, several=len(settings) > 1)
         output += [_build_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]

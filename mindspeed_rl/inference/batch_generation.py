@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, assistant, parse_tools, user
+from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, assistant, parse_tools, user
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
@@ -149,12 +149,6 @@ def _search(
         yield GeneratedAnswer(index, sample, text, len(beam.token_ids), beam.log_prob, "stop" if beam.finished else "length")
 
 
-def describe_speed(answers: Sequence[GeneratedAnswer], seconds: float) -> str:
-    """Return one line: answers, tokens, seconds, tokens per second."""
-    tokens = sum(answer.num_tokens for answer in answers)
-    return f"{len(answers)} answers, {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
-
-
 # ---------------------------------------------------------------------- prompts from files
 
 
@@ -200,7 +194,9 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
             text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
             system = row.get("system")
             return Conversation([user(text)], system=system if isinstance(system, str) and system else None)
-    raise MalformedRowError(f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}")
+    raise MalformedRowError(
+        f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}"
+    )
 
 
 def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
@@ -208,7 +204,9 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
     messages: list[Message] = []
     for entry in entries:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
-            raise MalformedRowError(f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}")
+            raise MalformedRowError(
+                f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}"
+            )
         role, content = entry.get("role"), entry["content"]
         if role == "system" and not messages and system is None:
             system = content

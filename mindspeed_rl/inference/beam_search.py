@@ -34,7 +34,7 @@ class BeamSettings:
 
 
 @dataclass(frozen=True)
-class Beam:
+class _Beam:
     """A sequence: its generated tokens, their log-prob, and its score once it is finished."""
 
     token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Beam:
     finished: bool = False
 
 
-def beam_search(prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings) -> list[Beam]:
+def beam_search(prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings) -> list[_Beam]:
     """Return the best `num_beams` sequences, best first.
 
     Each step ranks the 2 x num_beams best extensions of all beams: those that end become results if they rank among the first
@@ -52,8 +52,8 @@ def beam_search(prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamS
     """
     width = settings.num_beams
     generator = random.Random(settings.seed)
-    running = [Beam((), 0.0)]
-    results: list[Beam] = []
+    running = [_Beam((), 0.0)]
+    results: list[_Beam] = []
     for step in range(1, settings.max_tokens + 1):
         candidates = _extend_beams(running, prompt_ids, next_tokens, settings, generator)
         running = []
@@ -75,13 +75,13 @@ def beam_search(prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamS
 
 
 def _extend_beams(
-    running: Sequence[Beam], prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings, generator: random.Random
-) -> list[Beam]:
+    running: Sequence[_Beam], prompt_ids: list[int], next_tokens: _NextTokens, settings: BeamSettings, generator: random.Random
+) -> list[_Beam]:
     """Return the best extensions, best first; at most 2 x num_beams."""
     # twice as many, so that num_beams can continue where as many end
     count = 2 * settings.num_beams
     top = count if settings.sampling is None else max(settings.sampling[1], count)
-    extended: list[tuple[float, Beam]] = []
+    extended: list[tuple[float, _Beam]] = []
     for beam, entries in zip(running, next_tokens([prompt_ids + list(beam.token_ids) for beam in running], top)):
         added = [log_prob for _, log_prob in entries] if settings.sampling is None else _cut_off(entries, *settings.sampling)
         for (token, _), token_log_prob in zip(entries, added):
@@ -89,7 +89,7 @@ def _extend_beams(
             # the largest of log-probs with Gumbel noise are samples without replacement
             # random() may be 0, which has no logarithm
             noise = 0.0 if settings.sampling is None else -math.log(-math.log(generator.random() or 1e-300))
-            extended.append((log_prob + noise, Beam((*beam.token_ids, token), log_prob)))
+            extended.append((log_prob + noise, _Beam((*beam.token_ids, token), log_prob)))
     extended.sort(key=lambda item: -item[0])
     chosen = [beam for _, beam in extended[:count]]
     # the noise decides which are sampled, not which rank first
@@ -110,6 +110,6 @@ def _cut_off(entries: Sequence[tuple[int, float]], temperature: float, top_k: in
     return [math.log(weight / mass) if weight > 0 else -math.inf for weight in weights[:num_tokens]]
 
 
-def _score_beam(beam: Beam, settings: BeamSettings, *, finished: bool) -> Beam:
+def _score_beam(beam: _Beam, settings: BeamSettings, *, finished: bool) -> _Beam:
     score = beam.log_prob / len(beam.token_ids) ** settings.length_penalty
-    return Beam(beam.token_ids, beam.log_prob, score, finished)
+    return _Beam(beam.token_ids, beam.log_prob, score, finished)

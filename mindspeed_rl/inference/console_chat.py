@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, assistant, user
+from mindspeed_rl.data.conversation import Conversation, MalformedRowError, assistant, user
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter

@@ -49,7 +49,7 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
     return RemoteGroup(process_settings, build_worker_environment(cfg, platform_name))
 
 
-class InferenceEngineGroup:
+class _InferenceEngineGroup:
     """Engines on workers as one engine; built by `running_engine_group`."""
 
     def __init__(self, group: RemoteGroup, num_replicas: int, tensor_parallel_size: int) -> None:
@@ -66,7 +66,7 @@ class InferenceEngineGroup:
                 deltas = self._group.call(Phases.TAKE_TOKENS, count)
                 for replica in range(self._num_replicas):
                     for delta in deltas[replica * self._tp]:
-                        # the inverse of `ReplicaWorker.add_requests`, which gives a replica every n-th request
+                        # the inverse of `_ReplicaWorker.add_requests`, which gives a replica every n-th request
                         index = delta.index * self._num_replicas + replica
                         if delta.finish is not None:
                             open_requests.discard(index)
@@ -105,7 +105,7 @@ def running_engine_group(settings: EngineSettings, platform_name: str) -> Iterat
         group = _start_workers(settings, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
-            yield InferenceEngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
+            yield _InferenceEngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
         except WorkerError as error:
             logs = mkdtemp(prefix="mindspeed-rl-inference-logs-")  # only a failure needs them
             shutil.copytree(folder / "logs", logs, dirs_exist_ok=True)

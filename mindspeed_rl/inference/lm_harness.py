@@ -21,6 +21,7 @@ from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
 #: limit of the tokens of an answer whose task has none
@@ -28,7 +29,7 @@ _MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class HarnessSettings:
+class _HarnessSettings:
     """Settings of a task.
 
     Attributes:
@@ -56,18 +57,18 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         engine: that generates.
         tokenizer: of the model.
         name: of the task.
-        keys: of `HarnessSettings`.
+        keys: of `_HarnessSettings`.
 
     Raises:
         ValueError: there is no such task, or it requires running programs, which is never allowed here.
     """
-    settings = HarnessSettings(**keys)
+    settings = _HarnessSettings(**keys)
     folder = settings.include_path
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if name not in manager.all_tasks:
         where = "" if folder is None else f" and {folder}"
         raise ValueError(f"lm-eval has no task {name} in its own tasks{where}")
-    model = HarnessModel(engine, tokenizer, settings)
+    model = _HarnessModel(engine, tokenizer, settings)
     result = simple_evaluate(
         model=model,
         tasks=[name],
@@ -96,10 +97,10 @@ def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-class HarnessModel(LM):
+class _HarnessModel(LM):
     """An engine as a model of lm-eval: texts in, log-likelihoods and texts out."""
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: HarnessSettings) -> None:
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: _HarnessSettings) -> None:
         super().__init__()
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         # vLLM needs room for a token after those that it scores
@@ -109,11 +110,11 @@ class HarnessModel(LM):
         assert isinstance(prefix, int), "the tokenizer has neither a bos nor an eos token"
         self._prefix = prefix
 
-    def loglikelihood(self, requests: Sequence[Any], **unused: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance], **unused: object) -> list[tuple[float, bool]]:
         """Return (log-prob of the continuation, True if it is the greedy one) of each (context, continuation)."""
         return self._score([self._encode_pair(*request.args) for request in requests])
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **unused: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **unused: object) -> list[float]:
         """Return the log-prob of each text; one longer than the context is split into windows, each token scored once."""
         windows: list[tuple[list[int], list[int]]] = []
         counts = []
@@ -127,7 +128,7 @@ class HarnessModel(LM):
         scores = iter(self._score(windows))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
-    def generate_until(self, requests: Sequence[Any], **unused: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], **unused: object) -> list[str]:
         """Return an answer to each (context, generation keys), without the text that ended it."""
         answers = [""] * len(requests)
         groups: dict[tuple[Sampling, tuple[str, ...]], list[int]] = {}

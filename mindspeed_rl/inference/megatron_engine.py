@@ -66,7 +66,7 @@ class MegatronEngine:
         Raises:
             ValueError: the layout cannot hold the model.
         """
-        keys = settings.build_generate_config(model.dtype)
+        keys = settings.build_generate_config(model.source.dtype)
         if keys.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {keys.dtype}: the Megatron model computes in float32 or bfloat16")
         config = MegatronConfig(

@@ -66,11 +66,6 @@ class ModelFiles:
         """Shape of the model."""
         return self.source.model_config
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the largest part of the weights."""
-        return self.source.dtype
-
     def describe(self) -> str:
         """Return one line for the console."""
         adapted = ", adapter merged" if self.transform is not None or self.source.adapters else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.handlers.base import sound
+from mindspeed_rl.data.handlers.base import raise_encoding_errors
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
@@ -27,6 +27,7 @@ class PromptFormat:
 
     Attributes:
         name: of the template; None continues plain text.
+        is_chat: True when a template separates the speakers.
         stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
         thought_marks: texts that open and close a thought.
         decoder: for answers; thought marks stay in the text.
@@ -55,6 +56,7 @@ class PromptFormat:
             ValueError: unknown template, or an end token that is not in the vocabulary.
         """
         self.name = name
+        self.is_chat = name is not None
         self.tokenizer = tokenizer
         self.tools: Sequence[dict[str, Any]] = ()
         self._thinking: Thinking = thinking
@@ -77,11 +79,6 @@ class PromptFormat:
             stops.add(self._encoder.special_id(Token(token)))
         self.stop_token_ids = tuple(sorted(stops))
 
-    @property
-    def is_chat(self) -> bool:
-        """True when a template separates the speakers."""
-        return self._template is not None
-
     def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Return prompts whose next tokens are the answer.
 
@@ -92,7 +89,7 @@ class PromptFormat:
             return [self._plain(conversation) for conversation in conversations]
         complete = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
         renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
-        encoded = sound(self._encoder.encode_renderings(renderings))
+        encoded = raise_encoding_errors(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
 
     def turns(self, *, has_tools: bool) -> ChatTurns:

@@ -1,4 +1,4 @@
-"""The workers of inference engines, one per device; `engine_group.InferenceEngineGroup` calls their methods."""
+"""The workers of inference engines, one per device; `engine_group.running_engine_group` calls their methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.inference.vllm_text_engine import VllmTextEngine
 
 
-class ReplicaWorker:
+class _ReplicaWorker:
     """One rank's part of an engine. Methods are collective over the ranks of the engine.
 
     Ranks count through tensor parallel ones first, then engines, then pipeline stages.
@@ -57,7 +57,7 @@ class ReplicaWorker:
         return self._engine.score(sequences, starts)
 
 
-class MegatronInferenceWorker(ReplicaWorker):
+class MegatronInferenceWorker(_ReplicaWorker):
     """One rank's part of a Megatron model."""
 
     def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:
@@ -75,7 +75,7 @@ class MegatronInferenceWorker(ReplicaWorker):
         super().__init__(MegatronEngine(settings, open_model(settings.model, verified=True), tokenizer), settings, rank)
 
 
-class InferenceWorker(ReplicaWorker):
+class InferenceWorker(_ReplicaWorker):
     """One rank's part of a vLLM engine."""
 
     def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:

@@ -112,6 +112,14 @@ class TaskScore:
         """Mean of the subjects' accuracies."""
         return sum(right / total for right, total in self.groups.values()) / len(self.groups)
 
+    def group_table(self) -> str:
+        """Return one line a subject, for tasks that have several."""
+        width = max(map(len, self.groups))
+        return "\n".join(
+            f"  {name.ljust(width)}  {right / total:7.2%}  {right} / {total}"
+            for name, (right, total) in sorted(self.groups.items())
+        )
+
     def record(self) -> dict[str, Any]:
         """Return all fields, for JSON."""
         groups = {
@@ -147,7 +155,7 @@ def prepare_task(task: Task, prompt_format: PromptFormat, settings: EvaluationSe
     first_tokens: dict[tuple[str, ...], dict[int, str]] = {}
     for question in questions:
         if question.choices and question.choices not in first_tokens:
-            first_tokens[question.choices] = find_choice_tokens(prompt_format, question.choices)
+            first_tokens[question.choices] = _find_choice_tokens(prompt_format, question.choices)
     allowed = [first_tokens.get(question.choices, {}) for question in questions]
     return PreparedTask(task, questions, prompts, allowed, dropped)
 
@@ -164,7 +172,7 @@ def _select_questions(questions: list[Question], count: int | None) -> list[Ques
     return [questions[row] for row in sorted(turns[:count])]
 
 
-def find_choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[int, str]:
+def _find_choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[int, str]:
     """Return first token -> choice, with and without a blank before the word, where these differ for all choices.
 
     Raises:
@@ -312,7 +320,7 @@ def _add_statistics(score: TaskScore, task: Task, records: list[dict[str, Any]],
     counts = [sum(record["right"] for record in group) for group in groups]
     sizes = [1 << power for power in range(num_return.bit_length()) if 1 << power <= num_return]
     score.pass_at = {
-        k: sum(pass_at(num_return, right, k) for right in counts) / len(counts) for k in sorted({*sizes, num_return})
+        k: sum(_pass_at(num_return, right, k) for right in counts) / len(counts) for k in sorted({*sizes, num_return})
     }
     votes = [[task.vote(record["response"]) for record in group] for group in groups]
     if all(vote is not None for group in votes for vote in group):
@@ -321,7 +329,7 @@ def _add_statistics(score: TaskScore, task: Task, records: list[dict[str, Any]],
         score.majority = sum(right) / len(groups)
 
 
-def pass_at(num_answers: int, num_right: int, k: int) -> float:
+def _pass_at(num_answers: int, num_right: int, k: int) -> float:
     """Return the probability that one of k answers of these is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374."""
     return 1.0 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
@@ -367,12 +375,3 @@ def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
 
     table = [row(header), *map(row, lines)]
     return "\n".join([*table, *(f"{name}  FAILED: {reason}" for name, reason in failures.items())])
-
-
-def group_table(score: TaskScore) -> str:
-    """Return one line a subject, for tasks that have several."""
-    width = max(map(len, score.groups))
-    return "\n".join(
-        f"  {name.ljust(width)}  {right / total:7.2%}  {right} / {total}"
-        for name, (right, total) in sorted(score.groups.items())
-    )

@@ -38,7 +38,7 @@ class VllmTextEngine(VllmEngine):
             tokenizer: decodes the end of an answer for stop strings.
             run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
         """
-        config = settings.build_generate_config(model.dtype)
+        config = settings.build_generate_config(model.source.dtype)
         bytes_per_value = 4 if config.dtype == "float32" else 2
         super().__init__(
             model.hf_folder,

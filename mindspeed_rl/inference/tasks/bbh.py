@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mindspeed_rl.inference.tasks.files import column, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task
-from mindspeed_rl.rewards.answers.extraction import extract_closed_box
+from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed
 
 _STATED = re.compile(r"(?i)\banswer is:?\s*")
 _PROMPT_BAR = "-----"
@@ -21,7 +21,7 @@ def bbh_match(response: str, label: str) -> float:
     """
     stated = _STATED.split(response)
     lines = [line for line in (stated[-1] if len(stated) > 1 else response).splitlines() if line.strip()]
-    answer = extract_closed_box(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
+    answer = extract_closed_boxed(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
     return float(_normalize(answer) == _normalize(label))
 
 

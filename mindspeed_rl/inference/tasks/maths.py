@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mindspeed_rl.inference.tasks.files import column, find_split_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Shot, Task
-from mindspeed_rl.rewards.answers.extraction import extract_closed_box
+from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed
 
 _SHOTS = Path(__file__).with_name("shots.json")
 
@@ -65,7 +65,7 @@ class Math(Task):
         questions = []
         for file in files:
             for where, row in read_data_rows(file):
-                label = row.get("answer") or extract_closed_box(str(column(row, ("solution",), where)))
+                label = row.get("answer") or extract_closed_boxed(str(column(row, ("solution",), where)))
                 if not label:
                     raise ValueError(f"{where}: has no answer, and its solution no \\boxed{{}}")
                 questions.append(

@@ -13,7 +13,7 @@ from mindspeed_rl.rewards import find
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 
 #: fields of an instruction template
-TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")
+_TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,19 @@ class Question:
         if not self.template:
             return prompt
         values = (prompt, self.text, self.group.replace("_", " "), examples, examples)
-        return fill_template(self.template, dict(zip(TEMPLATE_NAMES, values, strict=True)))
+        return fill_template(self.template, dict(zip(_TEMPLATE_NAMES, values, strict=True)))
 
 
-def fill_template(template: str, values: Mapping[str, str]) -> str:
+def fill_template(template: str, values: Mapping[str, str] | None = None) -> str:
     """Fill in the fields in braces; braces in the values stay as they are.
+
+    Args:
+        values: of each field; None fills in nothing, to check the template.
 
     Raises:
         ValueError: it has another field, or neither the prompt nor the question.
     """
+    values = dict.fromkeys(_TEMPLATE_NAMES, "") if values is None else values
     names = set(re.findall(r"{([a-z_]+)}", template))
     if unknown := names - set(values):
         raise ValueError(f"--instruction-template has {{{sorted(unknown)[0]}}}; known are {', '.join(values)}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mindspeed_rl.inference.beam_search import Beam, BeamSettings, beam_search
+from mindspeed_rl.inference.beam_search import BeamSettings, _Beam, beam_search
 
 END = 0
 #: next-token probabilities after a token; 9 is the prompt. The row of END is for searches that do not end there.
@@ -71,7 +71,7 @@ def test_sampled_beams_draw_first_tokens_by_their_tempered_and_cut_probability()
     roots = {token: math.sqrt(CHAIN[9][token]) for token in (1, 2)}
     settings = [BeamSettings(1, 1, frozenset(), sampling=(2.0, 2, 1.0), seed=seed) for seed in range(20)]
     for setting in settings:
-        best: Beam = beam_search([9], next_tokens, setting)[0]
+        best: _Beam = beam_search([9], next_tokens, setting)[0]
         assert best.log_prob == pytest.approx(math.log(roots[best.token_ids[0]] / sum(roots.values())))
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from mindspeed_rl.inference.engine_interface import Delta, Request
-from mindspeed_rl.inference.lm_harness import HarnessModel, HarnessSettings, run_harness
+from mindspeed_rl.inference.lm_harness import _HarnessModel, _HarnessSettings, run_harness
 from mindspeed_rl.rollout.requests import Sampling
 
 #: log-prob of each byte, whatever stands before it; "b" is the most likely one
@@ -52,8 +52,8 @@ class Unigram:
         pass
 
 
-def settings(folder: Path | None = None, length: int = 200) -> HarnessSettings:
-    return HarnessSettings(folder, None, None, False, length, (1,), 0)
+def settings(folder: Path | None = None, length: int = 200) -> _HarnessSettings:
+    return _HarnessSettings(folder, None, None, False, length, (1,), 0)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def asked(kind: str, *arguments: object) -> Instance:
 
 
 def test_continuations_are_scored_from_where_they_begin(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = HarnessModel(unigram, tokenizer, settings())
+    model = _HarnessModel(unigram, tokenizer, settings())
     found = model.loglikelihood([asked("loglikelihood", "abc", "bb"), asked("loglikelihood", "ab ", "ca")])
     assert found == [(-2.0, True), (-14.0, False)]  # the blank between belongs to the continuation
     assert unigram.scored == [("abc", "bb"), ("ab", " ca")]
@@ -75,13 +75,13 @@ def test_continuations_are_scored_from_where_they_begin(unigram: Unigram, tokeni
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = HarnessModel(unigram, tokenizer, settings(length=6))
+    model = _HarnessModel(unigram, tokenizer, settings(length=6))
     assert model.loglikelihood([asked("loglikelihood", "aaaabc", "bb")]) == [(-2.0, True)]
     assert unigram.scored == [("abc", "bb")]
 
 
 def test_a_long_text_is_scored_once_in_windows(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = HarnessModel(unigram, tokenizer, settings(length=6))
+    model = _HarnessModel(unigram, tokenizer, settings(length=6))
     (found,) = model.loglikelihood_rolling([asked("loglikelihood_rolling", "abcabcabca")])
     assert found == pytest.approx(4 * -2.0 + 3 * -1.0 + 3 * -3.0)
     assert "".join(scored for _, scored in unigram.scored) == "abcabcabca"[: 4 * 2] + "ca"
@@ -89,7 +89,7 @@ def test_a_long_text_is_scored_once_in_windows(unigram: Unigram, tokenizer: PreT
 
 
 def test_answers_end_at_the_stop_text_and_are_drawn_as_asked(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = HarnessModel(unigram, tokenizer, settings())
+    model = _HarnessModel(unigram, tokenizer, settings())
     keys = {"until": ["\n"], "max_gen_toks": 9}
     drawn = keys | {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
     found = model.generate_until([asked("generate_until", "x", keys), asked("generate_until", "y", drawn)])

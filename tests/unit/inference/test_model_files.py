@@ -46,7 +46,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_a_hugging_face_folder_gives_its_tensors(base: Path) -> None:
     model = open_model(ModelSettings(base))
     assert_equal(dict(model.named_tensors()), load_file(base / "model.safetensors"))
-    assert (model.hf_folder, model.dtype, model.model_config.num_layers) == (base, torch.float32, 4)
+    assert (model.hf_folder, model.source.dtype, model.model_config.num_layers) == (base, torch.float32, 4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -19,7 +19,7 @@ from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     TaskError,
-    find_choice_tokens,
+    _find_choice_tokens,
     prepare_task,
     run_task,
     summary_table,
@@ -230,9 +230,9 @@ def test_boolq_answers_with_a_word_that_is_told_by_its_first_token(engine: Scrip
 
 def test_choices_that_begin_with_the_same_token_cannot_be_told_apart(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt_format = PromptFormat(tokenizer, None)
-    assert set(find_choice_tokens(prompt_format, ("yes", "no")).values()) == {"yes", "no"}
+    assert set(_find_choice_tokens(prompt_format, ("yes", "no")).values()) == {"yes", "no"}
     with pytest.raises(ValueError, match="with the same token"):
-        find_choice_tokens(prompt_format, ("true", "too"))
+        _find_choice_tokens(prompt_format, ("true", "too"))
 
 
 # ---------------------------------------------------------------------- programs and the rest
