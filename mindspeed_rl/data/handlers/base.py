@@ -146,7 +146,7 @@ class Handler(ABC):
         return self.settings.template
 
     def column(self, row: Row, key: str, *, required: bool = False) -> Any:
-        """Return the value of the dataset column that stands for `key`; None where an optional column is switched off or absent.
+        """Return the value of the dataset column that stands for `key`; None for an optional column that is off or absent.
 
         Raises:
             MalformedRowError: the column was asked for in map_keys, or is required, and the row lacks it.
@@ -219,7 +219,7 @@ class Handler(ABC):
             # taken whatever becomes of the row, or the next one would get its texts
             own = [next(encoded) for _ in draft.renderings]
             try:
-                batch.rows.append(self.assemble(draft, _check_encoded(own)))
+                batch.rows.append(self.assemble(draft, raise_encoding_errors(own)))
             except MalformedRowError as error:
                 batch.bad.append((number, str(error)))
             except DroppedRowError as drop:
@@ -229,7 +229,7 @@ class Handler(ABC):
         return batch
 
 
-def _check_encoded(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[TurnIds]]:
+def raise_encoding_errors(encoded: Sequence[list[TurnIds] | MalformedRowError]) -> list[list[TurnIds]]:
     """Return the encoded renderings of a row.
 
     Raises:
