@@ -63,7 +63,10 @@ def uses(package: Path) -> list[Use]:
 def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
     tree = ast.parse(path.read_text())
     aliases: dict[str, str] = {"torch_npu": "torch_npu"}
+    for_types = _find_type_imports(tree)
     for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0 and node.module.split(".")[0] in PACKAGES:
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -88,6 +91,14 @@ def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
             else:
                 keywords = tuple(keyword.arg for keyword in call.keywords if keyword.arg)
                 yield Use(name, _place(path, root, node), keywords, len(call.args))
+
+
+def _find_type_imports(tree: ast.Module) -> set[int]:
+    """Return the ids of the nodes below `if TYPE_CHECKING:`: what is imported there is not used at run time."""
+    blocks = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
+    ]
+    return {id(inner) for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
 def _named_in_strings(tree: ast.Module, path: Path, root: Path) -> Iterator[Use]:
