@@ -182,7 +182,7 @@ def _start_ray(folder: str, cpus: int, resource: str | None) -> None:
                 object_store_memory=256 << 20,
                 _temp_dir=folder,
             )
-    except Exception as error:  # noqa: BLE001 - Ray has no class of its own for a start that takes too long
+    except Exception as error:  # Ray has no class of its own for a start that takes too long
         if "timed out during startup" not in str(error):
             raise
         raise TimeoutError(

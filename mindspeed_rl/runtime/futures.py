@@ -78,7 +78,7 @@ class WaitMonitor:
             report: takes one line about a wait without progress.
             now_s: seconds from a monotonic clock.
         """
-        self.folder, self._deadlines, self._tolerance, self._report, self._now_s = folder, deadlines, tolerance, report, now_s
+        self.folder, self._deadlines, self.tolerance, self._report, self._now_s = folder, deadlines, tolerance, report, now_s
         self._max_s: dict[str, float] = {}
 
     def start(self, phase: str, names: Sequence[str]) -> Wait:
@@ -122,9 +122,9 @@ class Wait:
             self._missing, self._progress_s = list(missing), now
         limit_s, idle_s = monitor.limit_s(self._deadline), now - self._progress_s
         if now - self._start_s >= limit_s:
-            raise WorkerError(self._describe(f"did not end within {limit_s:.0f} s (rl_config.deadlines.{self._deadline})"))
+            raise WorkerError(self.describe(f"did not end within {limit_s:.0f} s (rl_config.deadlines.{self._deadline})"))
         hung: list[str] = []
-        interval_s = monitor._tolerance.heartbeat_interval_s
+        interval_s = monitor.tolerance.heartbeat_interval_s
         # files are read no more often than processes write them
         if now - self._checked_s >= interval_s and idle_s >= MISSED_BEATS * interval_s:
             self._checked_s = now
@@ -133,19 +133,6 @@ class Wait:
             self._report_after_s = 2 * idle_s
             self._report(idle_s, limit_s - (now - self._start_s))
         return hung
-
-    def give_up(self) -> None:
-        """End the wait for a process that hangs and cannot be replaced, where faults are tolerated.
-
-        Raises:
-            WorkerError: they are.
-        """
-        if self._monitor._tolerance.enabled:
-            raise WorkerError(self._describe("is given up (rl_config.fault_tolerance)"))
-
-    def fail(self, name: str, reason: str) -> WorkerError:
-        """Return the error of a wait that ended because `name` waited in vain for a process that has not failed."""
-        return WorkerError(self._describe(f"ended: {name} reports {reason}"))
 
     def finish(self) -> None:
         """Note how long the wait took: everything has arrived."""
@@ -172,7 +159,7 @@ class Wait:
             beat.warning = text
             beat.on_warning()
 
-    def _describe(self, outcome: str) -> str:
+    def describe(self, outcome: str) -> str:
         """Return the phase, its outcome and the status of every process; the straggler is in the first line."""
         since = time.strftime("%H:%M:%S", time.localtime(self._since))
         head, folder = f"{self._phase} {outcome}, since {since}", self._monitor.folder
@@ -262,7 +249,8 @@ def wait_all(
     """
     pending, name_by_future = list(futures), dict(zip(futures, names))
     future_by_name = dict(zip(names, futures))
-    wait = (monitor or WaitMonitor(None, Deadlines(), FaultTolerance())).start(phase, names)
+    monitor = monitor or WaitMonitor(None, Deadlines(), FaultTolerance())
+    wait = monitor.start(phase, names)
     with heartbeat.doing(f"{phase}, waiting for {_join_names(names)}"):
         try:
             while pending:
@@ -275,13 +263,14 @@ def wait_all(
                         pending = [future for future in pending if name_by_future[future] != name] + [other]
                         name_by_future[other], future_by_name[name] = name, other
                         failed = [item for item in failed if item[0] != name]
-                    elif name in hung:
-                        wait.give_up()
+                    elif name in hung and monitor.tolerance.enabled:
+                        raise WorkerError(wait.describe("is given up (rl_config.fault_tolerance)"))
                 if failed:
                     failed += _wait_for_cause(failed, pending, name_by_future)
                     name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
                     if pending and _distance_from_cause(error) > 1:  # it waited in vain for one that has not failed
-                        raise wait.fail(name, _describe_cause(error)) from error
+                        text = wait.describe(f"ended: {name} reports {_describe_cause(error)}")
+                        raise WorkerError(text) from error
                     if isinstance(error, RayTaskError) and isinstance(error.cause, DataPlaneError):
                         name = "data plane"  # the worker that called it has not failed
                     raise WorkerError(f"{name} failed in {phase}: {_describe_cause(error)}") from error

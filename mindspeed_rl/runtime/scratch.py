@@ -44,7 +44,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         parent: the system's folder for temporary files when None.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_orphans(parent)
+    _remove_orphans(parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     with (folder / _OWNER).open("w", encoding="ascii") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ def find_orphans(parent: Path) -> list[_Orphan]:
     return orphans
 
 
-def remove_orphans(parent: Path) -> list[_Orphan]:
+def _remove_orphans(parent: Path) -> list[_Orphan]:
     """Remove these folders; return them."""
     orphans = find_orphans(parent)
     for orphan in orphans:

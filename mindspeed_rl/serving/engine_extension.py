@@ -33,11 +33,6 @@ _CHECK_S = 1.0
 _PARENT_DEATH_SIGNAL = 1
 
 
-def identify_owner() -> str:
-    """Return the value of `OWNER_VARIABLE` for engines of this process."""
-    return f"{os.getpid()} {psutil.Process().create_time()}"
-
-
 def _end_with(owner: str) -> None:
     """End this process, and vLLM's process between it and the owner, once the owner is gone, however it ended."""
     pid, start_s = owner.split()

@@ -196,7 +196,7 @@ class ServerPool:
             return await asyncio.wait_for(server.call(call, **arguments), limit_s)
         except TimeoutError as error:
             raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
-        except Exception as error:  # noqa: BLE001 - Ray, HTTP and the server's own errors have no common class
+        except Exception as error:  # Ray, HTTP and the server's own errors have no common class
             raise ServerLostError(f"failed to {purpose}: {_describe_error(error)}") from error
 
     async def close(self) -> None:

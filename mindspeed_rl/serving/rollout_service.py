@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from mindspeed_rl.rollout.protocol import Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Finish, Generated
 from mindspeed_rl.rollout.requests import Sampling
+
+if TYPE_CHECKING:
+    from mindspeed_rl.serving.async_engine import AsyncEngine
 
 #: chunks are collected for this time, then sent together
 _COLLECT_S = 0.02
@@ -23,26 +26,32 @@ _OWN_CALLS = ("describe", "submit", "news", "drop", "health")
 _ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive")
 
 
-class _ServedEngine(Protocol):
-    """The engine of a server; see `AsyncEngine`."""
+class Event(TypedDict, total=False):
+    """An event of `RolloutService.news`: the next tokens of a response, or an error."""
 
+    number: int
+    key: str
+    token_ids: list[int]
+    log_probs: list[float]
     version: int
+    finish: Finish | None
+    error: str
+    kind: str
 
-    def stream(
-        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
-    ) -> AsyncIterator[Any]: ...
 
-    async def pause(self, mode: PauseMode) -> None: ...
+class _Request(TypedDict):
+    """A request of `RolloutService.submit`.
 
-    async def resume(self) -> None: ...
+    Attributes:
+        sampling: fields of `Sampling`.
+        begun: token_ids, log_probs and versions of the existing part of the response, or None.
+    """
 
-    async def join(self, rendezvous: str, first_rank: int) -> None: ...
-
-    async def leave(self) -> None: ...
-
-    async def receive(self, version: int) -> list[str]: ...
-
-    async def check(self) -> None: ...
+    key: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    seed: int
+    begun: dict[str, list[Any]] | None
 
 
 class RolloutService:
@@ -51,7 +60,7 @@ class RolloutService:
     Names of methods, arguments and fields are those of the HTTP interface.
     """
 
-    def __init__(self, engine: _ServedEngine, metadata: Mapping[str, object]) -> None:
+    def __init__(self, engine: AsyncEngine, metadata: Mapping[str, object]) -> None:
         """Keep the engine.
 
         Args:
@@ -60,7 +69,7 @@ class RolloutService:
         """
         self._engine, self._metadata = engine, dict(metadata)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
         self._num_events = 0
         self._has_events = asyncio.Event()
 
@@ -90,20 +99,15 @@ class RolloutService:
         await self._engine.check()
         return {"running": len(self._tasks), "version": self._engine.version}
 
-    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Start the requests. One with a known key is the same request, sent again.
-
-        Args:
-            requests: each with key, prompt_ids, sampling (fields of `Sampling`), seed and begun (token_ids, log_probs and
-                versions of the existing part of the response, or None).
-        """
+    async def submit(self, requests: Sequence[_Request]) -> None:
+        """Start the requests. One with a known key is the same request, sent again."""
         for request in requests:
             key = request["key"]
             if key not in self._tasks:
                 self._tasks[key] = asyncio.create_task(self._generate(key, request))
 
-    async def _generate(self, key: str, request: Mapping[str, Any]) -> None:
-        fields = dict(request["sampling"])
+    async def _generate(self, key: str, request: _Request) -> None:
+        fields = request["sampling"]
         sampling = Sampling(**(fields | {"stop_token_ids": tuple(fields["stop_token_ids"])}))
         partial = None
         if (part := request.get("begun")) is not None:
@@ -112,7 +116,7 @@ class RolloutService:
             async for chunk in self._engine.stream(request["prompt_ids"], sampling, request["seed"], partial):
                 if chunk.finish is not None:
                     self._tasks.pop(key, None)
-                self._add_event({"key": key} | asdict(chunk))
+                self._add_event(cast("Event", {"key": key} | asdict(chunk)))
         except Exception as error:  # noqa: BLE001 - any failure is reported to the client, which would wait forever otherwise
             kind = "request" if isinstance(error, ValueError) else "server"
             self._add_event({"key": key, "error": f"{type(error).__name__}: {error}", "kind": kind})
@@ -121,12 +125,13 @@ class RolloutService:
             if self._tasks.get(key) is asyncio.current_task():
                 del self._tasks[key]
 
-    def _add_event(self, event: dict[str, Any]) -> None:
+    def _add_event(self, event: Event) -> None:
         self._num_events += 1
-        self._events.append(event | {"number": self._num_events})
+        event["number"] = self._num_events
+        self._events.append(event)
         self._has_events.set()
 
-    async def news(self, after: int, wait_s: float) -> dict[str, Any]:
+    async def news(self, after: int, wait_s: float) -> dict[str, object]:
         """Return the events since event `after`, at once or when there is one, at the latest after `wait_s` seconds.
 
         Returns:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import ray
 
@@ -46,6 +46,16 @@ class ServerSettings:
     heartbeat_interval_s: float = 5.0
 
 
+class ServerMetadata(TypedDict):
+    """The result of `RolloutService.describe`; version -1: the server has no weights yet."""
+
+    num_workers: int
+    dtype: str
+    max_model_len: int
+    whole_distribution: bool
+    version: int
+
+
 class ServerProcess:
     """An asynchronous Ray actor; nothing heavy is imported before `start`."""
 
@@ -54,7 +64,7 @@ class ServerProcess:
     def __init__(self, settings: ServerSettings, index: int) -> None:
         self._settings, self._index = settings, index
 
-    async def start(self) -> Mapping[str, Any]:
+    async def start(self) -> ServerMetadata:
         """Start the engine; return the result of `RolloutService.describe`."""
         settings, name = self._settings, f"server_{self._index}"
         if settings.folder is not None:
@@ -73,7 +83,7 @@ class ServerProcess:
         segments.unlink_segments(segments.QUEUES)
         if (beat := heartbeat.current) is not None:
             beat.set("serving")
-        return await self._service.describe()
+        return cast("ServerMetadata", await self._service.describe())
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Return the result of a call; see `RolloutService.call`."""

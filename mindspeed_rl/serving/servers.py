@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -21,7 +21,7 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient, read_server_token
-from mindspeed_rl.serving.server_process import ServerProcess, ServerSettings
+from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RolloutServers:
         self._restarts_left = run.rl.rollout_server_restarts
         self._placement: PlacementGroup | None = None
         self._actors: dict[str, ActorHandle[ServerProcess]] = {}
-        self._starting: dict[str, ObjectRef[Mapping[str, Any]]] = {}
+        self._starting: dict[str, ObjectRef[ServerMetadata]] = {}
         self._standalone: dict[str, HttpServerClient] = {}
         self.loop = LoopThread("rollout-servers")
         self.pool = ServerPool(
@@ -126,7 +126,7 @@ class RolloutServers:
     def _add_standalone(self, client: HttpServerClient) -> None:
         self._add(client, self.loop.run(asyncio.wait_for(client.call("describe"), self._timeout_s)))
 
-    def _add(self, client: RayServerClient | HttpServerClient, metadata: Mapping[str, Any]) -> None:
+    def _add(self, client: RayServerClient | HttpServerClient, metadata: ServerMetadata) -> None:
         """Add the server to the pool.
 
         Raises:

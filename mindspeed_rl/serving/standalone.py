@@ -85,7 +85,7 @@ def serve(
         engine = module.build_engine(settings)
         try:
             inner = await openai_app(engine.llm, settings.hf_folder, list(names))
-            app = GuardedApp(module.build_service(settings, engine), inner, token, CALLS_PATH)
+            app = _GuardedApp(module.build_service(settings, engine), inner, token, CALLS_PATH)
             server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5))
             text = f"serving {names[0]} at http://{host}:{port}; every call needs the token. Ctrl-C ends it."
             print(text, file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def serve(
     asyncio.run(serve_until_interrupted())
 
 
-class GuardedApp:
+class _GuardedApp:
     """An ASGI application that refuses calls without the token, answers our calls and passes others to an inner application."""
 
     def __init__(self, service: RolloutService, inner: _App | None, token: str, prefix: str) -> None:

@@ -71,7 +71,7 @@ def test_a_deadline_of_the_run_file_is_kept_and_another_one_grows_with_what_was_
 
 
 def test_the_error_after_a_deadline_names_phase_processes_and_time(tmp_path: Path) -> None:
-    beat = heartbeat.Heartbeat(tmp_path, "worker 0", interval_s=5.0)
+    beat = heartbeat._Heartbeat(tmp_path, "worker 0", interval_s=5.0)
     beat.set("update_actor")
     record = {
         "name": "worker 1",

@@ -19,7 +19,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, convert_memory_errors, find_memory_error
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.run_folder import advise_on_memory
+from mindspeed_rl.trainers.run_folder import _advise_on_memory
 
 MIB = 1 << 20
 
@@ -109,7 +109,7 @@ def test_a_run_that_ran_out_of_memory_says_which_settings_leave_more() -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     run = resolve(cfg, platform="cpu")
     failure = DeviceMemoryError("update", {"activations": 3 << 30})
-    with pytest.raises(WorkerError) as raised, advise_on_memory(predict(run)):
+    with pytest.raises(WorkerError) as raised, _advise_on_memory(predict(run)):
         raise WorkerError(f"worker 0 failed in update_actor: {failure}") from failure
     said = str(raised.value)
     assert said.startswith("worker 0 failed in update_actor: out of memory in phase update: activations 3.00 GiB. Nearest")
@@ -120,7 +120,7 @@ def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> 
     changes = ["rl_config.critic_resource.num_npus=8", "rl_config.use_integrated_worker=false"]
     cfg = build_run_config(compose(*locate("ppo_qwen25_32b_A3", None), changes), config_name="ppo_qwen25_32b_A3")
     failure = DeviceMemoryError("update critic", {"activations": 30 << 30, "optimizer": 9 << 30, "weights": 4 << 30})
-    with pytest.raises(WorkerError) as raised, advise_on_memory(predict(resolve(cfg, platform="cpu"))):
+    with pytest.raises(WorkerError) as raised, _advise_on_memory(predict(resolve(cfg, platform="cpu"))):
         raise WorkerError(f"worker 0 failed in update_critic: {failure}") from failure
     said = str(raised.value)
     assert "out of memory in phase update critic: activations 30.00 GiB, optimizer 9.00 GiB, weights 4.00 GiB." in said
@@ -130,6 +130,6 @@ def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> 
 def test_other_failures_of_workers_pass_as_they_are() -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     error = WorkerError("worker 0 failed in generate: KeyError: 'x'")
-    with pytest.raises(WorkerError) as raised, advise_on_memory(predict(resolve(cfg, platform="cpu"))):
+    with pytest.raises(WorkerError) as raised, _advise_on_memory(predict(resolve(cfg, platform="cpu"))):
         raise error
     assert raised.value is error and find_memory_error(error) is None

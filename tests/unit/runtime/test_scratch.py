@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.doctor.checks import check_host
-from mindspeed_rl.runtime.scratch import find_orphans, remove_orphans, scratch_folder
+from mindspeed_rl.runtime.scratch import _remove_orphans, find_orphans, scratch_folder
 
 OWNER = """
 import sys, time
@@ -66,14 +66,14 @@ def test_a_folder_that_was_just_made_and_is_not_locked_yet_is_nobodys_prey(tmp_p
     killed, left = start_owner(tmp_path)
     killed.kill()
     killed.wait()
-    assert remove_orphans(tmp_path) == [] and left.is_dir()
+    assert _remove_orphans(tmp_path) == [] and left.is_dir()
 
 
 def test_folders_of_the_same_name_that_say_no_owner_are_left_alone(tmp_path: Path, old: None) -> None:
     (tmp_path / "ray-notes").mkdir()
     (tmp_path / "run-1").mkdir()
     (tmp_path / "run-1" / ".mindspeed-rl-owner").write_text("no number")
-    assert remove_orphans(tmp_path) == []
+    assert _remove_orphans(tmp_path) == []
     assert sorted(os.listdir(tmp_path)) == ["ray-notes", "run-1"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.serving.rollout_service import RolloutService
-from mindspeed_rl.serving.standalone import GuardedApp
+from mindspeed_rl.serving.standalone import _GuardedApp
 
 TOKEN = {"authorization": "Bearer secret"}
 
@@ -45,7 +45,7 @@ def ask(path: str, body: bytes = b"{}", *, method: str = "POST", headers: Mappin
 
     async def go() -> None:
         # pyrefly: ignore[bad-argument-type]  # no request is made here
-        app = GuardedApp(RolloutService(Engine(), {"num_workers": 1}), inner, "secret", "/rollout")
+        app = _GuardedApp(RolloutService(Engine(), {"num_workers": 1}), inner, "secret", "/rollout")
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await app({"type": "http", "path": path, "method": method, "headers": pairs}, receive, send)
 
