@@ -1,7 +1,8 @@
 """The interface between agent loops and tools: a parser reads calls from a turn, the tools of a trajectory reply to them.
 
-A loop does not see how a tool runs. It passes the parsed calls, including broken ones, to the `Tools` of toolbox.py and receives
-one reply for each: a text for the model, already truncated. Nothing there raises because of a model's text or a tool's failure.
+A loop does not see how a tool runs. It passes the parsed calls, including broken ones, to the `Tools` of toolbox.py and gets
+one reply for each: a text for the model, already truncated. Nothing there raises because of a model's text or a tool's
+failure.
 """
 
 from __future__ import annotations

@@ -154,10 +154,10 @@ def _descendants(pid: int) -> list[psutil.Process]:
 def test_a_pool_that_ends_while_it_is_told_something_leaves_nothing_either() -> None:
     program = textwrap.dedent("""
         import os, socket, subprocess, sys
-        from mindspeed_rl.rewards.spawner import Spawner
+        from mindspeed_rl.rewards.spawner import _Spawner
         ours, theirs = socket.socketpair()
 
-        class Told(Spawner):
+        class Told(_Spawner):
             def _serve(self, events, woken):
                 print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
                 theirs.close()
