@@ -40,6 +40,52 @@ class Request:
     count: int | None = None
     indexes: tuple[int, ...] | None = None
 
+    def select_rows(self, available: Sequence[int], capacity: int, group_size: int) -> list[int] | None:
+        """Return the rows that serve the request, which has no indexes: the lowest ones, as complete groups.
+
+        Args:
+            available: rows that are ready and were not consumed, in any order.
+            capacity: rows of the data plane.
+            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all.
+
+        Returns:
+            Sorted rows, or None when there are not enough.
+
+        Raises:
+            ValueError: requests of this count would never use the rows up.
+        """
+        count = self.count
+        if count is None or count < 1:
+            raise ValueError(f"A request needs a count of rows or indexes: count={count}, without indexes.")
+        if capacity % count:
+            raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
+        if count % group_size:
+            raise ValueError(
+                f"count={count} is not a multiple of n_samples_per_prompt={group_size}, though groups stay complete."
+            )
+        groups: dict[int, list[int]] = {}
+        for row in sorted(available):
+            groups.setdefault(row // group_size, []).append(row)
+        served = [row for rows in groups.values() if len(rows) == group_size for row in rows][:count]
+        return served if len(served) == count else None
+
+    def describe_missing(
+        self, producers: Mapping[str, str], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
+    ) -> str:
+        """Return one sentence a missing column, with its rows that are not ready and its producer."""
+        sentences = [
+            f"Column '{name}', to be put by '{producers[name]}', is missing in {_describe_rows(rows)} "
+            f"({len(rows)} of {num_rows})."
+            for name, rows in missing.items()
+            if rows
+        ]
+        if not sentences:
+            return (
+                f"All rows are ready, but {num_consumed} of {num_rows} were consumed before and {self.count} more are "
+                "requested."
+            )
+        return " ".join(sentences)
+
 
 class TransferDock:
     """Columns x rows with a ready bit per cell and a consumed bit per consumer and row.
@@ -92,10 +138,9 @@ class TransferDock:
             column = pack(entries)
             if len(column) != len(indexes):
                 raise ValueError(f"Column '{name}' has {len(column)} entries for {len(indexes)} indexes.")
-            if self._blocks[name]:
-                check_kind(name, describe_kind(column), describe_kind(self._blocks[name][0]))
-            if not overwrite:
-                check_unwritten(name, rows[self._ready[name][rows]].tolist())
+            kind = describe_kind(column)
+            column_kind = describe_kind(self._blocks[name][0]) if self._blocks[name] else kind
+            check_put(name, kind, column_kind, () if overwrite else rows[self._ready[name][rows]].tolist())
             packed[name] = column
         # all checks have passed: from here on every column is written
         for name, column in packed.items():
@@ -134,7 +179,7 @@ class TransferDock:
         rows: list[int] | None
         if request.indexes is None:
             available = np.flatnonzero(ready & ~self._consumed[consumer]).tolist()
-            rows = select_rows(request, available, self.capacity, self.n_samples_per_prompt)
+            rows = request.select_rows(available, self.capacity, self.n_samples_per_prompt)
         else:
             rows = list(request.indexes) if ready[list(request.indexes)].all() else None
         if rows is None:
@@ -171,7 +216,8 @@ class TransferDock:
                 request = self._make_request(consumer, columns, count, indexes)
                 requested = np.arange(self.capacity) if request.indexes is None else np.asarray(request.indexes)
                 missing = {name: requested[~self._ready[name][requested]].tolist() for name in request.columns}
-                text = describe_missing(request, self._producers, missing, len(requested), int(self._consumed[consumer].sum()))
+                num_consumed = int(self._consumed[consumer].sum())
+                text = request.describe_missing(self._producers, missing, len(requested), num_consumed)
                 raise TimeoutError(f"'{consumer}' waited {timeout_s:g} s in vain. {text}") from None
             finally:
                 self._waiters.discard(changed)
@@ -214,35 +260,6 @@ class TransferDock:
         return take(joined, np.argsort(np.concatenate(by_block)))
 
 
-def select_rows(request: Request, available: Sequence[int], capacity: int, group_size: int) -> list[int] | None:
-    """Return the rows that serve a request without indexes: the lowest ones, as complete groups.
-
-    Args:
-        request: its count is the number of rows.
-        available: rows that are ready and were not consumed, in any order.
-        capacity: rows of the data plane.
-        group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all.
-
-    Returns:
-        Sorted rows, or None when there are not enough.
-
-    Raises:
-        ValueError: requests of this count would never use the rows up.
-    """
-    count = request.count
-    if count is None or count < 1:
-        raise ValueError(f"A request needs a count of rows or indexes: count={count}, without indexes.")
-    if capacity % count:
-        raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
-    if count % group_size:
-        raise ValueError(f"count={count} is not a multiple of n_samples_per_prompt={group_size}, though groups stay complete.")
-    groups: dict[int, list[int]] = {}
-    for row in sorted(available):
-        groups.setdefault(row // group_size, []).append(row)
-    served = [row for rows in groups.values() if len(rows) == group_size for row in rows][:count]
-    return served if len(served) == count else None
-
-
 def check_indexes(indexes: Sequence[int], capacity: int) -> np.ndarray:
     """Return the indexes as an array, [rows] int64.
 
@@ -261,14 +278,17 @@ def check_indexes(indexes: Sequence[int], capacity: int) -> np.ndarray:
     return rows
 
 
-def check_kind(name: str, kind: str, column_kind: str) -> None:
-    """Raise ValueError unless the rows put into a column are of its kind."""
+def check_put(name: str, kind: str, column_kind: str, written: Sequence[int]) -> None:
+    """Raise ValueError unless rows of a kind can be put into a column.
+
+    Args:
+        name: of the column.
+        kind: of the rows, from `describe_kind`.
+        column_kind: of the rows that were put before.
+        written: rows that would be put again.
+    """
     if kind != column_kind:
         raise ValueError(f"Column '{name}' holds {column_kind}; {kind} cannot be put next to them.")
-
-
-def check_unwritten(name: str, written: Sequence[int]) -> None:
-    """Raise ValueError if rows of the column that are to be put were put before."""
     if written:
         text = _describe_rows(written)
         raise ValueError(f"Column '{name}' of {text} was put before; clear the dock, or put with overwrite=True.")
@@ -306,22 +326,6 @@ def find_producers(users: Users) -> dict[str, str]:
                 )
             producers[column] = user
     return producers
-
-
-def describe_missing(
-    request: Request, producers: Mapping[str, str], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
-) -> str:
-    """Return one sentence a missing column, with its rows that are not ready and its producer."""
-    sentences = [
-        f"Column '{name}', to be put by '{producers[name]}', is missing in {_describe_rows(rows)} ({len(rows)} of {num_rows})."
-        for name, rows in missing.items()
-        if rows
-    ]
-    if not sentences:
-        return (
-            f"All rows are ready, but {num_consumed} of {num_rows} were consumed before and {request.count} more are requested."
-        )
-    return " ".join(sentences)
 
 
 def _describe_rows(rows: Sequence[int], limit: int = 8) -> str:

@@ -31,13 +31,10 @@ from mindspeed_rl.dataplane.transfer_dock import (
     Request,
     Users,
     check_indexes,
-    check_kind,
     check_name,
+    check_put,
     check_sizes,
-    check_unwritten,
-    describe_missing,
     find_producers,
-    select_rows,
 )
 
 _CONTROLLER = ("TransferQueueController", "transfer_queue")  # name and Ray namespace of its controller actor
@@ -86,7 +83,7 @@ class _RowRules(BaseSampler):
                 rows = requested
         else:
             available = [int(partition.revert_keys_mapping[index]) for index in ready_indexes]
-            rows = select_rows(request, available, capacity, self.n_samples_per_prompt)
+            rows = request.select_rows(available, capacity, self.n_samples_per_prompt)
         indexes = [partition.keys_mapping[str(row)] for row in rows or ()]
         return indexes, indexes
 
@@ -95,10 +92,8 @@ class _RowRules(BaseSampler):
         # TransferQueue drops this entry together with the partition
         column_kinds: dict[str, str] = self._states.setdefault(partition.partition_id, {})
         for name, kind in kinds.items():
-            check_kind(name, kind, column_kinds.get(name, kind))
-            if not overwrite:
-                missing = set(_find_missing(partition, name, rows))
-                check_unwritten(name, [row for row in rows if row not in missing])
+            missing = set(rows if overwrite else _find_missing(partition, name, rows))
+            check_put(name, kind, column_kinds.get(name, kind), [row for row in rows if row not in missing])
         column_kinds.update(kinds)
 
 
@@ -260,7 +255,7 @@ class TransferQueueClient:
                 positions = indexes[status[:, 0] == 0].tolist()
                 unready = sorted(set(self._read_rows(positions) if positions else []).intersection(requested))
             missing[name] = unready
-        return describe_missing(request, self._producers, missing, len(requested), int(consumed.sum()))
+        return request.describe_missing(self._producers, missing, len(requested), int(consumed.sum()))
 
 
 def _client() -> transfer_queue.TransferQueueClient:

@@ -59,7 +59,7 @@ class AsyncEngine:
         llm: vLLM's own object, for other interfaces.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, object]) -> None:
         """Start the engine's processes and wait until they are ready.
 
         Args:

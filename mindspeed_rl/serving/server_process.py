@@ -85,6 +85,6 @@ class ServerProcess:
             beat.set("serving")
         return cast("ServerMetadata", await self._service.describe())
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, object]) -> Any:
         """Return the result of a call; see `RolloutService.call`."""
         return await self._service.call(name, arguments)

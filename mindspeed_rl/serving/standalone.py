@@ -114,7 +114,7 @@ class _GuardedApp:
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """Answer one connection, as ASGI specifies."""
         if scope["type"] == "lifespan":
-            message: Mapping[str, Any] = {"type": ""}
+            message: Mapping[str, object] = {"type": ""}
             while message["type"] != "lifespan.shutdown":
                 message = await receive()
                 await send({"type": f"{message['type']}.complete"})

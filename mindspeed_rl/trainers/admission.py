@@ -27,7 +27,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Admission:
-    """How far the rollout may be ahead of training. Prompts are counted in complete groups of responses.
+    """The limit of how far the rollout may be ahead of training. Prompts are counted in complete groups of responses.
 
     With version v of the weights, threshold f, B prompts an iteration and k iterations a version, (f + v + 1) k B prompts may
     have been started that were taken or are in flight. All that were started by the end of version v have then trained by the

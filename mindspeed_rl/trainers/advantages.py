@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +54,6 @@ class TrainBatch:
     has_ratios: bool
 
 
-class BatchObserver(Protocol):
-    """Take each batch before it trains: completions, dumps and files of rollouts are made so."""
-
-    def on_batch(self, batch: TrainBatch) -> None:
-        """Read the batch; its rows are in the data plane."""
-
-
 class Advantages:
     """Read scored rows, write advantages.
 
@@ -78,7 +71,7 @@ class Advantages:
         baselines: GreedyBaselines,
         schedule: Schedule,
         note: Callable[[str], None],
-        observers: Sequence[BatchObserver],
+        observers: Sequence[Callable[[TrainBatch], None]],
     ) -> None:
         """Compute nothing yet.
 
@@ -154,7 +147,7 @@ class Advantages:
             has_ratios=self._schedule.writes_ratios(iteration),
         )
         for observer in self._observers:
-            observer.on_batch(prepared)
+            observer(prepared)
         return metrics
 
     def _inputs(

@@ -8,11 +8,10 @@ import os
 import platform as machine
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
 from mindspeed_rl.dumps.record import Record
-from mindspeed_rl.trainers.advantages import BatchObserver, TrainBatch
+from mindspeed_rl.trainers.advantages import TrainBatch
 
 #: column of the rollout's file -> column of the data plane
 _ROLLOUT_COLUMNS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "entropy": "entropies"}
@@ -32,13 +31,13 @@ _DUMP_COLUMNS = ("prompt_ids", "responses", "rollout_log_probs", "rewards")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
-def batch_recorders(run: Run, plane: DataPlane) -> Iterator[BatchObserver]:
-    """Yield the observers of batches that the run file asks for."""
+def batch_recorders(run: Run, plane: DataPlane) -> Iterator[Callable[[TrainBatch], None]]:
+    """Yield the functions that record the batches, as the run file sets them."""
     config = run.config.msprobe_config
     if config.msprobe and config.key_data_dump:
-        yield _BatchDump(config, plane, run.rl.wait_timeout_s)
+        yield _BatchDump(config, plane, run.rl.wait_timeout_s).on_batch
     if run.rl.save_rollouts_interval > 0:
-        yield _RolloutFiles(run, plane)
+        yield _RolloutFiles(run, plane).on_batch
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class _RolloutFiles:
         RolloutBatch(tensors, inputs.group_size, run.config.response_limit, run.stage, keys).save(path)
 
 
-def _changed_keys(rl: RLConfig) -> dict[str, Any]:
+def _changed_keys(rl: RLConfig) -> dict[str, object]:
     """Return the keys of rl_config that differ from their defaults, without the aliases of others."""
     keys = {
         field.name: value

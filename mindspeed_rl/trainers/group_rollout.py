@@ -91,7 +91,7 @@ class GroupRollout(Rollout):
         self, group_filter: GroupFilter, iteration: int, expected: int
     ) -> tuple[list[PromptGroup], list[WorkerReport]]:
         reports: list[WorkerReport] = []
-        kept: list[Batch] = []
+        accepted: list[Batch] = []
         spare: list[Batch] = []
         trained: list[PromptGroup] = []
         others: list[PromptGroup] = []
@@ -110,7 +110,7 @@ class GroupRollout(Rollout):
             good, rejected = group_filter.split({**batch, **indexes})
             trained += [groups[row // size] for row in good.pop("row")[::size]]
             others += [groups[row // size] for row in rejected.pop("row")[::size]]
-            kept.append(good)
+            accepted.append(good)
             spare.append(rejected)
             num_filtered += count
             self._source.reject(len(rejected["rewards"]) // size)
@@ -118,7 +118,7 @@ class GroupRollout(Rollout):
         if fill:
             self._source.reject(-len(fill))
         num_rows = range(self._plan.num_train_samples)
-        merged = {name: take(concatenate([part[name] for part in kept + spare]), num_rows) for name in SCORED_COLUMNS}
+        merged = {name: take(concatenate([part[name] for part in accepted + spare]), num_rows) for name in SCORED_COLUMNS}
         self._plane.clear(expected)
         self._plane.put(merged, num_rows)
         metrics = Metrics()
@@ -148,7 +148,7 @@ class GroupRollout(Rollout):
 
     # ------------------------------------------------------------------ resume
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Write the groups in flight into a file next to the checkpoints, and return its name."""
         groups, next_prompt, num_taken = self._source.snapshot()
         assert self._save is not None  # only a run that saves needs its state

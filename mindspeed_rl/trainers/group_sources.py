@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
@@ -17,6 +17,7 @@ from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEng
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.serving.weight_sync import LoopThread
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 
@@ -27,17 +28,9 @@ _CHECK_EVERY_S = 2.0
 _Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
 
 
-class _Runner(Protocol):
-    """Run coroutines next to the training loop."""
-
-    def run(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Return the result of `work`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Requests:
-    """How the samples of a prompt are generated.
+    """The settings with which the samples of a prompt are generated.
 
     Attributes:
         item: (index of the prompt) -> the prompt.
@@ -65,7 +58,7 @@ class StreamingSource:
         self,
         engine: RolloutEngine,
         agents: AgentRunner,
-        runner: _Runner,
+        runner: LoopThread,
         requests: Requests,
         admission: Admission,
         score: _Scorer,

@@ -54,7 +54,7 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
         dump_configuration(run)
         trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
-        rows = plan_rows(run, inputs.num_devices)
+        rows = _plan_rows(run, inputs.num_devices)
         if advisor is not None:
             rows["planned"] = advisor.summary
         print(format_table(f"run folder: {run.folder}", rows), flush=True)
@@ -99,7 +99,7 @@ def _explain_sigterm(termination: Termination) -> Iterator[None]:
         raise Terminated(f"SIGTERM: the run ended before the iteration did: {error}") from error
 
 
-def plan_rows(run: Run, num_devices: int) -> dict[str, str]:
+def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     """Return the plan of a run as rows of a table for the console; `mindspeed-rl explain` shows all of it.
 
     Args:

@@ -70,7 +70,7 @@ def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     return columns
 
 
-def version_spans(versions: Sequence[int]) -> list[tuple[int, int]]:
+def _version_spans(versions: Sequence[int]) -> list[tuple[int, int]]:
     """Return (version, number of tokens) of each run of equal versions."""
     return [(version, len(list(same))) for version, same in itertools.groupby(versions)]
 
@@ -89,7 +89,7 @@ def write_record(path: Path, iteration: int, version: int, groups: Sequence[Prom
             {
                 "prompt": group.index,
                 "samples": [
-                    {"versions": version_spans(sample.sampled_versions), "finish": sample.finish}
+                    {"versions": _version_spans(sample.sampled_versions), "finish": sample.finish}
                     for sample in group.trajectories
                 ],
             }
@@ -132,7 +132,7 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
     partial.replace(path)
 
 
-def _describe(sample: Trajectory) -> dict[str, Any]:
+def _describe(sample: Trajectory) -> dict[str, object]:
     """Return a trajectory without its tokens; of a sequence: length of the prompt, then length and origin of each segment."""
     return {
         "sequences": [

@@ -12,8 +12,8 @@ import torch
 
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
 from mindspeed_rl.config.keys.megatron import read_split
-from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.data.datasets import BatchSampler
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.trainers.model_plans import plan_models
@@ -91,11 +91,11 @@ def _open_run_prompts(
         tokenizer,
         max_prompt_length=run.rl.max_prompt_length,
         dataset_additional_keys=actor.dataset_additional_keys or None,
-        settings=dataclasses.replace(prompt_settings(actor), tools=tuple(tools)),
+        settings=dataclasses.replace(_prompt_settings(actor), tools=tuple(tools)),
     )
 
 
-def prompt_settings(actor: MegatronConfig) -> PromptSettings:
+def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
     """Return how prompts that were not preprocessed are read."""
     columns = None
     if actor.map_keys is not None:

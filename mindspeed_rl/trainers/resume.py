@@ -256,13 +256,13 @@ class Recovery:
             if not self._restarts_left or fault == self._last_fault:
                 raise
             self._restarts_left, self._last_fault = self._restarts_left - 1, fault
-            self._run = resume_from_save(self._run, self._launched_s)
+            self._run = _resume_from_save(self._run, self._launched_s)
             point = f"after iteration {iteration}" if iteration else "from the beginning"
             text = f"all workers were ended; the run resumes {point} ({self._restarts_left} restarts left)"
             print(f"error: {error}\nrl_config.fault_tolerance: {text}", file=sys.stderr, flush=True)
 
 
-def resume_from_save(run: Run, launched_s: float) -> Run:
+def _resume_from_save(run: Run, launched_s: float) -> Run:
     """Return the run as a user would resume it; itself where the same command does, or where there is no checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
     latest = _read_latest(config, launched_s)

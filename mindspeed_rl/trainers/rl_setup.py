@@ -85,7 +85,7 @@ class RLInputs:
 
 
 @dataclass(frozen=True)
-class Services:
+class _Services:
     """Data plane and workers of a run, all of them running.
 
     Attributes:
@@ -218,10 +218,10 @@ def _describe_devices(run: Run) -> str:
 # ---------------------------------------------------------------------- start
 
 
-def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSteps) -> Services:
+def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _Services:
     """Start data plane, rewards and workers; they run until the stack is closed."""
     run = inputs.run
-    plane = open_data_plane(run)
+    plane = _open_data_plane(run)
     stack.callback(plane.close)  # runs last: workers use it until they end
     actors = Fleet(run, plane)
     stack.callback(actors.close)
@@ -233,10 +233,10 @@ def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSt
     # before any model is built: a reward that cannot score is found in seconds
     rewards.check(first["prompt_ids"], first["label"], first["columns"])
     steps.done("the reward functions score a prompt")
-    return Services(plane, actors, rewards, actors.set_up(steps))
+    return _Services(plane, actors, rewards, actors.set_up(steps))
 
 
-def open_data_plane(run: Run) -> DataPlane:
+def _open_data_plane(run: Run) -> DataPlane:
     """Open the data plane that the run file asks for, for the users of this loop."""
     rl, plan = run.rl, run.plan
     options: dict[str, Any]
@@ -251,7 +251,7 @@ def open_data_plane(run: Run) -> DataPlane:
 # ---------------------------------------------------------------------- build
 
 
-def build_trainer(inputs: RLInputs, services: Services, outputs: LogOutputs, termination: Termination) -> RLTrainer:
+def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, termination: Termination) -> RLTrainer:
     """Build the loop on services that run."""
     run, plane, resumed = inputs.run, services.plane, services.resumed
     actor, rl = run.config.actor_config, run.rl
@@ -264,7 +264,7 @@ def build_trainer(inputs: RLInputs, services: Services, outputs: LogOutputs, ter
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     loader = PromptLoader(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
     # a filter on the total reward needs the model's scores of every rollout; one on a reward function leaves the reward model
-    # only the groups that are kept
+    # only the accepted groups
     is_scored_early = rl.dynamic_sample and not rl.filter_groups_enable
     early, late = (model_rewards, no_rewards) if is_scored_early else (no_rewards, model_rewards)
     rollout = build_rollout(run, plane, actors, services.rewards, loader, schedule.admission, early)
@@ -272,7 +272,7 @@ def build_trainer(inputs: RLInputs, services: Services, outputs: LogOutputs, ter
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"])
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer)
-    observers = [logger, *batch_recorders(run, plane)]
+    observers = [logger.on_batch, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, logger.note, observers)
     return RLTrainer(
         actors,

@@ -48,7 +48,7 @@ class Rollout:
         """Put rows with responses and the scores of the reward functions into the data plane."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return, as plain values, the state from which a resumed run generates as the uninterrupted one would have."""
         return {}
 
@@ -108,10 +108,10 @@ class FilteredRollout(Rollout):
     def run(self, iteration: int) -> list[WorkerReport]:
         """See `Rollout`; as many rollouts as it takes."""
         reports: list[WorkerReport] = []
-        kept: list[Batch] = []
+        accepted: list[Batch] = []
         spare: list[Batch] = []
-        expected, num_kept, num_rollouts = self._plan.num_train_prompts, 0, 0
-        while num_kept < expected:
+        expected, num_accepted, num_rollouts = self._plan.num_train_prompts, 0, 0
+        while num_accepted < expected:
             if num_rollouts == self._filter.limit and self._filter.limit > 0:
                 break
             reports += self._synchronous.run(self._next_rollout)
@@ -121,23 +121,23 @@ class FilteredRollout(Rollout):
                 "dynamic_sampling", self._columns, indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
             )
             good, others = self._filter.split(batch)
-            kept.append(good)
+            accepted.append(good)
             spare.append(others)
-            num_kept += len(good["rewards"]) // self._plan.n_samples_per_prompt
-        if num_kept < expected:
-            self._filter.give_up(iteration, f"{num_rollouts} rollouts", num_kept, expected)
+            num_accepted += len(good["rewards"]) // self._plan.n_samples_per_prompt
+        if num_accepted < expected:
+            self._filter.give_up(iteration, f"{num_rollouts} rollouts", num_accepted, expected)
         size = self._plan.num_train_samples
-        # kept ones first: the others only fill up the batch
-        parts = kept + spare
+        # accepted ones first: the others only fill up the batch
+        parts = accepted + spare
         rows = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in self._columns}
         self._plane.clear(expected)
         self._plane.put(rows, range(size))
         metrics = Metrics()
         metrics.add_sum("train/num_gen_batches", num_rollouts)
-        metrics.add_mean("train/kept_groups_fraction", num_kept, num_rollouts * self._plan.num_prompts)
+        metrics.add_mean("train/kept_groups_fraction", num_accepted, num_rollouts * self._plan.num_prompts)
         return [*reports, WorkerReport(metrics)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """See `Rollout`."""
         return {"draws": self._next_rollout}  # the key of earlier checkpoints
 
@@ -178,7 +178,7 @@ class GroupFilter:
         good, others = ({name: take(column, rows) for name, column in batch.items()} for rows in indexes)
         return good, others
 
-    def give_up(self, iteration: int, generated: str, num_kept: int, expected: int) -> None:
+    def give_up(self, iteration: int, generated: str, num_accepted: int, expected: int) -> None:
         """Accept that too few groups vary: without a metric, others fill up the batch.
 
         Raises:
@@ -186,6 +186,6 @@ class GroupFilter:
         """
         if self.metric is not None:
             raise RuntimeError(
-                f"iteration {iteration + 1}: {generated} gave {num_kept} of {expected} groups whose {self.metric} varies "
+                f"iteration {iteration + 1}: {generated} gave {num_accepted} of {expected} groups whose {self.metric} varies "
                 "(filter_groups_max_batches); raise that limit, or train on prompts that are neither too easy nor too hard."
             )

@@ -43,7 +43,7 @@ class RunAdvisor(Protocol):
         ...
 
 
-class RunReport:
+class _RunReport:
     """The report of a run: an observer of its figures that refreshes the page while the run goes."""
 
     def __init__(self, run: Run, advisor: RunAdvisor | None) -> None:
@@ -108,7 +108,7 @@ class RunReport:
 
 
 @contextlib.contextmanager
-def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RunReport]:
+def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_RunReport]:
     """Make the run folder, which takes the logs; when the block ends a report with the outcome is in it."""
     folder = run.folder
     try:
@@ -116,9 +116,9 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RunR
         set_up_logging(folder / "run.log")
     except OSError as error:
         raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
-    report, outcome = RunReport(run, advisor), "failed"
+    report, outcome = _RunReport(run, advisor), "failed"
     try:
-        with advise_on_memory(advisor):
+        with _advise_on_memory(advisor):
             yield report
         outcome = "finished"
     except KeyboardInterrupt:
@@ -137,7 +137,7 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RunR
 
 
 @contextlib.contextmanager
-def advise_on_memory(advisor: RunAdvisor | None) -> Iterator[None]:
+def _advise_on_memory(advisor: RunAdvisor | None) -> Iterator[None]:
     """Add settings with more room to the error of a worker that ran out of device memory in the block."""
     try:
         yield

@@ -17,7 +17,7 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.termination import Termination
 
 
-class RunObserver(Protocol):
+class _RunObserver(Protocol):
     """Follow the figures of a run next to its logger, for example to keep a report up to date."""
 
     def on_start(self) -> None:
@@ -43,7 +43,7 @@ class LogOutputs:
     trackers: Trackers
     progress: IterationProgress
     steps: StartSteps | None = None
-    observers: Sequence[RunObserver] = ()
+    observers: Sequence[_RunObserver] = ()
 
 
 class RunLogger:
@@ -85,7 +85,7 @@ class RunLogger:
         for observer in self._outputs.observers:
             observer.on_figures(0, results)
 
-    def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
+    def log_pending(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Record an iteration that is about to be saved: a run that resumes after its checkpoint has these figures."""
         self._outputs.trackers.log(iteration, self._compute_figures(metrics, intervals), is_pending=True)
 
@@ -135,7 +135,7 @@ class TrainingLoop:
 
     def before_save(self, iteration: int) -> None:
         """Keep what was collected of the iteration in case the run ends between its checkpoint and its record."""
-        self.logger.hold(iteration, self.metrics, self._intervals)
+        self.logger.log_pending(iteration, self.metrics, self._intervals)
 
     @contextmanager
     def iteration(self, iteration: int) -> Iterator[None]:

@@ -125,7 +125,7 @@ class Schedule:
                 f"log_probs_diff_limit {limit:g}: other weights, or another precision."
             )
 
-    def state_dict(self, iteration: int) -> dict[str, Any]:
+    def state_dict(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights, as plain values."""
         return {"iteration": iteration, "kl": self.kl.state_dict()}
 

@@ -30,7 +30,7 @@ from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughpu
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
 
-SUPERVISED = WorkerKind(
+_SUPERVISED = WorkerKind(
     "mindspeed_rl.workers.supervised_worker:SupervisedWorker",
     saves=("actor_config",),
     built="the data are opened, the models are loaded",
@@ -38,7 +38,7 @@ SUPERVISED = WorkerKind(
 
 
 @dataclass(frozen=True)
-class SupervisedInputs:
+class _SupervisedInputs:
     """The inputs of a run, checked before anything is started.
 
     Attributes:
@@ -53,7 +53,7 @@ class SupervisedInputs:
 
 
 @dataclass(frozen=True)
-class SupervisedServices:
+class _SupervisedServices:
     """The workers of a run, ready to train.
 
     Attributes:
@@ -66,7 +66,7 @@ class SupervisedServices:
     has_held_out: bool
 
 
-def check_supervised(run: Run) -> SupervisedInputs:
+def check_supervised(run: Run) -> _SupervisedInputs:
     """Check all files and keys of a run.
 
     Raises:
@@ -80,23 +80,23 @@ def check_supervised(run: Run) -> SupervisedInputs:
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
     load_tokenizer_of(config, source)  # raises where there is none
-    check_data(config)
+    _check_data(config)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
-    return SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
+    return _SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
 
 
-def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> SupervisedServices:
+def start_workers(inputs: _SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
     """Start the workers; they run until the stack is closed.
 
     Raises:
         ValueError: only an evaluation is requested, but there is nothing to evaluate on.
     """
     run = inputs.run
-    workers = start_group(SUPERVISED, run, run.config.actor_config, run.plan.world_size)
+    workers = start_group(_SUPERVISED, run, run.config.actor_config, run.plan.world_size)
     stack.callback(workers.close)
     workers.start_workers(run, steps=steps)
     resumed: Mapping[str, Any] = workers.call(Phases.RESUMED_STATE)[0]
@@ -104,11 +104,11 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
     print(data, flush=True)
     if run.config.actor_config.skip_train and not data.num_held_out:
         raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
-    return SupervisedServices(workers, resumed, data.num_held_out > 0)
+    return _SupervisedServices(workers, resumed, data.num_held_out > 0)
 
 
 def build_supervised_trainer(
-    inputs: SupervisedInputs, services: SupervisedServices, outputs: LogOutputs, termination: Termination
+    inputs: _SupervisedInputs, services: _SupervisedServices, outputs: LogOutputs, termination: Termination
 ) -> SupervisedTrainer:
     """Build the loop on workers that run."""
     logger = RunLogger(outputs, partial(derive_throughput, num_devices=inputs.num_devices))
@@ -124,7 +124,7 @@ def _file_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
     yield from list_source_checks(cfg)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
-    yield partial(check_data, config)
+    yield partial(_check_data, config)
 
 
 #: columns that a stage reads; Megatron's dataset of stage pretrain has one file without columns
@@ -136,7 +136,7 @@ _COLUMNS = {
 }
 
 
-def check_data(config: MegatronConfig) -> None:
+def _check_data(config: MegatronConfig) -> None:
     """Check that the files exist that the workers will read; the workers check their content.
 
     Raises:

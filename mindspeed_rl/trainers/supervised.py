@@ -59,10 +59,10 @@ class SupervisedTrainer(TrainingLoop):
             self.collect(self.workers.call(Phases.SAVE, iteration))
         return True
 
-    def _is_due(self, iteration: int, interval: int | None, is_wanted: bool) -> bool:
-        """Return True every `interval` iterations and after the last, if it is wanted at all; the first iteration is 1."""
+    def _is_due(self, iteration: int, interval: int | None, is_enabled: bool) -> bool:
+        """Return True every `interval` iterations and after the last, if it is enabled at all; the first iteration is 1."""
         is_last = iteration == self.train_iters
-        return is_wanted and (is_last or bool(interval and iteration % interval == 0))
+        return is_enabled and (is_last or bool(interval and iteration % interval == 0))
 
 
 def derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:

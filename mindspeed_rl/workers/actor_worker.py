@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import Run
@@ -107,7 +106,7 @@ class ActorWorker(ActorPhases):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _save_roles(self, iteration: int, run_state: dict[str, Any], *, release: bool = False) -> None:
+    def _save_roles(self, iteration: int, run_state: dict[str, object], *, release: bool = False) -> None:
         # background saves still read the state that would be offloaded
         if not self.rollout.swaps_memory or any(role.config.async_save for role in self._saved_roles()):
             super()._save_roles(iteration, run_state)

@@ -163,7 +163,7 @@ def read_tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _run_with_tools(
-    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[Toolbox], Coroutine[Any, Any, _Result]]
+    rl: RLConfig, tokenizer: PreTrainedTokenizerBase, work: Callable[[Toolbox], Coroutine[object, object, _Result]]
 ) -> _Result:
     """Return the result of the coroutine, during which the tools run."""
 

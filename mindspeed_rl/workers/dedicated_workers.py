@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
@@ -48,7 +48,7 @@ class CriticWorker(CriticPhases):
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.add_hooks(resumed_at or 0)
 
-    def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
+    def save(self, iteration: int, run_state: dict[str, object]) -> WorkerReport:
         """Write the critic's checkpoint."""
         assert self.roles.critic is not None
         with self.timers(Phases.SAVE.timer):

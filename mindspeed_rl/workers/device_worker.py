@@ -76,7 +76,7 @@ class DeviceWorker:
         self.hooks = []
         profiler, dumps = self.run.config.profiler_config.integrated, self.run.config.msprobe_config
         if profiler.profile:
-            self.hooks.append(PhaseProfiler(profiler, self.run.folder, self.rank))
+            self.hooks.append(_PhaseProfiler(profiler, self.run.folder, self.rank))
         if dumps.msprobe:
             self.hooks.append(registry.load("mindspeed_rl.workers.dumping:PhaseDumps", "dumps")(dumps, first_iteration))
 
@@ -113,7 +113,7 @@ class DeviceWorker:
         return WorkerReport(metrics or Metrics(), self.timers.drain())
 
 
-class PhaseProfiler:
+class _PhaseProfiler:
     """Profiles phases of one rank: those that `profiler_config.integrated` names, on the ranks and in the runs that it names.
 
     A trace is in `<profile_save_path>/<stage>_<n>/rank_<rank>/`; n counts the runs of that phase in this process, from 1.

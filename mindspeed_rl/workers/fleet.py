@@ -24,7 +24,7 @@ from mindspeed_rl.workers.server_rollout import ServerRollout
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 #: workers of each role: "actor" with the roles that share its devices and a rollout engine, "trainer" the same next to servers
-KINDS = {
+_KINDS = {
     "actor": WorkerKind(
         "mindspeed_rl.workers.actor_worker:ActorWorker",
         ("train", "rollout"),
@@ -64,10 +64,10 @@ class Fleet:
         """
         self._run, self._plane = run, plane
         placement = run.placement
-        kind = actor_kind or KINDS["trainer" if placement.disaggregated else "actor"]
+        kind = actor_kind or _KINDS["trainer" if placement.disaggregated else "actor"]
         self.actor = start_group(kind, run, run.config.actor_config, run.plan.world_size, plane)
         self.dedicated = {
-            role: start_group(KINDS[role], run, run.models[role].config, placement.dedicated[role], plane)
+            role: start_group(_KINDS[role], run, run.models[role].config, placement.dedicated[role], plane)
             for role in ("ref", "critic", "reward")
             if role in run.models and role in placement.dedicated
         }
@@ -189,7 +189,7 @@ class Fleet:
         """Move the reference towards the actor: ref = alpha * actor + (1 - alpha) * ref."""
         return self.actor.call(Phases.SYNC_REFERENCE, alpha)
 
-    def save(self, iteration: int, run_state: dict[str, Any]) -> list[WorkerReport]:
+    def save(self, iteration: int, run_state: dict[str, object]) -> list[WorkerReport]:
         """Write, or start to, a checkpoint of every role that changes; the actor's is last: a run resumes where it does."""
         reports = []
         if "critic" in self.dedicated:

@@ -94,7 +94,7 @@ class RemoteGroup:
         }
         self.processes: list[ActorHandle[WorkerProcess]] = []
         hosts = placement_group_table(self._placement)["bundles_to_node_id"]
-        for rank, slot in enumerate(order_by_host(hosts, ray.get_runtime_context().get_node_id())):
+        for rank, slot in enumerate(_order_by_host(hosts, ray.get_runtime_context().get_node_id())):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=slot)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=strategy, **options)
             self.processes.append(cast("ActorHandle[WorkerProcess]", remote.remote(settings, rank)))
@@ -174,7 +174,7 @@ class RemoteGroup:
                 remove_placement_group(self._placement)
 
 
-def order_by_host(hosts: Mapping[int, str], own: str) -> list[int]:
+def _order_by_host(hosts: Mapping[int, str], own: str) -> list[int]:
     """Return the slots in the order of ranks: those of one host are adjacent, or tensor parallelism would cross the network.
 
     Args:

@@ -17,7 +17,7 @@ from mindspeed_rl.workers.update_plan import split_rows
 _ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
-def build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
+def _build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
     """Return the engine's rows from data-plane columns.
 
     Args:
@@ -79,7 +79,7 @@ class Replica:
 
     def fetch_rows(self, consumer: str, indexes: Sequence[int], columns: Sequence[str] = ()) -> Rows:
         """Return the engine's rows, with these columns for the loss; waits for rows that are not ready."""
-        return build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *columns], indexes), columns)
+        return _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *columns], indexes), columns)
 
     def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
         """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""

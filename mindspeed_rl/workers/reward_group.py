@@ -55,7 +55,7 @@ class RewardWorker:
         self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {index}")
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> list[str]:
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, object]) -> list[str]:
         """Score one made-up response, so that a broken reward function stops the run before the first rollout.
 
         Returns:
@@ -162,7 +162,7 @@ class RewardGroup:
         remove_status_files(self._run.folder, [self._names[index]])
         return cast("ActorHandle[RewardWorker]", self._remote.remote(self._run, self._plane, self._tokenizer_path, index))
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, object]) -> None:
         """Score a sample with every reward function."""
         futures = [self._actors[0].check.remote(prompt_ids, label, columns)]
         (accuracies,) = wait_all(futures, ["reward worker"], Phases.CHECK_REWARDS.name, None, self._monitor)

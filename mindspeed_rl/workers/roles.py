@@ -66,7 +66,7 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How a role computes its rows.
+    """The settings with which a role computes its rows.
 
     Attributes:
         packed: rows follow each other in one sequence instead of being padded.
@@ -164,7 +164,7 @@ class Role:
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
 
-    def save(self, iteration: int, run_state: dict[str, Any]) -> None:
+    def save(self, iteration: int, run_state: dict[str, object]) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
         if self._saver is None:
             return
@@ -226,7 +226,8 @@ class Role:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
             with HfFolderWriter(folder, self.source.hf_folder, self._hf_changes() | padding) as writer:
-                writer.add_all(self.stream.named_tensors(ranks=[0]))
+                for name, tensor in self.stream.named_tensors(ranks=[0]):
+                    writer.add(name, tensor)
         else:
             # gathering is collective: every rank takes part to the end
             for _ in self.stream.named_tensors(ranks=[0]):

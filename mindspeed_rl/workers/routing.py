@@ -65,7 +65,7 @@ class RolloutRouting:
         return replace(rows, routing=routing)
 
 
-class RecordedRouting(RolloutRouting):
+class _RecordedRouting(RolloutRouting):
     """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
 
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
@@ -78,7 +78,7 @@ class RecordedRouting(RolloutRouting):
 
 
 #: rl_config.router_replay.mode -> class
-REPLAYS = {"R2": RecordedRouting, "R3": RolloutRouting}
+REPLAYS = {"R2": _RecordedRouting, "R3": RolloutRouting}
 
 
 def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict[str, list[Tensor]]:

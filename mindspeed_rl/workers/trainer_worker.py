@@ -156,14 +156,14 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
+    def save(self, iteration: int, run_state: dict[str, object]) -> WorkerReport:
         """Write checkpoints of everything that changes; the actor's is last, since a run resumes where the actor does."""
         metrics = Metrics()
         with self.phase(Phases.SAVE, metrics):
             self._save_roles(iteration, run_state)
         return self._report(metrics)
 
-    def _save_roles(self, iteration: int, run_state: dict[str, Any], *, release: bool = False) -> None:
+    def _save_roles(self, iteration: int, run_state: dict[str, object], *, release: bool = False) -> None:
         for role in self._saved_roles():
             role.offloader.onload(params=True, grads=role.trains, optimizer=role.trains)
             role.save(iteration, run_state)

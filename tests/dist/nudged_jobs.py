@@ -18,7 +18,7 @@ from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
-from mindspeed_rl.workers.replica import Replica, build_rows
+from mindspeed_rl.workers.replica import Replica, _build_rows
 from mindspeed_rl.workers.responses import build_response_columns
 from mindspeed_rl.workers.routing import RolloutRouting, build_routing_columns
 
@@ -78,7 +78,7 @@ def agree(setting: Setting) -> dict[str, Any]:
         plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, name_routed_column(0)])
         numbers = list(range(len(trajectories)))
         plane.put(routing, numbers)
-        rows = build_rows(
+        rows = _build_rows(
             {name: pack(values) for name, values in build_response_columns(trajectories).items() if name != "trajectories"}
         )
         own = pair.engine.forward(rows, setting.batching)

@@ -15,7 +15,7 @@ from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.routing import RecordedRouting
+from mindspeed_rl.workers.routing import _RecordedRouting
 
 NUM_EXPERTS, TOPK = 4, 2
 #: of the tiny model `moe_mixed`
@@ -112,7 +112,7 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
     with engine_of(setting) as engine:
         rows, numbers = all_rows(), list(range(8))
         plane = LocalPlane(8, [ROUTED_LENGTHS, name_routed_column(0)])
-        routing = RecordedRouting(engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
+        routing = _RecordedRouting(engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
         routing.forward(engine, rows, setting.batching, numbers)
         order = [5, 2, 7, 0, 1, 3, 6, 4]
         chosen = rows.select(order)

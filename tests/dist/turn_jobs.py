@@ -16,7 +16,7 @@ from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
-from mindspeed_rl.workers.replica import build_rows
+from mindspeed_rl.workers.replica import _build_rows
 from mindspeed_rl.workers.responses import build_response_columns
 
 #: of each trajectory: of each sequence: tokens of the prompt, then of what is drawn and told by turns
@@ -61,7 +61,7 @@ def rows_of(given: list[Trajectory], advantages: list[float]) -> Rows:
     masks = [mask.clone() for mask in columns["response_mask"]]
     columns |= {"scored_mask": masks, "loss_mask": masks}
     columns["advantages"] = [value * mask.float() for value, mask in zip(advantages, masks)]
-    return build_rows(columns, ["advantages", "scored_mask", "loss_mask"])
+    return _build_rows(columns, ["advantages", "scored_mask", "loss_mask"])
 
 
 def whole() -> Rows:

@@ -25,12 +25,12 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.runtime.cluster import connect_cluster, set_environment
+from mindspeed_rl.runtime.cluster import _set_environment, connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
 from mindspeed_rl.trainers.model_plans import plan_models
 from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rl_setup import RLInputs, Services, build_trainer, open_data_plane
+from mindspeed_rl.trainers.rl_setup import RLInputs, _open_data_plane, _Services, build_trainer
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.fleet import Fleet
@@ -137,10 +137,10 @@ class World:
         self._tokenizer = load_tokenizer(task / "model")
         here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-        self._stack.enter_context(set_environment(**shared(RL)))
+        self._stack.enter_context(_set_environment(**shared(RL)))
         self._stack.enter_context(fork_server("cpu", RL))
         self._stack.enter_context(connect_cluster(run.plan.world_size, "cpu"))
-        plane = open_data_plane(run)
+        plane = _open_data_plane(run)
         try:
             self.workers = VariantFleet(run, plane)
             self._stack.callback(self.workers.close)
@@ -172,7 +172,7 @@ class World:
         run = self._load(config_name, [*overrides, f"megatron_training.train_iters={iterations}"], folder)
         rewards, plane = self._services(run)
         self.workers.restart(run, plane)
-        services = Services(plane, self.workers, rewards, resumed={})
+        services = _Services(plane, self.workers, rewards, resumed={})
         trackers = make_trackers(run.config.rl_config, run.folder, {})
         with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
             outputs = LogOutputs(run.folder, trackers, progress)
@@ -191,7 +191,7 @@ class World:
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
         key += (rl.data_strategy, *(str(value) for name, value in vars(rl).items() if name.startswith(_REWARD_KEYS)))
         if key not in self._kept:
-            plane = open_data_plane(run)
+            plane = _open_data_plane(run)
             world = dataclasses.replace(run, folder=self._folder / "world")
             rewards = RewardGroup(world, plane, str(self._task / "model"))
             self._kept[key] = rewards, plane

@@ -20,7 +20,7 @@ from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.runtime.cluster import build_worker_environment
-from mindspeed_rl.trainers.prompt_loader import prompt_settings
+from mindspeed_rl.trainers.prompt_loader import _prompt_settings
 from mindspeed_rl.workers.roles import build_micro_batching
 
 Tree = dict[str, dict[str, Any]]
@@ -58,7 +58,7 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "adapters", LoraSettings.from_config(actor)
     yield "gradient buckets", ddp_config(actor)
     yield "MindSpeed", mindspeed.settings(actor)
-    yield "prompts", prompt_settings(actor)
+    yield "prompts", _prompt_settings(actor)
     yield "environment", [build_worker_environment(cfg, name) for name in ("cpu", "npu")]
     yield "reward model", None if (reward := cfg.reward_model_keys) is None else (reward.load, reward.reward_tokens)
     if cfg.rl_config is None or cfg.is_supervised:

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rl.config import Run, load_run_config, resolve
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.resume import Recovery, resume_from_save
+from mindspeed_rl.trainers.resume import Recovery, _resume_from_save
 
 
 def run_with(folder: Path, *changes: str) -> Run:
@@ -86,6 +86,6 @@ def test_a_mistake_of_the_user_is_no_fault(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_of_its_own_it_begins_anew(tmp_path: Path) -> None:
     run = run_with(tmp_path, *TOLERANT)
-    assert resume_from_save(run, 0.0) is run
+    assert _resume_from_save(run, 0.0) is run
     save(tmp_path, 7)
-    assert resume_from_save(run, 1e12) is run  # another run's, older than this one
+    assert _resume_from_save(run, 1e12) is run  # another run's, older than this one

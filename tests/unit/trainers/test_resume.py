@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mindspeed_rl.checkpoint.checksums import join_lists
+from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.model_source import (
     ModelSource,
     check_critic_start,
@@ -108,7 +108,7 @@ def sound_checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage:
     record = json.loads((inside / "run_state.json").read_text()) | {"checksums": True}
     (inside / "run_state.json").write_text(json.dumps(record))
     (inside / "__0_0.distcp").write_bytes(b"weights" * 100)
-    join_lists(inside)
+    checksums.write(inside, checksums.take_lists(inside))
     return source
 
 

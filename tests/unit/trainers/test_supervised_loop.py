@@ -18,7 +18,7 @@ from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
-from mindspeed_rl.trainers.sft_setup import check_data
+from mindspeed_rl.trainers.sft_setup import _check_data
 from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
@@ -81,14 +81,14 @@ def config(**keys: Any) -> MegatronConfig:
 
 
 def test_missing_data_is_named_before_anything_starts(prefix: Path, tmp_path: Path) -> None:
-    check_data(config(data_path=str(prefix)))
+    _check_data(config(data_path=str(prefix)))
     with pytest.raises(ValueError, match="data_path: not set; stage dpo learns from it"):
-        check_data(config(stage="dpo"))
+        _check_data(config(stage="dpo"))
     with pytest.raises(
         ValueError, match=r"chosen_input_ids_document.idx does not exist \(found attention_mask, input_ids, labels"
     ):
-        check_data(config(stage="dpo", data_path=str(prefix)))
+        _check_data(config(stage="dpo", data_path=str(prefix)))
     with pytest.raises(ValueError, match="eval_data_path: .*elsewhere_packed_input_ids_document.idx does not exist"):
-        check_data(config(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere")))
+        _check_data(config(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere")))
     with pytest.raises(ValueError, match="data_path: .*sft.idx does not exist .*with _text_document"):
-        check_data(config(stage="pretrain", data_path=[0.5, str(prefix)]))
+        _check_data(config(stage="pretrain", data_path=[0.5, str(prefix)]))

@@ -14,13 +14,13 @@ from mindspeed_rl.config import phases
 from mindspeed_rl.diagnostics import train_vs_rollout
 from mindspeed_rl.trainers import sft_setup
 from mindspeed_rl.workers import fleet, remote_group
-from mindspeed_rl.workers.remote_group import order_by_host
+from mindspeed_rl.workers.remote_group import _order_by_host
 
 #: class of the driver -> its module, and the workers that its phases run on; a phase runs on one of them at least
 CALLERS = {
-    "Fleet": ("mindspeed_rl.workers.fleet", list(fleet.KINDS.values())),
-    "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet.KINDS["trainer"]]),
-    "SupervisedTrainer": ("mindspeed_rl.trainers.supervised", [sft_setup.SUPERVISED]),
+    "Fleet": ("mindspeed_rl.workers.fleet", list(fleet._KINDS.values())),
+    "ServerRollout": ("mindspeed_rl.workers.server_rollout", [fleet._KINDS["trainer"]]),
+    "SupervisedTrainer": ("mindspeed_rl.trainers.supervised", [sft_setup._SUPERVISED]),
     "Comparison": ("mindspeed_rl.diagnostics.train_vs_rollout", [train_vs_rollout.COMPARISON]),
 }
 
@@ -122,7 +122,7 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short(
 
 
 def test_ranks_of_one_host_follow_each_other() -> None:
-    assert order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "a") == [0, 2, 1, 3]
-    assert order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "b") == [1, 3, 0, 2]  # the driver's first
-    assert order_by_host({3: "a", 0: "b", 1: "b", 2: "a"}, "another") == [0, 1, 2, 3]
-    assert order_by_host({0: "a"}, "a") == [0]
+    assert _order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "a") == [0, 2, 1, 3]
+    assert _order_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "b") == [1, 3, 0, 2]  # the driver's first
+    assert _order_by_host({3: "a", 0: "b", 1: "b", 2: "a"}, "another") == [0, 1, 2, 3]
+    assert _order_by_host({0: "a"}, "a") == [0]

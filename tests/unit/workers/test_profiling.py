@@ -11,7 +11,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
-from mindspeed_rl.workers.device_worker import PhaseProfiler
+from mindspeed_rl.workers.device_worker import _PhaseProfiler
 
 
 def traces(folder: Path) -> set[str]:
@@ -22,7 +22,7 @@ def traces(folder: Path) -> set[str]:
 def run(config: ProfilerConfig, folder: Path, rank: int = 0) -> set[str]:
     """What four iterations of two phases leave."""
     platform.select("cpu")
-    profiler = PhaseProfiler(config, folder, rank)
+    profiler = _PhaseProfiler(config, folder, rank)
     for _ in range(4):
         for phase in (Phases.GENERATE, Phases.UPDATE_ACTOR):
             with profiler(phase):
