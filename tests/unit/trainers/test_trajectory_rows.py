@@ -133,7 +133,7 @@ def clocks() -> Iterator[list[JumpingClock]]:
 class Plain:
     """A chat template of tokens: 90 stands in front of what is said."""
 
-    def between(self, messages: Any, last_token: int, **kind: Any) -> tuple[int, ...]:
+    def render_next(self, messages: Any, last_token: int, **kind: Any) -> tuple[int, ...]:
         return (90, *(ord(char) for message in messages for char in message["content"]))
 
 
