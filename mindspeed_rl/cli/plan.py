@@ -26,7 +26,7 @@ from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
-from mindspeed_rl.planner.text import encode_fit, encode_memory, encode_time, format_fit, format_memory, format_time
+from mindspeed_rl.planner.text import FitReport, MemoryReport, TimeReport
 
 #: of an iteration in the simulation of modes; larger numbers give the same ratios
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
@@ -172,10 +172,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     plan = plan_memory(cfg, device, arguments.nodes)
     changes = find_changes_to_fit(tree, cfg, plan, device, arguments.nodes)
     assumed = list(list_memory_assumptions(cfg, device))
-    shown = (
-        json.dumps(encode_memory(plan, changes, assumed), indent=2) if arguments.json else format_memory(plan, changes, assumed)
-    )
-    print(shown, flush=True)
+    _print(MemoryReport(plan, changes, assumed), arguments)
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
@@ -189,8 +186,7 @@ def _time(arguments: argparse.Namespace) -> int:
     # with a dedicated rollout the run file determines the mode, and the plan is of that mode
     modes = {} if cfg.is_supervised or cfg.placement.disaggregated else _modes(cfg, plan)
     assumed = list(list_time_assumptions(cfg, device, plan))
-    shown = json.dumps(encode_time(plan, modes, assumed), indent=2) if arguments.json else format_time(plan, modes, assumed)
-    print(shown, flush=True)
+    _print(TimeReport(plan, modes, assumed), arguments)
     return 0
 
 
@@ -227,8 +223,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     )
     device = get_device(arguments.chip, arguments.memory_gib)
     layouts = fit(request, device, samples=SampleMeans(arguments.mean_response))
-    shown = layouts[: arguments.top]
-    print(json.dumps(encode_fit(shown), indent=2) if arguments.json else format_fit(request, device, shown), flush=True)
+    _print(FitReport(request, device, layouts[: arguments.top]), arguments)
     if arguments.output is not None:
         path = Path(arguments.output)
         _write(path, format_run_file(request, layouts[0]))
@@ -245,6 +240,11 @@ def _experts(arguments: argparse.Namespace) -> int:
         _write(arguments.output, write_expert_map([layer.devices for layer in layers]))
         print(f"wrote {arguments.output}, for generate_config.expert_map_path", file=sys.stderr)
     return 0
+
+
+def _print(report: MemoryReport | TimeReport | FitReport, arguments: argparse.Namespace) -> None:
+    text = json.dumps(report.encode(), indent=2) if arguments.json else report.format()
+    print(text, flush=True)
 
 
 def _write(path: Path, text: str) -> None:

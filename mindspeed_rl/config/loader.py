@@ -124,7 +124,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     return cfg
 
 
-def _read_groups(tree: Mapping[str, Any], errors: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the groups by name with the present names of their keys, and the notes about deprecated names."""
     groups: dict[str, dict[str, Any]] = {}
     deprecated: dict[str, str] = {}
@@ -144,7 +144,7 @@ def _read_groups(tree: Mapping[str, Any], errors: list[str]) -> tuple[dict[str, 
     return groups, deprecated
 
 
-def _find_ignored(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
+def _find_ignored(groups: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """Return the values of the keys that are accepted without effect, by dotted name."""
     found: dict[str, object] = {}
     for group, values in groups.items():

@@ -63,7 +63,7 @@ class RunConfig:
     model_metadata: ModelMetadata | None = None
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
-    aliased: dict[str, Any] = field(default_factory=dict)
+    aliased: dict[str, object] = field(default_factory=dict)
     deprecated: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, object] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class RunConfig:
         several = self.rl_config.agent_loop_name != "single_turn"
         return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
 
-    def as_written(self) -> dict[str, dict[str, Any]]:
+    def as_written(self) -> dict[str, dict[str, object]]:
         """The keys that the run file or an override set, with their values, by group."""
         sampling = None if self.generate_config is None else self.generate_config.sampling_config
         holders = {"sampling_config": sampling, "run": self}

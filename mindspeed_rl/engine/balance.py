@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: bool = False) -> list[list[int]]:
+def _karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: bool = False) -> list[list[int]]:
     """Split indices of `lengths` in subsets whose sums are close, by largest differencing (Karmarkar and Karp, 1982).
 
     Args:
@@ -103,7 +103,7 @@ def pack_within_budget(
             loads.append(lengths[index])
     # never more bins than sequences: the engine adds empty micro-batches where ranks need more
     count = min(max(len(bins), min_bins), len(lengths))
-    balanced = karmarkar_karp(lengths, count) if lengths else []
+    balanced = _karmarkar_karp(lengths, count) if lengths else []
     fits = all(
         one and sum(lengths[i] for i in one) <= budget and (max_rows is None or len(one) <= max_rows) for one in balanced
     )

@@ -348,16 +348,16 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
             max_rows=batching.max_rows,
         )
     if rows.sequences is None:
-        return split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
+        return _split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
     assert rows.group_sizes is None  # pairs and packs are of the supervised stages
     owners = [index for index, spans in enumerate(rows.sequences) for _ in spans]
     lengths = [length for one in rows.sequence_lengths for length in one]
     sizes = [len(spans) for spans in rows.sequences]
-    chosen = split_micro_batches(lengths, shape, batching, min_count=min_count, group_sizes=sizes)
+    chosen = _split_micro_batches(lengths, shape, batching, min_count=min_count, group_sizes=sizes)
     return [list(dict.fromkeys(owners[index] for index in indexes)) for indexes in chosen]
 
 
-def split_micro_batches(
+def _split_micro_batches(
     lengths: Sequence[int],
     shape: BatchShape,
     batching: MicroBatching,

@@ -111,7 +111,7 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
                 yield Adapter(name, a.data[expert], b.data[expert], kind == "linear_fc2", self.tp_group)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
         """Return Megatron's state, and the adapters under the keys of experts in separate layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -139,7 +139,7 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         key: str,
         tensor: Tensor,
         replica_id: ReplicaId,
-        flattened_range: slice[Any, Any, Any] | None,
+        flattened_range: slice | None,
         *,
         sharded_offsets: Offsets,
         axis: int | None,

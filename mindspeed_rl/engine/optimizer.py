@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -22,7 +21,7 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_av
 _STATE = "optimizer.state."
 
 #: by index of a parameter on this rank: its state's tensors, or their sharded form in Megatron's checkpoints
-_States = dict[int, dict[str, Any]]
+_States = dict[int, dict[str, object]]
 
 
 def ddp_config(config: MegatronConfig) -> DistributedDataParallelConfig:
@@ -162,7 +161,7 @@ def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loadin
     return sharded["state"]
 
 
-def _build_state_dict(part: MegatronOptimizer, states: _States, groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _build_state_dict(part: MegatronOptimizer, states: _States, groups: list[dict[str, object]]) -> dict[str, object]:
     """Return the argument of the part's `load_state_dict`."""
     moments = {index: {name: state[name] for name in ("exp_avg", "exp_avg_sq")} for index, state in states.items()}
     if isinstance(part, DistributedOptimizer):

@@ -98,8 +98,8 @@ class PolicyModel(_ResponseAligned, GPTModel):
         input_ids: Tensor,
         position_ids: Tensor,
         labels: HeadRequest | NextTokenRequest,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
@@ -146,7 +146,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
 class ValueModel(_ResponseAligned, GPTRewardModel):
     """GPTRewardModel whose last stage returns one [rows, width] float32: the value before each predicted token."""
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: Any) -> Any:
         if not self.post_process:
             return hidden_states
         micro_batch = kwargs["labels"].micro_batch  # of a HeadRequest; GPTModel names every argument

@@ -55,7 +55,7 @@ def _block(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
     return starts[:, None] + torch.minimum(torch.arange(width)[None, :], lengths[:, None] - 1)
 
 
-def build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = None) -> _DenseView:
+def _build_dense_view(lengths: Sequence[int], keys_only: Sequence[int] | None = None) -> _DenseView:
     """Group packed sequences so that attention needs a few dense calls instead of one call a sequence.
 
     Args:
@@ -195,7 +195,7 @@ class PackedLayout(PackedSeqParams):
         """Dense view of the natural packed order; built on first use, never for fused attention."""
         shared = self.shared
         keys_only = None if shared is None else [full - computed for full, computed in zip(self.lengths, shared.lengths)]
-        view = build_dense_view(self.lengths, keys_only)
+        view = _build_dense_view(self.lengths, keys_only)
         indexes = [view.restore]
         for group in view.groups:
             indexes += [group.gather] if shared is None else [group.gather, shared.representatives[group.keys]]

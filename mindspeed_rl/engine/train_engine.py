@@ -123,7 +123,7 @@ class TrainEngine:
         if self.config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
             # the interleaved schedule takes a list, undeclared
-            transformer_config.no_sync_func = cast(Callable[..., Any], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
+            transformer_config.no_sync_func = cast(Callable[..., object], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
 
     # ------------------------------------------------------------------ forward only
 
@@ -382,7 +382,7 @@ class TrainEngine:
 
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
-        ) -> tuple[Any, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]]]:
+        ) -> tuple[object, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]]]:
             index, micro_batch = next(iterator)
             if self.routed is not None:
                 self.routed.arm(indices[id(chunk)], micro_batch)

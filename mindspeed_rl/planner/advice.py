@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.megatron import MegatronConfig
@@ -36,7 +35,7 @@ class Change:
 
 
 def find_changes_to_fit(
-    tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int = 1
+    tree: Mapping[str, object], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int = 1
 ) -> list[Change]:
     """Return single changes after which the run fits, nearest first; where none is enough, one set of changes.
 
@@ -57,7 +56,7 @@ def find_changes_to_fit(
 
 
 def find_relieving_changes(
-    tree: Mapping[str, Any], cfg: RunConfig, phase: str, device: Device, num_nodes: int = 1
+    tree: Mapping[str, object], cfg: RunConfig, phase: str, device: Device, num_nodes: int = 1
 ) -> list[Change]:
     """Return single changes after a phase ran out of memory, nearest first.
 
@@ -80,7 +79,7 @@ def find_relieving_changes(
     return [change for change in changes if change is not None and count_bytes(change.plan) < limit][:_MAX_SHOWN]
 
 
-def _combine(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int) -> list[Change]:
+def _combine(tree: Mapping[str, object], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int) -> list[Change]:
     """Take in each round the first candidate that frees a good part of the fullest device, until the run fits."""
     best: Change | None = None
     for _ in range(_MAX_ROUNDS):
@@ -108,7 +107,7 @@ def _is_better(new: MemoryPlan, old: MemoryPlan) -> bool:
     return new.fullest.peak.total < 0.995 * old.fullest.peak.total
 
 
-def _apply(tree: Mapping[str, Any], values: dict[str, object], costs: str, device: Device, num_nodes: int) -> Change | None:
+def _apply(tree: Mapping[str, object], values: dict[str, object], costs: str, device: Device, num_nodes: int) -> Change | None:
     """Return the change; None where the run file would break a rule."""
     try:
         cfg = build_run_config(apply_values(tree, values))

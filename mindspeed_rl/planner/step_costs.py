@@ -132,8 +132,8 @@ def _group_by_phase(record: _Record) -> dict[str, dict[str, float]]:
 
 
 def encode_costs(
-    ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+    ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, object]
+) -> dict[str, object]:
     """Return all counts, and the sums of the phases, of both trainers."""
     trainers = {"ours": ours} if plain is None else {"ours": ours, "plain": plain}
     return {
@@ -144,7 +144,7 @@ def encode_costs(
     }
 
 
-def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, Any]) -> str:
+def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, LowerBound], settings: Mapping[str, object]) -> str:
     """Return the tables of `mindspeed-rl npu-cost`."""
     lines = [f"{name}: {value}" for name, value in settings.items()]
     mine, theirs = _group_by_phase(ours), {} if plain is None else _group_by_phase(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.planner.advice import Change
@@ -20,40 +21,90 @@ _MEANING = {
 }
 
 
-def format_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> str:
-    """Return the plan as `mindspeed-rl plan memory` prints it."""
-    fullest = plan.fullest
-    peak = fullest.peak
-    low, high = (bound / GIB for bound in peak.range)
-    lines = [
-        f"{plan.verdict}: the peak is {_gib(peak.total)} GiB ({low:.0f} to {high:.0f}) of the {plan.capacity / GIB:.0f} GiB "
-        f"of a device of {plan.device}, in phase {peak.name}, on {fullest.name} (devices {fullest.ranks})",
-        *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
-        "",
-        f"GiB of a device by owner and phase; * is modelled and may be off by {Phase.MODEL_ERROR:.0%}, the others are counted",
-    ]
-    emptiest = min(plan.groups, key=lambda group: group.peak.total)
-    for group in [fullest] if emptiest.peak.total == peak.total else [fullest, emptiest]:
-        lines += ["", f"{group.name}, devices {group.ranks}", *_format_table(group)]
-    if plan.cache is not None:
-        cache = plan.cache
-        sequences = cache.room // cache.sequence if cache.sequence else 0
-        lines += [
+@dataclass(frozen=True)
+class MemoryReport:
+    """The output of `mindspeed-rl plan memory`."""
+
+    plan: MemoryPlan
+    changes: Sequence[Change]
+    assumed: Sequence[Assumption]
+
+    def format(self) -> str:
+        """Return the plan as text."""
+        plan = self.plan
+        fullest = plan.fullest
+        peak = fullest.peak
+        low, high = (bound / GIB for bound in peak.range)
+        lines = [
+            f"{plan.verdict}: the peak is {_gib(peak.total)} GiB ({low:.0f} to {high:.0f}) of the "
+            f"{plan.capacity / GIB:.0f} GiB of a device of {plan.device}, in phase {peak.name}, on {fullest.name} "
+            f"(devices {fullest.ranks})",
+            *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
             "",
-            f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
-            f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
+            f"GiB of a device by owner and phase; * is modelled and may be off by {Phase.MODEL_ERROR:.0%}, "
+            "the others are counted",
         ]
-    lines += [f"  - {problem}" for problem in plan.problems]
-    if changes:
-        enough = changes[0].plan.verdict == "fits"
-        lines += ["", "Changes after which it fits, nearest first" if enough else "Nearest to fitting"]
-        for change in changes:
-            keys = " ".join(f"{name}={format_value(value)}" for name, value in change.values.items())
-            reached = change.plan.fullest.peak
-            lines.append(f"  {keys}\n      then {_gib(reached.total)} GiB in {reached.name}; costs: {change.costs}")
-    elif plan.verdict == "does not fit":
-        lines += ["", "No change of the layout, of offloading or of recomputation was found after which it fits."]
-    return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in assumed)])
+        emptiest = min(plan.groups, key=lambda group: group.peak.total)
+        for group in [fullest] if emptiest.peak.total == peak.total else [fullest, emptiest]:
+            lines += ["", f"{group.name}, devices {group.ranks}", *_format_table(group)]
+        if plan.cache is not None:
+            cache = plan.cache
+            sequences = cache.room // cache.sequence if cache.sequence else 0
+            lines += [
+                "",
+                f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
+                f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
+            ]
+        lines += [f"  - {problem}" for problem in plan.problems]
+        if self.changes:
+            enough = self.changes[0].plan.verdict == "fits"
+            lines += ["", "Changes after which it fits, nearest first" if enough else "Nearest to fitting"]
+            for change in self.changes:
+                keys = " ".join(f"{name}={format_value(value)}" for name, value in change.values.items())
+                reached = change.plan.fullest.peak
+                lines.append(f"  {keys}\n      then {_gib(reached.total)} GiB in {reached.name}; costs: {change.costs}")
+        elif plan.verdict == "does not fit":
+            lines += ["", "No change of the layout, of offloading or of recomputation was found after which it fits."]
+        return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in self.assumed)])
+
+    def encode(self) -> _JsonObject:
+        """Return the plan as a JSON object, with numbers of bytes."""
+        plan = self.plan
+        peak = plan.fullest.peak
+        return {
+            "verdict": plan.verdict,
+            "chip": plan.device,
+            "capacity": plan.capacity,
+            "peak": {
+                "bytes": peak.total,
+                "range": list(peak.range),
+                "phase": peak.name,
+                "dies": plan.fullest.ranks,
+                "group": plan.fullest.name,
+            },
+            "dies": [
+                {
+                    "name": group.name,
+                    "ranks": group.ranks,
+                    "count": group.count,
+                    "phases": [{"phase": phase.name, "bytes": phase.total, "owners": phase.owners} for phase in group.phases],
+                }
+                for group in plan.groups
+            ],
+            "kv_cache": None if plan.cache is None else vars(plan.cache),
+            "problems": list(plan.problems),
+            "modelled_may_be_off_by": Phase.MODEL_ERROR,
+            "assumed": [vars(one) for one in self.assumed],
+            "changes": [
+                {
+                    "values": change.values,
+                    "costs": change.costs,
+                    "verdict": change.plan.verdict,
+                    "bytes": change.plan.fullest.peak.total,
+                }
+                for change in self.changes
+            ],
+        }
 
 
 def _format_table(group: DeviceGroup) -> list[str]:
@@ -74,88 +125,63 @@ def _gib(count: float) -> str:
     return f"{count / GIB:.2f}" if 0 < count < GIB else f"{count / GIB:.1f}"
 
 
-def encode_memory(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> _JsonObject:
-    """Return the plan as a JSON object, with numbers of bytes."""
-    peak = plan.fullest.peak
-    return {
-        "verdict": plan.verdict,
-        "chip": plan.device,
-        "capacity": plan.capacity,
-        "peak": {
-            "bytes": peak.total,
-            "range": list(peak.range),
-            "phase": peak.name,
-            "dies": plan.fullest.ranks,
-            "group": plan.fullest.name,
-        },
-        "dies": [
-            {
-                "name": group.name,
-                "ranks": group.ranks,
-                "count": group.count,
-                "phases": [{"phase": phase.name, "bytes": phase.total, "owners": phase.owners} for phase in group.phases],
-            }
-            for group in plan.groups
-        ],
-        "kv_cache": None if plan.cache is None else vars(plan.cache),
-        "problems": list(plan.problems),
-        "modelled_may_be_off_by": Phase.MODEL_ERROR,
-        "assumed": [vars(one) for one in assumed],
-        "changes": [
-            {
-                "values": change.values,
-                "costs": change.costs,
-                "verdict": change.plan.verdict,
-                "bytes": change.plan.fullest.peak.total,
-            }
-            for change in changes
-        ],
-    }
-
-
 # ---------------------------------------------------------------------- time
 
 
-def format_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> str:
-    """Return the plan as `mindspeed-rl plan time` prints it: every number with its range."""
-    tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
-    lines = [
-        f"{plan.format_bounds(plan.total)} s an iteration, {format_number(tokens[0])} to {format_number(tokens[1])} tokens/s a "
-        f"device, on {plan.devices} x {plan.device}; two of three runs are within a range",
-        "",
-        f"  {'phase':<22}{'seconds':>18}   made of",
-    ]
-    for name, seconds in plan.phases.items():
-        total = sum(plan.parts[name].values())
-        fractions = {part: value / total for part, value in plan.parts[name].items() if total and value / total >= 0.01}
-        parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda one: -one[1]))
-        lines.append(f"  {name:<22}{plan.format_bounds(seconds):>18}   {parts}")
-    if modes:
-        lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
-    for name, mode in modes.items():
-        devices = "all, in turn" if mode.rollout_fraction == 1.0 else f"{mode.rollout_fraction * 8:.0f} of 8"
-        waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
-        lines.append(f"  {name:<22}{plan.format_bounds(mode.seconds):>18}   {devices}; {waits}")
-    if plan.factors:
-        factors = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
-        lines += ["", f"Calibrated, measured over predicted: {factors}"]
-    return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in (*plan.notes, *assumed))])
+@dataclass(frozen=True)
+class TimeReport:
+    """The output of `mindspeed-rl plan time`."""
 
+    plan: TimePlan
+    modes: Mapping[str, ModeTime]
+    assumed: Sequence[Assumption]
 
-def encode_time(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> _JsonObject:
-    """Return the plan as a JSON object."""
-    return {
-        "chip": plan.device,
-        "devices": plan.devices,
-        "tokens": plan.tokens,
-        "seconds": _encode_bounds(plan, plan.total),
-        "phases": {name: {**_encode_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
-        "modes": {name: {**_encode_bounds(plan, mode.seconds), "share": mode.rollout_fraction} for name, mode in modes.items()},
-        "efficiencies": vars(plan.efficiency),
-        "factors": plan.factors,
-        "notes": list(plan.notes),
-        "assumed": [vars(one) for one in assumed],
-    }
+    def format(self) -> str:
+        """Return the plan as text, every number with its range."""
+        plan = self.plan
+        tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
+        lines = [
+            f"{plan.format_bounds(plan.total)} s an iteration, {format_number(tokens[0])} to {format_number(tokens[1])} "
+            f"tokens/s a device, on {plan.devices} x {plan.device}; two of three runs are within a range",
+            "",
+            f"  {'phase':<22}{'seconds':>18}   made of",
+        ]
+        for name, seconds in plan.phases.items():
+            total = sum(plan.parts[name].values())
+            fractions = {part: value / total for part, value in plan.parts[name].items() if total and value / total >= 0.01}
+            parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda one: -one[1]))
+            lines.append(f"  {name:<22}{plan.format_bounds(seconds):>18}   {parts}")
+        if self.modes:
+            lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
+        for name, mode in self.modes.items():
+            devices = "all, in turn" if mode.rollout_fraction == 1.0 else f"{mode.rollout_fraction * 8:.0f} of 8"
+            waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
+            lines.append(f"  {name:<22}{plan.format_bounds(mode.seconds):>18}   {devices}; {waits}")
+        if plan.factors:
+            factors = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
+            lines += ["", f"Calibrated, measured over predicted: {factors}"]
+        return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in (*plan.notes, *self.assumed))])
+
+    def encode(self) -> _JsonObject:
+        """Return the plan as a JSON object."""
+        plan = self.plan
+        return {
+            "chip": plan.device,
+            "devices": plan.devices,
+            "tokens": plan.tokens,
+            "seconds": _encode_bounds(plan, plan.total),
+            "phases": {
+                name: {**_encode_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()
+            },
+            "modes": {
+                name: {**_encode_bounds(plan, mode.seconds), "share": mode.rollout_fraction}
+                for name, mode in self.modes.items()
+            },
+            "efficiencies": vars(plan.efficiency),
+            "factors": plan.factors,
+            "notes": list(plan.notes),
+            "assumed": [vars(one) for one in self.assumed],
+        }
 
 
 def _encode_bounds(plan: TimePlan, seconds: float) -> dict[str, float]:
@@ -182,37 +208,47 @@ _COLUMNS = {
 }
 
 
-def format_fit(request: FitRequest, device: Device, results: Sequence[FitResult]) -> str:
-    """Return the table that `mindspeed-rl plan fit` prints."""
-    chosen = [result.values | {"trainers": result.trainers} for result in results]
-    columns = {name: key for name, key in _COLUMNS.items() if any(values.get(key) is not None for values in chosen)}
-    rows = [["", *columns, "GiB", "in phase", "s an iteration"]]
-    for result, values in zip(results, chosen):
-        peak, time = result.memory.fullest.peak, result.time
-        cells = [values.get(key) for key in columns.values()]
-        texts = ["-" if value is None else "yes" if value is True else str(value) for value in cells]
-        rows.append([result.memory.verdict, *texts, f"{peak.total / GIB:.0f}", peak.name, time.format_bounds(time.total)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        f"{request.model} on {request.npus} x {device.name}, prompts to {request.prompt} and responses to {request.response} "
-        f"tokens, {request.prompts} x {request.samples} an iteration",
-        "",
-    ]
-    return "\n".join([*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)])
+@dataclass(frozen=True)
+class FitReport:
+    """The output of `mindspeed-rl plan fit`."""
 
+    request: FitRequest
+    device: Device
+    results: Sequence[FitResult]
 
-def encode_fit(results: Sequence[FitResult]) -> _JsonObject:
-    """Return the layouts as a JSON object."""
-    return {
-        "layouts": [
-            {
-                "values": result.values,
-                "trainers": result.trainers,
-                "verdict": result.memory.verdict,
-                "bytes": result.memory.fullest.peak.total,
-                "phase": result.memory.fullest.peak.name,
-                "seconds": _encode_bounds(result.time, result.time.total),
-            }
-            for result in results
+    def format(self) -> str:
+        """Return the table of the layouts."""
+        request = self.request
+        chosen = [result.values | {"trainers": result.trainers} for result in self.results]
+        columns = {name: key for name, key in _COLUMNS.items() if any(values.get(key) is not None for values in chosen)}
+        rows = [["", *columns, "GiB", "in phase", "s an iteration"]]
+        for result, values in zip(self.results, chosen):
+            peak, time = result.memory.fullest.peak, result.time
+            cells = [values.get(key) for key in columns.values()]
+            texts = ["-" if value is None else "yes" if value is True else str(value) for value in cells]
+            rows.append([result.memory.verdict, *texts, f"{peak.total / GIB:.0f}", peak.name, time.format_bounds(time.total)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            f"{request.model} on {request.npus} x {self.device.name}, prompts to {request.prompt} and responses to "
+            f"{request.response} tokens, {request.prompts} x {request.samples} an iteration",
+            "",
         ]
-    }
+        return "\n".join(
+            [*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)]
+        )
+
+    def encode(self) -> _JsonObject:
+        """Return the layouts as a JSON object."""
+        return {
+            "layouts": [
+                {
+                    "values": result.values,
+                    "trainers": result.trainers,
+                    "verdict": result.memory.verdict,
+                    "bytes": result.memory.fullest.peak.total,
+                    "phase": result.memory.fullest.peak.name,
+                    "seconds": _encode_bounds(result.time, result.time.total),
+                }
+                for result in self.results
+            ]
+        }

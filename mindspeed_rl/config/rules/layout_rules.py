@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, join_layers
@@ -55,7 +54,7 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
     ) -> Iterator[Violation]:
         if value is None or value % size == 0:
             return
-        keys: dict[str, Any] = {_key(cfg, group, factor): getattr(role, factor) for factor in factors}
+        keys: dict[str, object] = {_key(cfg, group, factor): getattr(role, factor) for factor in factors}
         divisor = " x ".join(f"{factor}" for factor in keys)
         numbers = " x ".join(str(number) for number in keys.values())
         yield Violation(

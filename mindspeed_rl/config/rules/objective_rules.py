@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
@@ -206,7 +205,7 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
     """Return the violation of a bound that one loss sets; clip_ratio_high is read only with clip_higher_enable."""
     value = getattr(rl, name)
     keys = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}
-    suggested: dict[str, Any] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
+    suggested: dict[str, object] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
     condition = ""
     if name in ("clip_ratio_low", "clip_ratio_high"):
         keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
@@ -233,7 +232,7 @@ def _second_names(cfg: RunConfig) -> Iterator[Violation]:
     # the values as written: second spellings have overwritten the first by now
     original = cfg.aliased
 
-    def differ(first: str, second: str, a: Any, b: Any) -> Violation:
+    def differ(first: str, second: str, a: object, b: object) -> Violation:
         return Violation(
             "same_meaning",
             {first: a, second: b},

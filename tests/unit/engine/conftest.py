@@ -24,7 +24,7 @@ from mindspeed_rl.models.weights import MemorySource
 def training_world(one_process_world: None) -> None:
     """Process groups of this process alone."""
     parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
-    parallel.init_model_parallel(MegatronConfig(), 1, 60)
+    parallel._init_model_parallel(MegatronConfig(), 1, 60)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) 
 
     def make(**keys: Any) -> TrainEngine:
         config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
-        parallel.seed_all(1)
+        parallel._seed_all(1)
         model = build_model(config, plan_model(config, folder), trainable=True)
         load_weights(model, weights)
         engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))

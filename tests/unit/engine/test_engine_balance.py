@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_rl.engine.balance import balance_ranks, karmarkar_karp, pack_families, pack_within_budget
+from mindspeed_rl.engine.balance import _karmarkar_karp, balance_ranks, pack_families, pack_within_budget
 
 LENGTHS = [10, 9, 8, 7, 6, 5, 4, 3]
 
@@ -27,8 +27,8 @@ def assert_partition(parts: list[list[int]], count: int) -> None:
 
 
 def test_largest_differencing_gives_the_known_sums() -> None:
-    assert sorted(sums(karmarkar_karp(LENGTHS, 3))) == [17, 17, 18]
-    equal = karmarkar_karp(LENGTHS, 2, equal_size=True)
+    assert sorted(sums(_karmarkar_karp(LENGTHS, 3))) == [17, 17, 18]
+    equal = _karmarkar_karp(LENGTHS, 2, equal_size=True)
     assert sums(equal) == [26, 26] and [len(part) for part in equal] == [4, 4]
 
 
@@ -42,9 +42,9 @@ def test_rank_balance_gives_the_expected_subsets() -> None:
 def test_every_subset_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> None:
     lengths = random_lengths(seed)
     for parts in range(1, min(len(lengths), 6) + 1):
-        assert_partition(karmarkar_karp(lengths, parts), len(lengths))
+        assert_partition(_karmarkar_karp(lengths, parts), len(lengths))
         if len(lengths) % parts == 0:
-            equal = karmarkar_karp(lengths, parts, equal_size=True)
+            equal = _karmarkar_karp(lengths, parts, equal_size=True)
             assert_partition(equal, len(lengths))
             shares = balance_ranks(lengths, parts)
             assert_partition(shares, len(lengths))
@@ -55,7 +55,7 @@ def test_every_subset_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> No
 def test_the_spread_of_sums_is_at_most_the_maximum_length(seed: int) -> None:
     lengths = random_lengths(seed)
     for parts in range(1, min(len(lengths), 6) + 1):
-        totals = sums(karmarkar_karp(lengths, parts), lengths)
+        totals = sums(_karmarkar_karp(lengths, parts), lengths)
         assert max(totals) - min(totals) <= max(lengths)
 
 
@@ -65,14 +65,14 @@ def test_two_subsets_of_few_sequences_are_close_to_the_optimum() -> None:
         half = sum(lengths) / 2
         subsets = itertools.chain.from_iterable(itertools.combinations(lengths, n) for n in range(len(lengths) + 1))
         best = max(sum(subset) for subset in subsets if sum(subset) <= half)
-        assert max(sums(karmarkar_karp(lengths, 2), lengths)) <= 1.15 * (sum(lengths) - best)
+        assert max(sums(_karmarkar_karp(lengths, 2), lengths)) <= 1.15 * (sum(lengths) - best)
 
 
 def test_counts_that_do_not_divide_are_errors() -> None:
     with pytest.raises(ValueError, match="3 sequences cannot be split in 4 non-empty parts"):
-        karmarkar_karp([1, 2, 3], 4)
+        _karmarkar_karp([1, 2, 3], 4)
     with pytest.raises(ValueError, match="5 sequences cannot be split in 2 parts of equal count"):
-        karmarkar_karp([1] * 5, 2, equal_size=True)
+        _karmarkar_karp([1] * 5, 2, equal_size=True)
     with pytest.raises(ValueError, match="5 sequences cannot be given to 2 ranks in equal counts"):
         balance_ranks([1] * 5, 2)
 

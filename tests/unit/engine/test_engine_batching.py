@@ -13,9 +13,9 @@ from mindspeed_rl.engine.batching import (
     MicroBatch,
     MicroBatching,
     Rows,
+    _split_micro_batches,
     build_micro_batch,
     measure_width,
-    split_micro_batches,
     split_rows,
 )
 
@@ -172,15 +172,15 @@ def test_a_padded_micro_batch_can_have_a_fixed_width() -> None:
 
 def test_micro_batches_without_a_budget_are_consecutive_rows() -> None:
     shape = BatchShape(packed=True)
-    assert split_micro_batches([3] * 5, shape, MicroBatching(2, None)) == [[0, 1], [2, 3], [4]]
+    assert _split_micro_batches([3] * 5, shape, MicroBatching(2, None)) == [[0, 1], [2, 3], [4]]
 
 
 def test_the_budget_counts_the_padding_of_context_parallelism() -> None:
     shape = BatchShape(packed=True, cp_size=2, sequence_multiple=4)
-    parts = split_micro_batches([5, 5, 5], shape, MicroBatching(1, 16))
+    parts = _split_micro_batches([5, 5, 5], shape, MicroBatching(1, 16))
     assert sorted(map(len, parts)) == [1, 2]  # 8 tokens each with padding: two fit, three would have without it
     with pytest.raises(ValueError, match="sample 0 has 8 tokens"):
-        split_micro_batches([5], shape, MicroBatching(1, 7))
+        _split_micro_batches([5], shape, MicroBatching(1, 7))
 
 
 @pytest.mark.parametrize("total_multiple", [1, 2, 4])
@@ -189,7 +189,7 @@ def test_a_built_micro_batch_stays_within_the_budget_with_all_its_padding(total_
         rows = random_rows(seed)
         for cp_size in (1, 2):
             shape = BatchShape(True, cp_size, 0, 2 * cp_size if cp_size > 1 else 1, total_multiple)
-            for part in split_micro_batches(rows.lengths, shape, MicroBatching(1, 27)):
+            for part in _split_micro_batches(rows.lengths, shape, MicroBatching(1, 27)):
                 micro_batch = build_micro_batch(rows, part, shape, CPU)
                 assert micro_batch.input_ids.size(1) * cp_size <= 27
 
@@ -199,11 +199,11 @@ def test_a_padded_micro_batch_stays_within_the_budget_too(total_multiple: int) -
     for seed in range(10):
         rows = random_rows(seed)
         shape = BatchShape(False, total_multiple=total_multiple)
-        parts = split_micro_batches(rows.lengths, shape, MicroBatching(1, 32))
+        parts = _split_micro_batches(rows.lengths, shape, MicroBatching(1, 32))
         assert sorted(sum(parts, [])) == list(range(6))
         assert all(build_micro_batch(rows, part, shape, CPU).input_ids.numel() <= 32 for part in parts)
     with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
-        split_micro_batches([3, 9], BatchShape(False), MicroBatching(1, 8))
+        _split_micro_batches([3, 9], BatchShape(False), MicroBatching(1, 8))
 
 
 def rows_of_prompts(seed: int) -> Rows:

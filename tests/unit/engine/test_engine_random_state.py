@@ -25,20 +25,20 @@ def draws() -> list[object]:
 
 
 def test_all_generators_continue_where_they_were_saved(training_world: None, tmp_path: Path) -> None:
-    parallel.seed_all(5)
+    parallel._seed_all(5)
     random.gauss(0, 1)
     np.random.normal()
     save_file(parallel.capture_rng_state(), tmp_path / "random.safetensors")
     first, second = draws(), draws()
     assert first != second
-    parallel.seed_all(99)
+    parallel._seed_all(99)
     parallel.restore_rng_state(load_file(tmp_path / "random.safetensors"))
     assert [draws(), draws()] == [first, second]
 
 
 def test_capturing_samples_nothing(training_world: None) -> None:
-    parallel.seed_all(5)
+    parallel._seed_all(5)
     expected = draws()
-    parallel.seed_all(5)
+    parallel._seed_all(5)
     parallel.capture_rng_state()
     assert draws() == expected

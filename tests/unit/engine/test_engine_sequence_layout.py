@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mindspeed_rl.engine.sequence_layout import PackedLayout, build_dense_view, zigzag_positions
+from mindspeed_rl.engine.sequence_layout import PackedLayout, _build_dense_view, zigzag_positions
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_each_block_row_is_one_sequence_from_its_first_token_and_restore_undoes_
     lengths = some_lengths(seed)
     lengths[0] = max(lengths[0], 1)
     starts = {sum(lengths[:i]): length for i, length in enumerate(lengths) if length}
-    view = build_dense_view(lengths)
+    view = _build_dense_view(lengths)
     seen = []
     for group in view.groups:
         for row in group.gather.view(group.rows, group.width).tolist():
@@ -38,7 +38,7 @@ def test_each_block_row_is_one_sequence_from_its_first_token_and_restore_undoes_
 @pytest.mark.parametrize("seed", range(20))
 def test_padding_is_at_most_a_quarter_of_every_block(seed: int) -> None:
     lengths = [max(length, 1) for length in some_lengths(seed)]
-    view = build_dense_view(lengths)
+    view = _build_dense_view(lengths)
     for group in view.groups:
         block = group.gather.view(group.rows, group.width)
         real = sum(len(set(row.tolist())) for row in block)
@@ -53,7 +53,7 @@ def test_rows_whose_first_tokens_have_no_query_see_all_their_keys(seed: int) -> 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     asked = [length - count for length, count in zip(lengths, keys_only)]
     rows = {sum(asked[:i]): i for i in range(len(lengths))}  # by their first query
-    view = build_dense_view(lengths, keys_only)
+    view = _build_dense_view(lengths, keys_only)
     for group in view.groups:
         assert group.key_width - group.width == keys_only[rows[int(group.gather[0])]]
         queries, keys = group.gather.view(group.rows, group.width), group.keys.view(group.rows, group.key_width)
@@ -67,7 +67,7 @@ def test_rows_whose_first_tokens_have_no_query_see_all_their_keys(seed: int) -> 
 
 
 def test_sequences_of_equal_length_need_one_block() -> None:
-    assert [(group.rows, group.width) for group in build_dense_view([6, 6, 6]).groups] == [(3, 6)]
+    assert [(group.rows, group.width) for group in _build_dense_view([6, 6, 6]).groups] == [(3, 6)]
 
 
 def test_zigzag_gives_a_rank_one_chunk_from_the_front_and_its_mirror_from_the_back() -> None:

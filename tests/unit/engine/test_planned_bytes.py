@@ -28,7 +28,7 @@ from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec
 from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.planner.shapes import plan_role, count_stage_elements
+from mindspeed_rl.planner.shapes import count_stage_elements, plan_role
 
 MODELS = "llama31-tied qwen2 qwen3 mixtral qwen2-moe qwen3-moe deepseek2-lite deepseek3 gemma2 glm4".split()
 
@@ -41,7 +41,7 @@ def test_planned_parameters_are_those_of_the_built_model(name: str, training_wor
         json.dumps({**json.loads(config_class.to_json_string(use_diff=False)), **architectures})
     )
     config = MegatronConfig(bf16=False, load=str(tmp_path))
-    parallel.seed_all(1)
+    parallel._seed_all(1)
     built = build_model(config, plan_model(config, tmp_path), trainable=False)
     (planned,) = count_stage_elements(plan_role(config), config)
     parameters = dict(built.models[0].named_parameters())
