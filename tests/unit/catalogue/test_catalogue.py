@@ -69,7 +69,11 @@ def test_defaults_of_stages_and_stand_ins_are_names_of_the_catalogue() -> None:
 def test_only_the_catalogue_spells_the_names() -> None:
     names = set().union(*FAMILIES) - {"abs", "kl", "grpo", "dapo"}  # words with other meanings too: a metric's prefix, ...
     # the defaults of the keys; what other projects' words are called here, which test_other_projects.py checks
-    known = {"config/keys/rl.py": {"group_norm", "low_var_kl"}, "config/compat/__init__.py": names, "config/compat/verl.py": {"gae"}}
+    known = {
+        "config/keys/rl.py": {"group_norm", "low_var_kl"},
+        "config/compat/__init__.py": names,
+        "config/compat/verl.py": {"gae"},
+    }
     found = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "catalogue":
