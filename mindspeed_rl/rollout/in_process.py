@@ -94,7 +94,7 @@ class InProcessEngine:
         """
         with platform.current().preserve_rng_state():  # vLLM draws a seed for every token, also where the request has its own
             if self._has_peers and dist.get_rank() != self.first:
-                self._follow()
+                self._repeat_steps()
                 return None
             return self._loop.run_until_complete(self._lead(work()))
 
@@ -150,7 +150,7 @@ class InProcessEngine:
                 dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), src=self.first, group=self.group)
         self._execute(commands)
 
-    def _follow(self) -> None:
+    def _repeat_steps(self) -> None:
         """Step as the first rank does, until its `run` ends."""
         while True:
             header = torch.zeros(2, dtype=torch.int64)
