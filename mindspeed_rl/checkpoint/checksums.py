@@ -88,11 +88,6 @@ def take_lists(folder: Path) -> Sums:
     return sums | _sums(folder, sorted(_files(folder) - sums.keys()))
 
 
-def join_lists(folder: Path) -> None:
-    """Write the sums of all files of the folder to `checksums.json`."""
-    write(folder, take_lists(folder))
-
-
 def write(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
     """Write these sums to `checksums.json`."""
     (folder / NAME).write_text(json.dumps(dict(sorted(sums.items())), indent=0), encoding="utf-8")

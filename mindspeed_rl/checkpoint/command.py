@@ -24,7 +24,7 @@ _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20
 
 
 def open_source(options: ConvertOptions) -> Source:
-    """The checkpoint at `load_dir`, checked; no weights are read yet.
+    """Open the checkpoint at `load_dir`, checked; no weights are read yet.
 
     Raises:
         ValueError: it is not what the options say, or the conversion would only copy it.
@@ -77,7 +77,7 @@ def _check_folders(options: ConvertOptions) -> None:
 
 
 def _detect_form(folder: Path) -> SourceForm:
-    """What a folder looks like; "hf" in doubt."""
+    """Detect the form of a folder; "hf" in doubt."""
     if (folder / "config.json").is_file():
         return "hf"
     names = (LATEST_NAME, "metadata.json", "iter_*", "release", "mp_rank_*")
@@ -85,7 +85,7 @@ def _detect_form(folder: Path) -> SourceForm:
 
 
 def plan_conversion(options: ConvertOptions, source: Source) -> Plan:
-    """Everything that is to be written, with adapters merged as they are read.
+    """Plan everything that is to be written, with adapters merged as they are read.
 
     Raises:
         ValueError: the split does not fit the model, or an adapter is not as the options say.
@@ -97,7 +97,7 @@ def plan_conversion(options: ConvertOptions, source: Source) -> Plan:
 
 
 def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:
-    """The source with the adapters that `--save-lora-to-hf` exports, and their scale.
+    """Return the source with the adapters that `--save-lora-to-hf` exports, and their scale.
 
     Raises:
         ValueError: there are none, or they are not as the options say.
@@ -110,7 +110,7 @@ def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:
 
 
 def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lora.PeftMerge | None]:
-    """The source with its adapter merged as it is read, and the PEFT adapter to merge in HF's terms."""
+    """Return the source with its adapter merged as it is read, and the PEFT adapter to merge in HF's terms."""
     path, r, alpha = options.lora_load, options.lora_r, options.lora_alpha
     if path is not None and lora.is_peft_folder(path):
         shapes = {
@@ -141,7 +141,7 @@ def _with_loaded_adapters(options: ConvertOptions, source: Source) -> Source:
 
 
 def check_target_modules(modules: Sequence[str], adapters: Iterable[str]) -> None:
-    """Raises ValueError unless these are the adapted modules; none at all is right for any adapter.
+    """Raise ValueError unless these are the adapted modules; none at all is right for any adapter.
 
     Args:
         adapters: names of the adapted parameters.
@@ -186,7 +186,7 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
 
 
 def _layout(options: ConvertOptions, model_config: ModelConfig) -> Layout:
-    """The target split.
+    """Build the target split.
 
     Raises:
         ValueError: it does not fit the model.

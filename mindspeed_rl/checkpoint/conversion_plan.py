@@ -35,7 +35,7 @@ WRITTEN_BELOW = (_ITERATION, HF_FILES)
 
 @dataclass(frozen=True)
 class Destination:
-    """What is to be made.
+    """The checkpoint to be made.
 
     Args:
         kind: the form.
@@ -68,7 +68,7 @@ class Destination:
 
     @property
     def staging(self) -> Path:
-        """Where it is built."""
+        """Folder in which it is built."""
         return self.final.with_name(self.final.name + ".partial")
 
 
@@ -110,7 +110,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _HfPlan:
-    """Which weight files an HF folder gets and what is in them."""
+    """The weight files of an HF folder and their tensors."""
 
     folder: Path
     files: Sequence[tuple[str, list[str]]]

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, MegatronGroup, Report, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.options import Progress
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config.model_metadata import HF_FILES
 
@@ -36,39 +37,10 @@ _TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about thi
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
 _LATEST_STAGING = LATEST_NAME + ".partial"
+_T = TypeVar("_T")
 #: of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the other
 #: reads, and looks at what it has read
 _THREADS = 2
-
-
-class Progress(Protocol):
-    """Told how far the work is."""
-
-    def start(self, what: str, total_bytes: int, done_bytes: int) -> None: ...
-
-    def advance(self, num_bytes: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def warn(self, text: str) -> None:
-        """Told what the user should know of the weights."""
-        ...
-
-
-class Silent:
-    """A Progress that shows nothing."""
-
-    def start(self, what: str, total_bytes: int, done_bytes: int) -> None:
-        pass
-
-    def advance(self, num_bytes: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
 
 
 def check_destination(destination: Destination) -> None:
@@ -95,7 +67,7 @@ def run_plan(
         ValueError: the disk is full, a source file is damaged, or (with ``verify``) the result differs from the source or
             holds NaN or infinities.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     check_destination(plan.destination)
     staging = [plan.destination.staging, _companions_staging(plan), plan.destination.path / _LATEST_STAGING]
     with nothing_left(plan.destination.path, plan.num_bytes, staging):
@@ -107,7 +79,7 @@ def run_plan(
 
 @contextmanager
 def nothing_left(path: Path, num_bytes: int, staging: Sequence[Path]) -> Iterator[None]:
-    """Removes what a failed block has made: the staged files and the folders above them that were not there before.
+    """Remove what a failed block has made: the staged files and the folders above them that were not there before.
 
     Args:
         path: the destination.
@@ -148,7 +120,7 @@ _NO_ROOM = {
 
 
 def _no_room(error: Exception) -> str | None:
-    """What an error says about the place it was written to; None if it is about something else."""
+    """Return the message for an error that means a lack of space; None for any other error."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return _NO_ROOM[error.errno]
     # torch and safetensors write in their own languages, and report it in their own words
@@ -219,8 +191,8 @@ def _run_jobs(jobs: Sequence[Job], transform: Transform | None, threads: int = 1
     return sum(_each(jobs, lambda job: job.run(transform), threads), Report())
 
 
-def _each(jobs: Sequence[Job], function: Callable[[Job], Any], threads: int) -> list[Any]:
-    """What the function says of each job, several of which are worked on at once."""
+def _each(jobs: Sequence[Job], function: Callable[[Job], _T], threads: int) -> list[_T]:
+    """Return the function's result for each job; several jobs run at once."""
     # they, and processes, share the cores: with threads of torch's in each they would hold each other up
     torch.set_num_threads(1)
     if threads == 1:
@@ -230,9 +202,9 @@ def _each(jobs: Sequence[Job], function: Callable[[Job], Any], threads: int) -> 
 
 
 def _execute(
-    function: Callable[..., Report], tasks: Sequence[tuple[int, Any]], extra: tuple[Any, ...], workers: int
+    function: Callable[..., Report], tasks: Sequence[tuple[int, list[Job]]], extra: tuple[Transform | None], workers: int
 ) -> Iterator[tuple[int, Report]]:
-    """(task number, report) as tasks finish, in this process or in ``workers`` others."""
+    """Yield (task number, report) as tasks finish, in this process or in ``workers`` others."""
     if workers <= 1 or len(tasks) <= 1:
         for number, task in tasks:
             yield number, function(task, *extra, threads=_THREADS)
@@ -293,7 +265,7 @@ def _publish(plan: Plan) -> Path:
     if destination.kind == "hf":
         _replace_folder(staging, final)
         return final
-    checksums.join_lists(staging)
+    checksums.write(staging, checksums.take_lists(staging))
     # all that may find the disk full is written before the first rename
     (companions / LATEST_NAME).write_text("1", encoding="utf-8")
     os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)

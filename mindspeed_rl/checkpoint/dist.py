@@ -72,7 +72,7 @@ class _MetadataUnpickler(SafeUnpickler):
 
 
 def read_metadata(path: Path) -> dcp.Metadata:
-    """The index of a ``torch_dist`` checkpoint; ValueError if it is missing or damaged."""
+    """Read the index of a ``torch_dist`` checkpoint; ValueError if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
@@ -108,7 +108,7 @@ class Chunk:
         return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
 
     def part(self, index: tuple[int, ...]) -> Tensor:
-        """What it holds at some numbers of the leading axes."""
+        """Read the values at these indices of the leading axes."""
         piece = self.locate()
         if isinstance(piece, Tensor):
             return piece[index]
@@ -118,7 +118,7 @@ class Chunk:
 
 
 def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
-    """The pieces of every tensor of a checkpoint as its index has them, whether their files are there or not."""
+    """List the chunks of every tensor of a checkpoint as its index has them, whether their files are there or not."""
     chunks: dict[str, list[Chunk]] = {}
     sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for index, info in metadata.storage_data.items():
@@ -136,7 +136,7 @@ def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
 
 
 def _stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
-    """The pieces of every tensor of a checkpoint; ValueError if a file is missing."""
+    """List the chunks of every tensor of a checkpoint; ValueError if a file is missing."""
     chunks = listed_chunks(folder, metadata)
     missing = sorted(path for path in {c.path for found in chunks.values() for c in found} if not os.path.isfile(path))
     if missing:
@@ -183,7 +183,7 @@ class DistGroup:
         return self.op.shards_to_hf_chunks([whole if self.lora is None else self.lora.merge_into(self.op, whole)])
 
     def read(self) -> Tensor:
-        """The whole stored parameter."""
+        """Read the full stored parameter."""
         lead = len(self.index)
         whole = torch.empty(0, dtype=self.stored_dtype)
         for chunk in self.chunks:
@@ -204,7 +204,7 @@ class DistFolder:
     Args:
         path: the checkpoint folder, or its ``iter_*`` folder.
         iteration: which iteration; None for the latest.
-        verified: somebody has held its files against their checksums.
+        verified: the files have been checked against their checksums already.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -221,7 +221,9 @@ class DistFolder:
         common = self.folder / "common.pt"
         content = load_with_records(common) if common.is_file() else {}
         self.args: CheckpointArgs = read_args(content.get("args") if isinstance(content, Mapping) else None)
-        lora = _trained_lora(self.folder)
+        # a training checkpoint says here which adapters it holds
+        record = self.folder / "run_state.json"
+        lora = json.loads(record.read_text(encoding="utf-8")).get("lora") if record.is_file() else None
         if lora is not None:
             self.args = replace(self.args, lora_r=int(lora["r"]), lora_alpha=float(lora["alpha"]))
         self.chunks = _stored_chunks(self.folder, self.metadata)
@@ -268,7 +270,7 @@ class DistFolder:
         return OpenCheckpoint(architecture, model_config, layout, groups, adapters, extra)
 
     def adapters(self, architecture: Architecture, model_config: ModelConfig) -> Adapters:
-        """The LoRA weights of a checkpoint that need not hold the base weights.
+        """Read the LoRA weights of a checkpoint that need not hold the base weights.
 
         Raises:
             ValueError: it holds none, an adapter is incomplete, or one belongs to no parameter of the architecture.
@@ -304,7 +306,7 @@ class DistFolder:
         return found
 
     def _stored(self, model_config: ModelConfig, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
-        """The stored parameter, or the part of its adapter that `kind` names; None if there is none."""
+        """Find the stored parameter, or the part of its adapter that `kind` names; None if there is none."""
         for name, index, sizes in _places(model_config, op):
             name = f"{name.removesuffix('.weight')}{kind}" if kind else name
             entry = self.metadata.state_dict_metadata.get(name)
@@ -330,14 +332,8 @@ class DistFolder:
         return None
 
 
-def _trained_lora(folder: Path) -> dict[str, Any] | None:
-    """What a training checkpoint says about its adapters."""
-    path = folder / "run_state.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("lora") if path.is_file() else None
-
-
 def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Keys under which a ``torch_dist`` checkpoint may hold a parameter: one for all layers, one per layer, unfused norms."""
+    """List the possible keys of a parameter in a ``torch_dist`` checkpoint: one for all layers, one a layer, unfused norms."""
     name, index, sizes = get_distributed_name(model_config, op)
     places = [(name, index, sizes)]
     expert = index[-1:] if op.experts else ()
@@ -364,15 +360,10 @@ class _DistFile:
     path: Path
     items: Sequence[tuple[WeightOp, torch.dtype, tuple[int, ...]]]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(TensorRecord("", 0, shape, dtype).num_bytes for _, dtype, shape in self.items)
-
 
 @dataclass(frozen=True)
 class DistPlan:
-    """Which files a ``torch_dist`` checkpoint has and where each parameter goes."""
+    """The files of a ``torch_dist`` checkpoint and the place of each parameter in them."""
 
     folder: Path
     model_config: ModelConfig
@@ -421,7 +412,7 @@ class DistPlan:
             pickle.dump(metadata, stream)
 
     def _extra_states(self, storage: dict[dcp.MetadataIndex, _StorageInfo]) -> dict[str, dcp.BytesStorageMetadata]:
-        """The (empty) extra states of linear layers and attention, which Megatron's loader insists on; all share one object."""
+        """Write the (empty) extra states of linear layers and attention that Megatron's loader needs; all share one object."""
         empty = io.BytesIO()
         # a list of one, as Megatron saves the objects under a key; None is a state without 8-bit scales
         torch.save([None], empty)

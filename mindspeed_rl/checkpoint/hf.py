@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,7 +44,7 @@ _SINGLE_NAME = "model.safetensors"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError naming the file if it is missing, broken, or no object."""
+    """Read the JSON object in a file; ValueError naming the file if it is missing, broken, or no object."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     try:
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
-    """Where every tensor of a safetensors file lies.
+    """Read the place of every tensor in a safetensors file.
 
     Raises:
         ValueError: the file is missing, truncated, or not a safetensors file.
@@ -92,15 +92,14 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
     return records
 
 
-def _is_entry(entry: Any) -> bool:
-    """Whether a value in a safetensors header describes a tensor."""
-
-    def sizes(key: str) -> bool:
-        values = entry.get(key)
-        return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)
-
-    described = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and sizes("shape") and sizes("data_offsets")
-    return described and len(entry["data_offsets"]) == 2
+def _is_entry(entry: object) -> bool:
+    """Return whether a value in a safetensors header describes a tensor."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(isinstance(value, int) and value >= 0 for value in (*shape, *offsets))
 
 
 class HfFolder(RecordSource):
@@ -122,7 +121,7 @@ class HfFolder(RecordSource):
             raise ValueError(f"{folder} is not a folder")
         self.path = folder
         self.config = read_json(folder / "config.json")
-        stored = _read_weight_files(folder)
+        stored = read_weight_files(folder)
         separate: dict[str, TensorRecord] = {}
         self.renamed: frozenset[str] = frozenset()
         if any(_FUSED_EXPERTS.match(name) for name in stored):
@@ -130,11 +129,12 @@ class HfFolder(RecordSource):
         super().__init__(records={**stored, **separate}, origin=str(folder))
         self.stored_names: tuple[str, ...] = tuple(stored)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[HfFolder], tuple[Path]]:
         return HfFolder, (self.path,)
 
 
-def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
+def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
+    """Read the records of an HF folder's tensors from its index and headers; ValueError as for `HfFolder`."""
     index_path = folder / _INDEX_NAME
     if not index_path.is_file():
         if (folder / _SINGLE_NAME).is_file():
@@ -161,22 +161,13 @@ def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     return records
 
 
-def stored_tensor_names(folder: str | Path) -> set[str]:
-    """Names of the tensors that an HF folder holds, from its index and headers.
-
-    Raises:
-        ValueError: as for `HfFolder`.
-    """
-    return set(_read_weight_files(Path(folder)))
-
-
 _FUSED_EXPERTS = re.compile(r"^(.+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
 def _separate_experts(
     records: Mapping[str, TensorRecord], names: ExpertNames
 ) -> tuple[dict[str, TensorRecord], frozenset[str]]:
-    """The separate weights that fused expert tensors consist of, and the stored tensors that they are taken from."""
+    """Return the separate weights that fused expert tensors consist of, and the stored tensors that they are taken from."""
     separate: dict[str, TensorRecord] = {}
     renamed: set[str] = set()
     for name, record in records.items():
@@ -205,7 +196,7 @@ def _separate_experts(
 
 
 def make_safetensors_header(entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a safetensors file and the offset of every tensor in it, in the given order."""
+    """Build the first bytes of a safetensors file and the offset of every tensor in it, in the given order."""
     # as save_pretrained writes: older transformers refuse a file that does not say it
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -223,7 +214,7 @@ def make_safetensors_header(entries: Sequence[tuple[str, torch.dtype, tuple[int,
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[tuple[str, list[str]]]:
-    """File name and tensor names of every weight file; a file exceeds the limit only if one tensor does."""
+    """Plan file name and tensor names of every weight file; a file exceeds the limit only if one tensor does."""
     files: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -246,7 +237,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
 
 
 def _companion_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and code files of an HF folder (no weights, no index)."""
+    """List config, generation config, tokenizer and code files of an HF folder (no weights, no index)."""
     found = {path for pattern in _COMPANION_PATTERNS for path in folder.glob(pattern)}
     skipped = {path for pattern in _NOT_COMPANIONS for path in folder.glob(pattern)}
     return sorted(path for path in found - skipped if path.is_file())
@@ -269,7 +260,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """The config.json entry that states the weights' dtype, under the name this config uses for it."""
+    """Return the config.json entry that states the weights' dtype, under the name this config uses for it."""
     # older transformers write torch_dtype, newer ones dtype
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return {key: str(dtype).removeprefix("torch.")}
@@ -324,11 +315,6 @@ class HfFolderWriter:
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
 
-    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Append many tensors."""
-        for name, tensor in tensors:
-            self.add(name, tensor)
-
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
@@ -346,7 +332,7 @@ class HfFolderWriter:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def _complete(self) -> None:
-        """What is left is written, and the folder has its name."""
+        """Write what is pending, and give the folder its name."""
         if self._pending:
             self._flush()
         weight_map = {}

@@ -92,9 +92,9 @@ class FreshGroup:
 StoredTensor = TensorRecord | Tensor
 
 
-def read_stored(piece: StoredTensor) -> Tensor:
-    """A tensor from its record; one that had to be loaded with its file is returned as it is."""
-    return piece.read() if isinstance(piece, TensorRecord) else piece
+def _read_stored(stored: StoredTensor) -> Tensor:
+    """Read a tensor from its record; one that had to be loaded with its file is returned as it is."""
+    return stored.read() if isinstance(stored, TensorRecord) else stored
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LoraShards:
 
     def join_shards(self, op: WeightOp) -> tuple[Tensor, Tensor]:
         """Return A and B of the full parameter: the dimension that the base is split along is joined, the other replicated."""
-        a, b = [read_stored(piece) for piece in self.a], [read_stored(piece) for piece in self.b]
+        a, b = [_read_stored(piece) for piece in self.a], [_read_stored(piece) for piece in self.b]
         along_input = op.splits[0].dim == 1
         return (op.unshard(a), b[0]) if along_input else (a[0], op.unshard(b))
 
@@ -160,11 +160,11 @@ class MegatronGroup(Group):
 
     def _read_chunks(self, strict: bool) -> dict[str, list[Tensor]]:
         # one copy is enough, as ranks repeat each other; verification (strict) proves that they do
-        shards = [read_stored(copies[0]) for copies in self.shards]
+        shards = [_read_stored(copies[0]) for copies in self.shards]
         if strict:
             for shard, copies in zip(shards, self.shards):
                 for copy in copies[1:]:
-                    if not same_bits(shard, read_stored(copy)):
+                    if not same_bits(shard, _read_stored(copy)):
                         raise ValueError(f"{self.op.mcore} differs between ranks that should hold the same copy")
         expected = self.op.shard_shape(len(shards))
         for shard in shards:
@@ -295,10 +295,10 @@ class Job:
             for target in self.targets:
                 assert isinstance(target, HfTarget)
                 finite &= target.record.write_tensors(pieces[target.source_name])
-            return Report(self.num_bytes, () if finite else _non_finite(pieces))
+            return Report(self.num_bytes, () if finite else _list_non_finite(pieces))
         tensors = self.load(transform)
         finite = all([target.write(tensors) for target in self.targets])  # a list: all of them are written
-        return Report(self.num_bytes, () if finite else _non_finite({name: [tensor] for name, tensor in tensors.items()}))
+        return Report(self.num_bytes, () if finite else _list_non_finite({name: [tensor] for name, tensor in tensors.items()}))
 
     def check(self, result: Sequence[Group], transform: Transform | None) -> None:
         """Raise ValueError unless the groups of the result yield, bit for bit, what this job read, and all of it is finite."""
@@ -320,9 +320,9 @@ class Transform(Protocol):
     def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
 
 
-def _non_finite(pieces: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
-    """Names of the tensors of which a piece holds NaN or infinities."""
-    return tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
+def _list_non_finite(chunks: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
+    """List the tensors of which a chunk holds NaN or infinities."""
+    return tuple(name for name, parts in chunks.items() if not all(map(is_finite, parts)))
 
 
 def describe_non_finite(tensor: Tensor) -> str:
@@ -346,7 +346,7 @@ def connect(
     equal: Mapping[str, str],
     describe_missing: Callable[[str, Target], str],
 ) -> tuple[list[Job], list[Group]]:
-    """Jobs in the order of the targets, and the groups that no target needs.
+    """Build jobs in the order of the targets, and the groups that no target needs.
 
     Args:
         equal: HF copies in the source and the tensor each must be equal to.

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, StoredTensor
+from mindspeed_rl.checkpoint.jobs import Group, MegatronGroup, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
@@ -40,7 +40,7 @@ Adapters = Mapping[str, tuple[WeightOp, tuple[StoredTensor, ...], tuple[StoredTe
 
 
 def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
-    """The folder with the rank files: the path itself, or the one that ``latest_checkpointed_iteration.txt`` names.
+    """Find the folder with the rank files: the path itself, or the one that ``latest_checkpointed_iteration.txt`` names.
 
     Raises:
         ValueError: the path holds no Megatron checkpoint.
@@ -70,7 +70,7 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
 
 
 def _rank_folder_name(rank: Rank, layout: Layout) -> str:
-    """``mp_rank_TT``, with the pipeline rank if PP > 1 and the expert rank if EP > 1."""
+    """Return ``mp_rank_TT``, with the pipeline rank if PP > 1 and the expert rank if EP > 1."""
     name = f"mp_rank_{rank.tp:02d}"
     if layout.pp > 1:
         name += f"_{rank.pp:03d}"
@@ -80,13 +80,13 @@ def _rank_folder_name(rank: Rank, layout: Layout) -> str:
 
 
 def _model_key(vp_stage: int, vpp: int) -> str:
-    """The key of a model chunk in a rank file."""
+    """Return the key of a model chunk in a rank file."""
     return "model" if vpp == 1 else f"model{vp_stage}"
 
 
 @dataclass(frozen=True)
 class _Holders:
-    """Where the shards of a parameter live: for every shard, the ranks that hold it and the chunk's (pp_rank, vp_stage)."""
+    """Places of the shards of a parameter: for every shard, the ranks that hold it and the chunk's (pp_rank, vp_stage)."""
 
     pp_rank: int
     vp_stage: int
@@ -94,7 +94,7 @@ class _Holders:
 
 
 def holders(op: WeightOp, layout: Layout) -> _Holders:
-    """The ranks that hold each shard of a parameter, in shard order."""
+    """Return the ranks that hold each shard of a parameter, in shard order."""
     if op.section == "pre":
         pp_rank, vp_stage = layout.first_chunk
     elif op.section == "layer":
@@ -116,7 +116,7 @@ def holders(op: WeightOp, layout: Layout) -> _Holders:
 
 
 def _stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConfig) -> list[WeightOp]:
-    """The parameters a layout stores: a tied head only where the last chunk is not also the first.
+    """Return the parameters a layout stores: a tied head only where the last chunk is not also the first.
 
     With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
     """
@@ -138,7 +138,7 @@ class MegatronFolder:
     Args:
         path: the checkpoint folder, or its ``iter_*`` folder.
         iteration: which iteration; None for the latest.
-        verified: somebody has held its files against their checksums.
+        verified: the files have been checked against their checksums already.
 
     Raises:
         ValueError: files are missing or damaged.
@@ -179,7 +179,7 @@ class MegatronFolder:
         return self._content[name]
 
     def names(self) -> set[str]:
-        """Of the tensors in all its model chunks, as `state` gives them."""
+        """Return the names of the tensors in all model chunks, as `state` gives them."""
         found = set()
         for folder in self.rank_folders:
             for key, chunk in self._load(folder).items():
@@ -189,7 +189,7 @@ class MegatronFolder:
         return found
 
     def layout(self, model_config: ModelConfig) -> Layout:
-        """How the checkpoint is cut: from its args, and from the names of its files where args are silent.
+        """Return how the checkpoint is split: from its args, and from the names of its files where args are silent.
 
         Raises:
             ValueError: args and file names contradict each other, or a rank file is missing.
@@ -232,7 +232,7 @@ class MegatronFolder:
         return layout
 
     def _second_index_is_expert(self, args: CheckpointArgs) -> bool:
-        """Whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""
+        """Return whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""
         if args.pp is not None or args.ep is not None:
             return (args.pp or 1) == 1 and (args.ep or 1) > 1
         content = self._load(self.rank_folders[-1])
@@ -240,7 +240,7 @@ class MegatronFolder:
         return any("word_embeddings" in "/".join(keys) for keys, _ in walk_records(last))
 
     def state(self, rank: Rank, vp_stage: int, layout: Layout) -> dict[str, StoredTensor]:
-        """The tensors of one model chunk by name (for the legacy layout: keys joined by '/')."""
+        """Return the tensors of one model chunk by name (for the legacy layout: keys joined by '/')."""
         name, key = _rank_folder_name(rank, layout), _model_key(vp_stage, layout.vpp)
         content = self._load(name)
         if key not in content:
@@ -265,7 +265,7 @@ class MegatronFolder:
             (rank, vp_stage): self.state(rank, vp_stage, layout) for rank in layout.ranks() for vp_stage in range(layout.vpp)
         }
         first = next(iter(layout.ranks()))
-        # the padding was chosen by whoever saved, so the stored rows say it and no option has to
+        # the stored rows give the padding that was chosen on saving, so no option has to
         embedding = self._embedding_rows(states[first, layout.first_chunk[1]])
         # not below vocab_size, which ModelConfig refuses: the group that is too small is named with its file instead
         model_config = replace(model_config, padded_vocab_size=max(embedding * layout.tp, model_config.vocab_size))
@@ -284,7 +284,7 @@ class MegatronFolder:
         return OpenCheckpoint(architecture, model_config, layout, found, reader.adapters, reader.unused())
 
     def adapters(self, architecture: Architecture, model_config: ModelConfig, layout: Layout) -> Adapters:
-        """The LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
+        """Return the LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
 
         Raises:
             ValueError: it is cut differently, an adapter is incomplete, or it holds none.
@@ -313,7 +313,7 @@ class MegatronFolder:
                 return piece.shape[0]
         raise ValueError(f"{self.folder / self.rank_folders[0]} has no word embeddings")
 
-    def _num_prediction_layers(self, states: Mapping[Any, Mapping[str, StoredTensor]]) -> int:
+    def _num_prediction_layers(self, states: Mapping[tuple[Rank, int], Mapping[str, StoredTensor]]) -> int:
         numbers = [
             int(match[1]) for state in states.values() for name in state if (match := re.match(r"mtp\.layers\.(\d+)\.", name))
         ]
@@ -410,7 +410,7 @@ class _Reader:
             self.adapters[op.mcore] = (op, tuple(parts["lora_A"]), tuple(parts["lora_B"]))
 
     def unused(self) -> list[str]:
-        """Names that no parameter is stored under."""
+        """Return the names that no parameter is stored under."""
         return sorted({name for key in self.states for name in self._unused(key)})
 
     def _unused(self, key: tuple[Rank, int]) -> list[str]:
@@ -429,19 +429,6 @@ class _Reader:
                 )
 
 
-def with_adapters(groups: Sequence[Group], adapters: Adapters, scale: float) -> list[Group]:
-    """The groups with adapters merged as they are read."""
-    merged: list[Group] = []
-    for group in groups:
-        if isinstance(group, (HfGroup, FreshGroup)):
-            merged.append(group)
-            continue
-        stored = cast("MegatronGroup", group)  # or a DistGroup, which has the same fields
-        adapter = adapters.get(stored.op.mcore)
-        merged.append(stored if adapter is None else replace(stored, lora=LoraShards(*adapter[1:], scale)))
-    return merged
-
-
 # ---------------------------------------------------------------------- writing
 
 
@@ -452,15 +439,10 @@ class _RankFile:
     path: Path
     tensors: Mapping[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(TensorRecord("", 0, shape, dtype).num_bytes for dtype, shape in self.tensors.values())
-
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Which files a per-rank checkpoint has and where each parameter goes."""
+    """The files of a per-rank checkpoint and the places of each parameter in them."""
 
     files: Sequence[_RankFile]
     places: Sequence[tuple[WeightOp, tuple[tuple[tuple[Path, tuple[str, ...]], ...], ...]]]

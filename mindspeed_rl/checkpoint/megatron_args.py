@@ -19,7 +19,7 @@ _HF_CONFIG_KEY = "hf_config_json"
 
 @dataclass(frozen=True)
 class CheckpointArgs:
-    """What the reader of a checkpoint takes from its ``args``; None where the checkpoint does not say.
+    """The values that a reader takes from a checkpoint's ``args``; None where they have none.
 
     ``tp``, ``pp``, ``ep``, ``etp``, ``vpp`` are sizes; ``vpp`` counts chunks per stage.
     """
@@ -39,7 +39,7 @@ class CheckpointArgs:
 
 
 def parse_layers(value: Any, key: str) -> tuple[int, ...]:
-    """Layer numbers from what users and Megatron write: "1,2", "1, 2", [1, 2], {1, 2}, None.
+    """Parse layer numbers from what users and Megatron write: "1,2", "1, 2", [1, 2], {1, 2}, None.
 
     Raises:
         ValueError: an entry is not a number.
@@ -54,8 +54,8 @@ def parse_layers(value: Any, key: str) -> tuple[int, ...]:
     return tuple(sorted(numbers)) if isinstance(value, (set, frozenset)) else tuple(numbers)
 
 
-def read_args(args: Any) -> CheckpointArgs:
-    """What a checkpoint's ``args`` (a Namespace, a dict, or nothing) says about its layout."""
+def read_args(args: object) -> CheckpointArgs:
+    """Read the layout from a checkpoint's ``args`` (a Namespace, a dict, or nothing)."""
     values: Mapping[str, Any] = (
         vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {}
     )
@@ -102,7 +102,7 @@ def write_args(
     transformer_impl: str = "local",
     legacy: bool = False,
 ) -> argparse.Namespace:
-    """The ``args`` of a checkpoint, under Megatron's names, with the HF config inside."""
+    """Build the ``args`` of a checkpoint, under Megatron's names, with the HF config inside."""
     vpp = layout.vpp if layout.vpp > 1 else None
     moe = model_config.num_moe_experts is not None
     return argparse.Namespace(

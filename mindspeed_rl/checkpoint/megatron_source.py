@@ -46,12 +46,12 @@ def open_megatron(
     loosely: bool = False,
     verified: bool = False,
 ) -> _MegatronTensors:
-    """The weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
+    """Open the weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
 
     Args:
         iteration: the newest when None.
         loosely: parameters that the model does not have are skipped.
-        verified: somebody has held its files against their checksums.
+        verified: the files have been checked against their checksums already.
 
     Raises:
         ValueError: the checkpoint is incomplete, damaged, or of another model.
@@ -66,7 +66,7 @@ def open_megatron(
 
 
 def has_score_head(path: Path, iteration: int | None = None) -> bool:
-    """True when a checkpoint in any Megatron layout ends in a score head, False for a language model's.
+    """Return True when a checkpoint in any Megatron layout ends in a score head, False for a language model's.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged.
@@ -76,4 +76,5 @@ def has_score_head(path: Path, iteration: int | None = None) -> bool:
         from mindspeed_rl.checkpoint.dist import METADATA_FILE, read_metadata  # takes a second, see open_megatron
 
         return SCORE_HEAD in read_metadata(folder / METADATA_FILE).state_dict_metadata
-    return SCORE_HEAD in MegatronFolder(path, iteration, verified=True).names()  # whoever reads weights looks at the files
+    # the files are checked when the weights are read
+    return SCORE_HEAD in MegatronFolder(path, iteration, verified=True).names()

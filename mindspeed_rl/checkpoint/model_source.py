@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
+from mindspeed_rl.checkpoint.hf import read_json, read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
@@ -144,7 +144,7 @@ def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
         iteration: which of the source's checkpoints is meant; None for the newest.
     """
     if source.kind == "hf":
-        return "score.weight" not in stored_tensor_names(source.weights)
+        return "score.weight" not in read_weight_files(source.weights)
     return not has_score_head(source.weights, iteration)
 
 

@@ -8,7 +8,7 @@ LATEST_NAME = "latest_checkpointed_iteration.txt"
 
 
 def newest_checkpoint(folder: str | Path) -> str | None:
-    """The digits of the newest iteration, or "release"; None for a folder without checkpoints.
+    """Return the digits of the newest iteration, or "release"; None for a folder without checkpoints.
 
     Raises:
         ValueError: the file that names it is missing beside checkpoints, is damaged, or names none that is there. A run that
@@ -41,6 +41,6 @@ def newest_checkpoint(folder: str | Path) -> str | None:
 
 
 def iterations(folder: str | Path) -> list[int]:
-    """Numbers of the finished checkpoints in a folder, in order."""
+    """List the numbers of the finished checkpoints in a folder, in order."""
     names = (path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())

@@ -1,4 +1,4 @@
-"""What a user may say about a conversion; no torch, so that a command line can be read without it."""
+"""Options of a conversion and receiver of its progress; no torch, so that a command line can be read without it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ CheckpointFormat = Literal["torch", "torch_dist"]
 ParamsDtype = Literal["fp16", "bf16", "fp32"]
 TransformerImpl = Literal["local", "transformer_engine"]
 MlaLayout = Literal["megatron", "mindspeed"]
+
+
+class Progress:
+    """Receiver of the work's progress; this one shows nothing."""
+
+    def start(self, what: str, total_bytes: int, done_bytes: int) -> None:
+        """Begin a phase of this many bytes."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes as done."""
+
+    def finish(self) -> None:
+        """End the phase."""
+
+    def warn(self, text: str) -> None:
+        """Report to the user what a conversion has found in the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

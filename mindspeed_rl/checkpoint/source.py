@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
-from mindspeed_rl.checkpoint.jobs import FreshGroup, Group
-from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
+from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup
+from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
@@ -68,7 +68,7 @@ class Source:
         equal: HF tensors that repeat another one: {copy: owner}.
         layout: how a Megatron source is cut.
         adapters: LoRA weights in it.
-        warnings: what the user should know.
+        warnings: messages for the user.
         num_dropped: tensors of the checkpoint that are left behind, as a notice says.
         lora: (r, alpha) that the checkpoint states.
     """
@@ -96,8 +96,17 @@ class Source:
         return max(sizes, key=sizes.__getitem__)
 
     def merge_adapters(self, scale: float, adapters: Adapters | None = None) -> Source:
-        """The same checkpoint with adapters (its own by default) added to their weights."""
-        return replace(self, groups=with_adapters(self.groups, self.adapters if adapters is None else adapters, scale))
+        """Return the same checkpoint with adapters (its own by default) added to their weights as they are read."""
+        adapters = self.adapters if adapters is None else adapters
+        merged: list[Group] = []
+        for group in self.groups:
+            if isinstance(group, (HfGroup, FreshGroup)):
+                merged.append(group)
+                continue
+            stored = cast("MegatronGroup", group)  # or a DistGroup, which has the same fields
+            adapter = adapters.get(stored.op.mcore)
+            merged.append(stored if adapter is None else replace(stored, lora=LoraShards(*adapter[1:], scale)))
+        return replace(self, groups=merged)
 
 
 def _check_model_type(options: ModelOptions, architecture: Architecture, model_config: ModelConfig) -> None:
@@ -141,7 +150,7 @@ def _changed_config(config: Mapping[str, Any], options: ModelOptions) -> dict[st
 
 
 def make_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the same model with one score in place of the vocabulary head.
+    """Return the config.json of the same model with one score in place of the vocabulary head.
 
     Raises:
         ValueError: the config is of a classifier with several labels.
@@ -217,7 +226,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
 
 
 def _described(model_config: ModelConfig) -> str:
-    """A model in the words of config.json."""
+    """Describe a model in the terms of config.json."""
     return f"{model_config.architecture} whose config.json says num_hidden_layers {model_config.num_layers}"
 
 
@@ -246,7 +255,7 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
 
 
 def check_hf_tensors(path: Path, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> list[str]:
-    """Look whether the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
+    """Check that the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
 
     Args:
         model_config: of the model that will be built; a reward head need not be among the weights.
@@ -301,7 +310,7 @@ def _skipped(surplus: _Surplus, model_config: ModelConfig) -> str:
 
 
 def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> str:
-    """What is said of tensors that nobody knows."""
+    """Describe the tensors that the architecture does not have."""
     real = read_size(folder.config, "num_hidden_layers")
     beyond = (layer := _layer_of(surplus.unknown[0])) is not None and layer >= real
     return (
@@ -314,7 +323,7 @@ def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> 
 def _dropped(
     folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> tuple[list[str], list[str]]:
-    """Names of the tensors that are left behind on purpose, and the warnings that say so; ValueError for those nobody knows."""
+    """List the tensors that are left behind on purpose, with a warning for each kind; ValueError for unknown ones."""
     surplus = _surplus(folder, expected, architecture, model_config, options)
     if surplus.unknown and not options.loosely:
         raise ValueError(f"{_unknown(folder, surplus, model_config)}; --load-checkpoint-loosely skips them")
@@ -359,7 +368,7 @@ def _surplus(
 def _prediction_tensors(
     folder: HfFolder, names: Sequence[str], architecture: Architecture, model_config: ModelConfig
 ) -> frozenset[str]:
-    """Which of these tensors are whole multi-token-prediction layers, by their names and shapes.
+    """Find the tensors that make up complete multi-token-prediction layers, by their names and shapes.
 
     A decoder layer that config.json does not count lacks what only prediction layers have, and is none.
     """
@@ -386,7 +395,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     Its config.json comes from ``options.hf_folder``, from the checkpoint itself (ours carry it), or from ``fallback_hf``.
 
     Args:
-        verified: somebody has held its files against their checksums.
+        verified: the files have been checked against their checksums already.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged, no config.json is found, or it contradicts the options.

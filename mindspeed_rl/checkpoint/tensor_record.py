@@ -20,12 +20,6 @@ from torch import Tensor
 _BLOCK_BYTES = 2 << 20
 
 
-def _remember_location(tensor: Tensor, path: str, offset: int) -> None:
-    """Record that a whole storage is a mapping of a file from this byte on."""
-    storage: Any = tensor.untyped_storage()  # which all views of the tensor have in common
-    storage.file_location = path, offset
-
-
 def find_location(tensor: Tensor) -> tuple[str, int] | None:
     """Return file and first byte of a mapped tensor, or of a view of one, as long as it is unchanged.
 
@@ -185,7 +179,8 @@ class TensorRecord:
         # the kernel reads ahead while others are worked on
         view.madvise(mmap.MADV_WILLNEED)
         data = torch.frombuffer(view, dtype=torch.uint8, count=record.num_bytes, offset=skipped)
-        _remember_location(data, record.path, record.offset)
+        storage: Any = data.untyped_storage()  # which all views of the tensor have in common
+        storage.file_location = record.path, record.offset
         if skipped % record.dtype.itemsize:
             data = data.clone()  # a safetensors file may hold tensors at odd places
         return data.view(record.dtype).reshape(record.shape)
@@ -196,20 +191,20 @@ class TensorRecord:
             raise ValueError(f"{self.path}: a tensor of shape {list(tensor.shape)} does not fit its place {list(self.shape)}")
         return self.write_tensors([tensor])
 
-    def write_tensors(self, pieces: Sequence[Tensor]) -> bool:
+    def write_tensors(self, tensors: Sequence[Tensor]) -> bool:
         """Put tensors one after the other at this place, which they fill.
 
         Returns:
             True when they hold neither NaN nor infinities.
         """
-        if any(piece.dtype != self.dtype for piece in pieces):
-            raise ValueError(f"{self.path}: tensors of {[piece.dtype for piece in pieces]} do not fit a place of {self.dtype}")
-        total = sum(piece.numel() for piece in pieces) * self.dtype.itemsize
+        if any(tensor.dtype != self.dtype for tensor in tensors):
+            raise ValueError(f"{self.path}: tensors of {[one.dtype for one in tensors]} do not fit a place of {self.dtype}")
+        total = sum(tensor.numel() for tensor in tensors) * self.dtype.itemsize
         if total != self.num_bytes:
             raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")
         with _BlockWriter(self.path, self.offset, total, self.dtype) as writer:
-            for piece in pieces:
-                writer.add(piece)
+            for tensor in tensors:
+                writer.add(tensor)
         return writer.is_finite
 
 

@@ -77,23 +77,17 @@ _SAFE["_codecs", "encode"] = _encode_latin1
 class Inert:
     """Stands in for an object whose class is not loaded; holds nothing and does nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    # state, and the items that pickle adds to lists and dicts, are taken in the same way
+    __setstate__ = append = __setitem__ = __init__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+    def __call__(self, *args: object, **kwargs: object) -> Inert:
         return self
 
-    def append(self, item: Any) -> None:
-        """Accepts what pickle appends to list subclasses."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-
-def _inert_attribute(owner: Any, name: str) -> Inert:
+def _inert_attribute(owner: object, name: str) -> Inert:
     # some releases of Python pickle an enum's member as getattr(class, name)
     if owner is not Inert and not isinstance(owner, Inert):
         raise pickle.UnpicklingError(f"refusing to take {name!r} of {owner!r}")
@@ -107,7 +101,7 @@ class SafeUnpickler(pickle.Unpickler):
     """Unpickles tensors and plain data; refuses every name that is not on the list above."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object a pickle refers to by name.
+        """Return the object a pickle refers to by name.
 
         Raises:
             pickle.UnpicklingError: the name is not on the list.
@@ -180,7 +174,7 @@ class _RecordUnpickler(SafeUnpickler):
         return super().find_class(module, name)
 
     def _record(
-        self, storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: Any
+        self, storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: object
     ) -> TensorRecord | Tensor:
         shape, width = tuple(size), storage.dtype.itemsize
         if tuple(stride) == contiguous_strides(shape) or 0 in shape:
@@ -191,7 +185,7 @@ class _RecordUnpickler(SafeUnpickler):
 
 
 def load_with_records(path: str | Path) -> Any:
-    """The content of a torch zip file with a :class:`TensorRecord` in place of every tensor.
+    """Load the content of a torch zip file with a :class:`TensorRecord` in place of every tensor.
 
     A tensor that is not stored contiguously, and a file in torch's format from before 1.6, is loaded as a tensor.
 
@@ -213,7 +207,7 @@ def load_with_records(path: str | Path) -> Any:
 
 
 def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int) -> Any:
-    """The content of a torch zip file inside another file, with records in place of tensors.
+    """Load the content of a torch zip file inside another file, with records in place of tensors.
 
     Args:
         path: the file that holds it.
@@ -239,7 +233,7 @@ def _unreadable(path: str, start: int, error: Exception) -> ValueError:
     return ValueError(f"{path}{where} cannot be read as a torch checkpoint (truncated or damaged?): {reason}")
 
 
-def save_with_holes(content: Any, file: str | Path | IO[bytes]) -> None:
+def save_with_holes(content: object, file: str | Path | IO[bytes]) -> None:
     """Write what ``torch.save`` would write for ``content``, but for the bytes of its tensors.
 
     The file has its final size; on file systems that can, it is sparse. Tensors of ``torch.empty`` occupy address space only.
@@ -252,8 +246,8 @@ def save_with_holes(content: Any, file: str | Path | IO[bytes]) -> None:
 
 
 def create_with_holes(
-    path: str | Path, content: Any, shapes: Mapping[tuple[Any, ...], tuple[torch.dtype, tuple[int, ...]]]
-) -> dict[tuple[Any, ...], TensorRecord]:
+    path: str | Path, content: Any, shapes: Mapping[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[tuple[str, ...], TensorRecord]:
     """Write a torch zip file whose tensors are holes, and say where they are.
 
     Args:
@@ -273,8 +267,8 @@ def create_with_holes(
     return records_at(path, shapes)
 
 
-def records_at(path: str | Path, places: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], TensorRecord]:
-    """The records of some tensors of a torch zip file, by their path of keys."""
+def records_at(path: str | Path, places: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], TensorRecord]:
+    """Return the records of some tensors of a torch zip file, by their path of keys."""
     content = load_with_records(path)
     found = {}
     for keys in places:
@@ -285,8 +279,8 @@ def records_at(path: str | Path, places: Iterable[tuple[Any, ...]]) -> dict[tupl
     return found
 
 
-def walk_records(content: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TensorRecord | Tensor]]:
-    """Every tensor or record in nested dicts, with its path of keys."""
+def walk_records(content: object, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TensorRecord | Tensor]]:
+    """Yield every tensor or record in nested dicts, with its path of keys."""
     if isinstance(content, (TensorRecord, Tensor)):
         yield keys, content
     elif isinstance(content, Mapping):

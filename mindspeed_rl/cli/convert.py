@@ -16,6 +16,7 @@ from mindspeed_rl.checkpoint.options import (
     ConvertOptions,
     MlaLayout,
     ParamsDtype,
+    Progress,
     ResultForm,
     SourceForm,
     TransformerImpl,
@@ -201,7 +202,7 @@ def _print_plan(plan: Plan) -> None:
     )
 
 
-class _Bar:
+class _Bar(Progress):
     """A tqdm bar in bytes, which shows GB/s and the time left on a terminal and nothing when piped."""
 
     def start(self, what: str, total_bytes: int, done_bytes: int) -> None:

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "run_state.json").write_text('{"iteration": 3, "checksums": true}')
     checksums.write_list(tmp_path, 0, ["__0_0.distcp", "random/rank_00000.safetensors"])
     checksums.write_list(tmp_path, 1, ["__1_0.distcp"])
-    checksums.join_lists(tmp_path)
+    checksums.write(tmp_path, checksums.take_lists(tmp_path))
     return tmp_path
 
 

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.conversion_plan import Destination, make_plan
-from mindspeed_rl.checkpoint.convert import Silent, run_plan
+from mindspeed_rl.checkpoint.convert import run_plan
 from mindspeed_rl.checkpoint.jobs import Target
+from mindspeed_rl.checkpoint.options import Progress
 from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main
 from mindspeed_rl.models.layout import Layout
@@ -264,7 +265,7 @@ def plan_for(qwen: Path, out: Path, **options: object):
     return make_plan(source, Destination("mcore", out, Layout(num_layers=4, tp=2, pp=2), **options))
 
 
-class StopAfter(Silent):
+class StopAfter(Progress):
     """Progress that is interrupted after some tasks, as by Ctrl-C, and notes where each run starts."""
 
     def __init__(self, tasks: int) -> None:
