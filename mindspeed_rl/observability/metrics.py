@@ -34,7 +34,7 @@ class Metric:
         if self.reduction not in _REDUCTIONS:
             from mindspeed_rl import registry  # not at the top: losses load metrics, and little else
 
-            near = registry.nearest(self.reduction, _REDUCTIONS)
+            near = registry.find_similar(self.reduction, _REDUCTIONS)
             hint = "" if near is None else f" Did you mean '{near}'?"
             raise ValueError(f"Unknown reduction '{self.reduction}'.{hint} Known: {', '.join(_REDUCTIONS)}.")
 

@@ -106,9 +106,9 @@ ELSEWHERE: dict[str, str] = {
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "padded_vocab_size",
-    "observability/services.py": "wandb_project wandb_exp_name wandb_save_dir wandb_mode swanlab_mode swanlab_project "
-    "swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment mlflow_run_name",
-    "observability/trackers.py": "use_tensorboard use_wandb use_swanlab use_mlflow",
+    "observability/trackers.py": "use_tensorboard use_wandb use_swanlab use_mlflow wandb_project wandb_exp_name wandb_save_dir "
+    "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
+    "mlflow_run_name",
     "rewards/static_check.py": "external_plugins",
     "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_timeout_s",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
