@@ -233,7 +233,7 @@ class _Positions:
     in_characters: bool
 
 
-def fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bool) -> tuple[int, int]:
+def _fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bool) -> tuple[int, int]:
     """Return how many tokens of source and target to keep within `budget`.
 
     Default rule: both shrink in proportion, the target to at least one token. With `keeps_fitting_half`: a half that is
@@ -270,7 +270,7 @@ def join_turns(
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return (input_ids, labels, truncated), [tokens] int32. Labels are unshifted, IGNORE_INDEX on every source token.
 
-    Turns are cut by `fit_lengths`, first turns first; turns past the budget are left out. With `efficient_eos` the label of a
+    Turns are cut by `_fit_lengths`, first turns first; turns past the budget are left out. With `efficient_eos` the label of a
     later turn's first token is the end token, and one end token closes the sample. `append_eod` adds one to every sample.
     """
     adds_end = efficient_eos or (append_eod and not ends_with(turns, eos_id))
@@ -282,7 +282,7 @@ def join_turns(
         if remaining <= 0:
             truncated = True
             break
-        kept_source, kept_target = fit_lengths(len(source), len(target), remaining, keeps_fitting_half=keeps_fitting_half)
+        kept_source, kept_target = _fit_lengths(len(source), len(target), remaining, keeps_fitting_half=keeps_fitting_half)
         if kept_source < len(source) or kept_target < len(target):
             truncated = True
             source, target = source[:kept_source], target[:kept_target]

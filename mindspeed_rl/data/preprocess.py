@@ -115,7 +115,7 @@ class Report:
     lengths: np.ndarray = field(repr=False)
 
 
-def build_handler(config: PreprocessConfig) -> Handler:
+def _build_handler(config: PreprocessConfig) -> Handler:
     """Load the tokenizer and the template, and build the handler.
 
     Raises:
@@ -205,7 +205,7 @@ class Progress:
         self._bar.close()
 
 
-def numbered_parts(chunks: Iterator[Chunk], total_weight: int | None, n_subs: int) -> Iterator[tuple[int, Chunk]]:
+def _numbered_parts(chunks: Iterator[Chunk], total_weight: int | None, n_subs: int) -> Iterator[tuple[int, Chunk]]:
     """Give each chunk its part: consecutive runs of about equal weight (all in part 0 where the total is unknown)."""
     done = 0
     for chunk in chunks:
@@ -214,7 +214,7 @@ def numbered_parts(chunks: Iterator[Chunk], total_weight: int | None, n_subs: in
         done += chunk.weight
 
 
-def final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
+def _final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
     """Column -> path without suffix of the finished files."""
     if handler.packed:
         return {name: packed_prefix(config.output_prefix, name) for name in handler.columns}
@@ -234,11 +234,11 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
     parent = Path(config.output_prefix).expanduser().parent
     if not parent.is_dir():
         raise ValueError(f"output_prefix={config.output_prefix!r}: the folder {str(parent)!r} does not exist")
-    handler = build_handler(config)
-    source = open_input(config, handler, chunk_size)
+    handler = _build_handler(config)
+    source = _open_input(config, handler, chunk_size)
     for path in source.ignored:
         print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
-    names = final_names(config, handler)
+    names = _final_names(config, handler)
     total_weight = source.total_weight()
     # of a single part nothing is finished before all is
     resume = config.n_subs > 1
@@ -268,7 +268,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
     return Report(counts, files, text, lengths)
 
 
-def open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:
+def _open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:
     """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
     own = handler.open_source(config)
     if own is not None:
@@ -303,7 +303,7 @@ def _write_parts(
     numbers: deque[int] = deque()
 
     def to_do() -> Iterator[Chunk]:
-        for part, chunk in numbered_parts(source.chunks(), total_weight, config.n_subs):
+        for part, chunk in _numbered_parts(source.chunks(), total_weight, config.n_subs):
             if part not in finished:
                 numbers.append(part)
                 yield chunk
@@ -337,7 +337,7 @@ def _write_parts(
     return total, [parts[number] for number in sorted(finished) if finished[number].rows_kept]
 
 
-def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+def _greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Return packs of sample indices: each pack repeatedly takes the longest sample that still fits.
 
     Samples of one length go in order of their index. Time is close to linear in the number of samples.
@@ -383,7 +383,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
         packs.append(pack)
 
 
-def pack_row(
+def _pack_row(
     samples: Sequence[tuple[np.ndarray, np.ndarray]], seq_length: int, *, pad_id: int, neat: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ([seq_length] input_ids, attention_mask, labels), int32.
@@ -410,14 +410,14 @@ def _pack(
     """Write packs of the merged samples; return their path prefixes and a line for the report."""
     assert config.seq_length is not None
     # MindSpeed-LLM's capacity, so that packs come out alike
-    packs = greedy_packs(lengths, config.seq_length - 1)
+    packs = _greedy_packs(lengths, config.seq_length - 1)
     inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
     packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in merged.items()}
     writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
     pad_id = handler.settings.tokenizer.pad_token_id
     for pack in packs:
         samples: Any = [(inputs[index], labels[index]) for index in pack]
-        row = pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
+        row = _pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
         for name, values in zip(("input_ids", "attention_mask", "labels"), row, strict=True):
             writers[name].add_documents(values, [len(values)])
     for writer in writers.values():
@@ -432,11 +432,11 @@ def show(config: PreprocessConfig, count: int) -> str:
     Raises:
         ValueError: as `run`.
     """
-    handler = build_handler(config)
+    handler = _build_handler(config)
     lines = []
     shown = 0
     dropped: Counter[str] = Counter()
-    for chunk in open_input(config, handler).chunks():
+    for chunk in _open_input(config, handler).chunks():
         for number, row in read_chunk(chunk):
             batch = handler.encode([(number, row)])
             if batch.bad and config.on_bad_row == "error":

@@ -29,7 +29,7 @@ _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
 HUB = "hf://"
 
 # Default columns of raw rows with a text column `prompt` and no `instruction`.
-PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
+_PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
 
 
 class PromptItem(TypedDict):
@@ -271,7 +271,7 @@ def _load_raw(
             # one row decides how all are read: a data set has one layout
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
             if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
-                settings = replace(settings, map_keys=PLAIN_COLUMNS)
+                settings = replace(settings, map_keys=_PLAIN_COLUMNS)
             if keys is None:
                 keys = (LABELS,) if _has_answer(first, settings) else ()
             kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))

@@ -51,7 +51,7 @@ class Counts:
         return Counts(**fields)
 
 
-def histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
+def _histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
     """Draw the rows per range of token lengths, as lines of bars; the ranges are equal, with round bounds."""
     if len(lengths) == 0:
         return "  (no rows)"
@@ -124,7 +124,7 @@ def format_summary(
         *(f"  {row}" for row in counts.bad_rows),
         f"tokens {counts.tokens}, of them trained {counts.tokens_trained}",
         _format_lengths(lengths),
-        histogram(lengths),
+        _histogram(lengths),
     ]
     if packs:
         lines.append(packs)

@@ -57,7 +57,7 @@ from mindspeed_rl.data.tools import get_tool_style
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_FILE = Path(__file__).with_name("templates.json")
+_TEMPLATE_FILE = Path(__file__).with_name("templates.json")
 HF_TEMPLATE = "hf"
 #: default of raw prompts
 PLAIN_TEMPLATE = "empty"
@@ -606,7 +606,7 @@ def _build_hf_messages(conversation: Conversation) -> list[JsonObject]:
 
 
 @lru_cache(maxsize=8)
-def load_template_file(path: str) -> dict[str, JsonObject]:
+def _load_template_file(path: str) -> dict[str, JsonObject]:
     """Load the entries of a template file by name.
 
     Raises:
@@ -624,9 +624,9 @@ def load_template_file(path: str) -> dict[str, JsonObject]:
     return by_name
 
 
-def list_template_names(path: str | Path | None = None) -> list[str]:
+def _list_template_names(path: str | Path | None = None) -> list[str]:
     """List the names of templates for `load_template`."""
-    return [*load_template_file(str(path or TEMPLATE_FILE)), HF_TEMPLATE]
+    return [*_load_template_file(str(path or _TEMPLATE_FILE)), HF_TEMPLATE]
 
 
 def load_template(
@@ -645,8 +645,8 @@ def load_template(
         if tokenizer is None:
             raise ValueError("prompt_type='hf' needs a tokenizer")
         return HfTemplate(tokenizer)
-    entries = load_template_file(str(path or TEMPLATE_FILE))
+    entries = _load_template_file(str(path or _TEMPLATE_FILE))
     if name not in entries:
         hint = registry.did_you_mean(name, entries)
-        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(list_template_names(path))}{hint}")
-    return Template(entries[name], str(path or TEMPLATE_FILE.name))
+        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}")
+    return Template(entries[name], str(path or _TEMPLATE_FILE.name))

@@ -61,7 +61,7 @@ class _FileWriter:
     thinking: Thinking
 
     def write(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Sequence[TextOrToken]:
-        conversation = build_conversation(messages, tools)
+        conversation = _build_conversation(messages, tools)
         turns = self.template.render(conversation, self.thinking).turns
         return [part for turn in turns for part in (*turn.source, *turn.target)]
 
@@ -265,7 +265,7 @@ class ChatTurns:
         return tuple(ids)
 
 
-def build_conversation(messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Conversation:
+def _build_conversation(messages: Sequence[ChatMessage], tools: Sequence[JsonObject]) -> Conversation:
     """Build a conversation from messages in OpenAI's form; adjacent messages of tools are one.
 
     Raises:

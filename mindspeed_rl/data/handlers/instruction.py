@@ -117,7 +117,7 @@ class AlpacaStyleInstructionHandler(InstructionHandler):
         return Conversation([*messages, user(question), assistant(answer)], system)
 
 
-DEFAULT_TAGS = {
+_DEFAULT_TAGS = {
     "role_tag": "from",
     "content_tag": "value",
     "user_tag": "human",
@@ -134,13 +134,13 @@ def sharegpt_tags(given: Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ValueError: an unknown tag.
     """
-    unknown = sorted(set(given or ()) - set(DEFAULT_TAGS))
+    unknown = sorted(set(given or ()) - set(_DEFAULT_TAGS))
     if unknown:
-        raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(DEFAULT_TAGS)}")
-    return {**DEFAULT_TAGS, **(given or {})}
+        raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(_DEFAULT_TAGS)}")
+    return {**_DEFAULT_TAGS, **(given or {})}
 
 
-def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+def _parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split a function turn into the text (a thought) before the JSON and the calls in it.
 
     Raises:
@@ -186,7 +186,7 @@ def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, 
         if speaker not in roles:
             raise MalformedRowError(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
         if roles[speaker] == "function":
-            text, calls = parse_calls(content)
+            text, calls = _parse_calls(content)
             messages.append(Message("function", (text,), calls))
         else:
             messages.append(Message(roles[speaker], (content,)))

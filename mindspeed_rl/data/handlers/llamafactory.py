@@ -22,14 +22,14 @@ from mindspeed_rl.data.handlers.instruction import (
 )
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 
-INFO_FILE = "dataset_info.json"
+_INFO_FILE = "dataset_info.json"
 MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
 # dataset_info.json writes OpenAI data as sharegpt with these tags.
 _OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
 @dataclass(frozen=True)
-class DatasetEntry:
+class _DatasetEntry:
     """One entry of dataset_info.json that is in use."""
 
     name: str
@@ -38,9 +38,9 @@ class DatasetEntry:
     source: Source
 
 
-def dataset_entries(
+def _dataset_entries(
     names: str, dataset_dir: str | None, *, cache_dir: str | None = None, max_rows: int | None = None
-) -> list[DatasetEntry]:
+) -> list[_DatasetEntry]:
     """Look the comma-separated names up in `<dataset_dir>/dataset_info.json`; `max_rows` limits each of them.
 
     Raises:
@@ -48,7 +48,7 @@ def dataset_entries(
     """
     if not dataset_dir:
         raise ValueError("LlamaFactoryInstructionHandler needs dataset_dir, the folder of dataset_info.json")
-    path = Path(dataset_dir).expanduser() / INFO_FILE
+    path = Path(dataset_dir).expanduser() / _INFO_FILE
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -65,7 +65,7 @@ def dataset_entries(
     return entries
 
 
-def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | None) -> DatasetEntry:
+def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | None) -> _DatasetEntry:
     if value.get("ranking"):
         raise ValueError(f"dataset {name!r} is a ranking dataset; use a pairwise handler on its file")
     if "file_name" in value:
@@ -76,7 +76,7 @@ def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | N
             options["split"] = value["split"]
         source = open_source(value["hf_hub_url"], cache_dir=cache_dir, dataset_options=options)
     else:
-        raise ValueError(f"dataset {name!r} needs file_name or hf_hub_url in {INFO_FILE}")
+        raise ValueError(f"dataset {name!r} needs file_name or hf_hub_url in {_INFO_FILE}")
     formatting = value.get("formatting", "alpaca")
     columns = {key: column for key, column in value.get("columns", {}).items() if column}
     tags = value.get("tags")
@@ -89,14 +89,14 @@ def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | N
         kind, map_keys = SharegptStyleInstructionHandler, {**columns, **({"tags": tags} if tags else {})}
     else:
         raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
-    return DatasetEntry(name, kind, map_keys, source)
+    return _DatasetEntry(name, kind, map_keys, source)
 
 
 def _is_openai(tags: Mapping[str, str] | None) -> bool:
     return tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
 
 
-class MixedSource:
+class _MixedSource:
     """Several datasets as one stream of rows that know their dataset.
 
     concat: one after the other. interleave_under: rows are drawn in turn until a dataset is used up. interleave_over: until
@@ -182,13 +182,13 @@ class LlamaFactoryInstructionHandler(Handler):
         super().__init__(settings)
         self._handlers: list[InstructionHandler] = []
 
-    def open_source(self, config: Any) -> MixedSource:
+    def open_source(self, config: Any) -> _MixedSource:
         """Open the datasets and return their mixture.
 
         Raises:
             ValueError: an unknown dataset name, a file that is missing, or wrong shares.
         """
-        entries = dataset_entries(config.input, config.dataset_dir, cache_dir=config.cache_dir, max_rows=config.max_samples)
+        entries = _dataset_entries(config.input, config.dataset_dir, cache_dir=config.cache_dir, max_rows=config.max_samples)
         self._handlers = []
         for entry in entries:
             try:
@@ -196,7 +196,7 @@ class LlamaFactoryInstructionHandler(Handler):
             except ValueError as error:
                 raise ValueError(f"dataset {entry.name!r}: {error}") from error
         sources = [entry.source for entry in entries]
-        return MixedSource(sources, strategy=config.mix_strategy, probabilities=config.interleave_probs, seed=config.seed)
+        return _MixedSource(sources, strategy=config.mix_strategy, probabilities=config.interleave_probs, seed=config.seed)
 
     def render(self, row: Any) -> Draft:
         assert isinstance(row, TaggedRow)

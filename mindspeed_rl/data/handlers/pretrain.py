@@ -15,7 +15,7 @@ from mindspeed_rl.data.templates import Rendering, Turn
 EMPTY_TEXT = "empty text"
 
 
-class PretrainHandler(Handler):
+class _PretrainHandler(Handler):
     """Base of the pretraining handlers: a subclass names its columns and gives the text of each.
 
     The tokenizer's own special tokens are added (a Llama tokenizer begins each document with BOS, Qwen adds none). With
@@ -61,7 +61,7 @@ class PretrainHandler(Handler):
         return total, total
 
 
-class GeneralPretrainHandler(PretrainHandler):
+class GeneralPretrainHandler(_PretrainHandler):
     """The `--json-keys` columns as they are; map_keys may say which column of the data a key stands for."""
 
     def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
@@ -80,7 +80,7 @@ class GeneralPretrainHandler(PretrainHandler):
         return texts
 
 
-class SingleTextHandler(PretrainHandler):
+class SingleTextHandler(_PretrainHandler):
     """Base of the handlers that make one text of several columns and write it as `text`."""
 
     def __init__(self, settings: HandlerSettings) -> None:

@@ -107,7 +107,7 @@ class PromptHandler(Handler):
         return EncodedRow(columns)
 
 
-ALPACA_PROMPT_MAP = {
+_ALPACA_PROMPT_MAP = {
     "prompt": "instruction",
     "query": "input",
     "response": "output",
@@ -119,14 +119,14 @@ ALPACA_PROMPT_MAP = {
 class PPOAlpacaStyleInstructionHandler(PromptHandler):
     """The prompt alone, for training against a reward model (and `labels`, if dataset_additional_keys asks for them)."""
 
-    default_map: ClassVar = ALPACA_PROMPT_MAP
+    default_map: ClassVar = _ALPACA_PROMPT_MAP
 
 
 class R1AlpacaStyleInstructionHandler(PromptHandler):
     """The prompt, and the reference answer as the tokens of `labels`, for training against verifiers."""
 
     writes_label = True
-    default_map: ClassVar = ALPACA_PROMPT_MAP
+    default_map: ClassVar = _ALPACA_PROMPT_MAP
 
 
 class R1SharegptStyleInstructionHandler(PromptHandler):

@@ -13,7 +13,7 @@ from byte_tokenizer import SPECIAL_TOKENS, TEST_DATA, build_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, ToolCall, assistant, user
+from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import load_template
 

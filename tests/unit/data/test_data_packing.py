@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from mindspeed_rl.data.encoding import fit_lengths, join_turns
-from mindspeed_rl.data.preprocess import greedy_packs, pack_row
+from mindspeed_rl.data.encoding import _fit_lengths, join_turns
+from mindspeed_rl.data.preprocess import _greedy_packs, _pack_row
 
 
 def naive_packs(lengths, capacity):
@@ -28,7 +28,7 @@ def naive_packs(lengths, capacity):
 
 def test_the_documented_example():
     lengths = [5, 3, 9, 2, 7, 1]
-    packs = greedy_packs(lengths, 9)
+    packs = _greedy_packs(lengths, 9)
     assert [[lengths[index] for index in pack] for pack in packs] == [[9], [7, 2], [5, 3, 1]]
 
 
@@ -37,32 +37,32 @@ def test_packs_equal_a_naive_loop_and_hold_every_sample_once(seed):
     generator = random.Random(seed)
     capacity = generator.randint(1, 60)
     lengths = [generator.randint(1, capacity) for _ in range(generator.randint(0, 200))]
-    packs = greedy_packs(lengths, capacity)
+    packs = _greedy_packs(lengths, capacity)
     assert [[lengths[index] for index in pack] for pack in packs] == naive_packs(lengths, capacity)
     assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
 
 
 def test_samples_of_one_length_go_in_order():
-    assert greedy_packs([4, 4, 4, 4], 8) == [[0, 1], [2, 3]]
+    assert _greedy_packs([4, 4, 4, 4], 8) == [[0, 1], [2, 3]]
 
 
 def test_a_sample_beyond_the_capacity_is_an_error():
     with pytest.raises(ValueError, match="sample 1 has 10 tokens, more than the capacity 9"):
-        greedy_packs([3, 10], 9)
+        _greedy_packs([3, 10], 9)
 
 
 SAMPLES = [(np.array([11, 12, 13]), np.array([-100, 12, 13])), (np.array([21, 22]), np.array([-100, 22]))]
 
 
 def test_a_plain_pack_has_mask_one_everywhere():
-    input_ids, mask, labels = pack_row(SAMPLES, 8, pad_id=0, neat=False)
+    input_ids, mask, labels = _pack_row(SAMPLES, 8, pad_id=0, neat=False)
     assert input_ids.tolist() == [11, 12, 13, 21, 22, 0, 0, 0]
     assert mask.tolist() == [1] * 8
     assert labels.tolist() == [-100, 12, 13, -100, 22, -100, -100, -100]
 
 
 def test_a_neat_pack_numbers_its_samples_and_leaves_padding_zero():
-    _, mask, _ = pack_row(SAMPLES, 8, pad_id=0, neat=True)
+    _, mask, _ = _pack_row(SAMPLES, 8, pad_id=0, neat=True)
     assert mask.tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
 
 
@@ -78,8 +78,8 @@ def test_a_neat_pack_numbers_its_samples_and_leaves_padding_zero():
     ],
 )
 def test_truncation_rules(source, target, budget, plain, fitting_half):
-    assert fit_lengths(source, target, budget, keeps_fitting_half=False) == plain
-    assert fit_lengths(source, target, budget, keeps_fitting_half=True) == fitting_half
+    assert _fit_lengths(source, target, budget, keeps_fitting_half=False) == plain
+    assert _fit_lengths(source, target, budget, keeps_fitting_half=True) == fitting_half
 
 
 def as_lists(got):

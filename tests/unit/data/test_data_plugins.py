@@ -13,7 +13,7 @@ from byte_tokenizer import build_tokenizer
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import HANDLERS, handler_class
 from mindspeed_rl.data.handlers.base import Handler
-from mindspeed_rl.data.templates import load_template, list_template_names
+from mindspeed_rl.data.templates import _list_template_names, load_template
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ["data.md", "zh/data.md"]
@@ -60,7 +60,7 @@ def test_the_guide_has_a_row_for_every_handler_and_no_other(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_guide_names_every_template(page: str) -> None:
     words = set(re.findall(r"[\w-]+", (DOCS / page).read_text(encoding="utf-8")))
-    assert [name for name in list_template_names() if name not in words] == []
+    assert [name for name in _list_template_names() if name not in words] == []
 
 
 def run(tmp_path: Path, rows: list[dict[str, str]], tokenizer_folder: str, *flags: str) -> int:
@@ -105,5 +105,5 @@ def test_a_template_of_ones_own_is_one_entry_of_a_file(tmp_path, tokenizer_folde
     assert run(tmp_path, [{"instruction": "1+1", "output": "2"}], tokenizer_folder, *words) == 0
     (row,) = read_columns(str(tmp_path / "out"))["input_ids"]
     assert build_tokenizer().decode(row) == "Q! 1+1 A! 2</s>"
-    assert list_template_names(path) == ["shout", "hf"]
+    assert _list_template_names(path) == ["shout", "hf"]
     assert load_template("shout", path=path).name == "shout"

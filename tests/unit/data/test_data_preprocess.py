@@ -17,9 +17,9 @@ from byte_tokenizer import TEST_DATA
 
 from mindspeed_rl.cli.preprocess import build_config, load_dataset_config, main
 from mindspeed_rl.data import HANDLERS
-from mindspeed_rl.data.preprocess import numbered_parts
+from mindspeed_rl.data.preprocess import _numbered_parts
 from mindspeed_rl.data.sources import ChunkSize, open_source, read_rows
-from mindspeed_rl.data.summary import histogram
+from mindspeed_rl.data.summary import _histogram
 
 ROOT = Path(__file__).parents[3]
 GSM8K = str(TEST_DATA / "gsm8k" / "sample.jsonl")
@@ -326,7 +326,7 @@ def test_a_row_that_the_tokenizers_template_cannot_write_is_named_and_can_be_ski
 
 
 def test_the_histogram_counts_every_row():
-    text = histogram(np.array([1, 2, 3, 100]))
+    text = _histogram(np.array([1, 2, 3, 100]))
     rows = [line.split() for line in text.splitlines()]
     assert sum(int(row[3]) for row in rows) == 4
     assert int(rows[0][0]) == 0 and int(rows[-1][2]) >= 100
@@ -390,7 +390,7 @@ def test_a_killed_run_leaves_no_file_that_looks_finished_and_parts_are_taken_up_
     # the parts are fifths of the bytes: the fourth begins with the first chunk behind three fifths
     source = replace(open_source(GSM8K), chunk_size=ChunkSize(num_bytes=700))
     parts = [[], [], [], [], []]
-    for part, chunk in numbered_parts(source.chunks(), source.total_weight(), 5):
+    for part, chunk in _numbered_parts(source.chunks(), source.total_weight(), 5):
         parts[part] += range(chunk.first_row, chunk.first_row + chunk.num_rows)
     (plugins / "mortal.py").write_text(MORTAL.replace("LAST_ROW", str(parts[3][-1])))
     command = ["--input", GSM8K, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(folder / "g")]
@@ -442,13 +442,13 @@ def test_two_runs_cannot_write_the_same_files(gsm8k, tmp_path, tokenizer_folder,
 
 
 def test_the_shipped_dataset_configs_name_known_handlers_and_templates():
-    from mindspeed_rl.data.templates import list_template_names
+    from mindspeed_rl.data.templates import _list_template_names
 
     names = sorted(path.stem for path in (ROOT / "configs" / "datasets").glob("*.yaml"))
     assert {"deepscaler", "math_17k", "orca_rlhf"} <= set(names)
     for name in names:
         config = build_config(load_dataset_config(name, ROOT / "configs" / "datasets"))
-        assert config.handler_name in HANDLERS and config.prompt_type in list_template_names()
+        assert config.handler_name in HANDLERS and config.prompt_type in _list_template_names()
 
 
 def test_a_config_file_and_flags_make_one_run(tmp_path, tokenizer_folder, write_jsonl, read_columns):

@@ -6,9 +6,9 @@ import json
 import pytest
 from byte_tokenizer import Trained
 
-from mindspeed_rl.data.conversation import MalformedRowError, Conversation, Message, ToolCall, assistant, user
+from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder, join_turns
-from mindspeed_rl.data.templates import load_template, list_template_names
+from mindspeed_rl.data.templates import _list_template_names, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 T = Trained
@@ -143,7 +143,7 @@ def encode(template, tokenizer, conversation, thinking="none", **options):
 
 
 def test_every_template_is_covered_here():
-    assert {*RENDERED, *TOOL_PROMPT_TEMPLATES, "hf"} == set(list_template_names())
+    assert {*RENDERED, *TOOL_PROMPT_TEMPLATES, "hf"} == set(_list_template_names())
 
 
 @pytest.mark.parametrize("name", sorted(RENDERED))
@@ -307,7 +307,7 @@ def test_default_tools_are_action_lines(tokenizer):
     assert text.endswith('Assistant:Action: get_weather\nAction Input: {"city": "Rome"}</s>')
 
 
-@pytest.mark.parametrize("name", sorted(set(list_template_names()) - {"hf"}))
+@pytest.mark.parametrize("name", sorted(set(_list_template_names()) - {"hf"}))
 def test_tools_and_calls_are_written_or_refused_never_dropped(name, tokenizer):
     template = load_template(name)
     turns = [user("Q"), Message("function", ("",), (ToolCall("get_weather", {"city": "Rome"}),))]

@@ -17,21 +17,21 @@ from test_data_chat_templates import FOLDER, LOOKS_SPECIAL, NAMES, TOKENS, stand
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import (
-    TEMPLATE_FILE,
+    _TEMPLATE_FILE,
     HfTemplate,
     Template,
+    _list_template_names,
+    _load_template_file,
     load_template,
-    load_template_file,
-    list_template_names,
 )
-from mindspeed_rl.data.turns import ChatTurns, build_conversation
+from mindspeed_rl.data.turns import ChatTurns, _build_conversation
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 
 ROOM = 10**6
-NAMED = [name for name in list_template_names() if name != "hf"]
+NAMED = [name for name in _list_template_names() if name != "hf"]
 #: these write nothing behind an answer, and are refused
 ENDLESS = ("glm4", "glm45", "last_only")
 HF_NAMES = [name for name in NAMES if name not in ENDLESS]
@@ -44,7 +44,7 @@ def template_and_tokenizer(kind: str, name: str) -> tuple[Template | HfTemplate,
         return load_template("hf", tokenizer), tokenizer
     template, tokenizer = load_template(name), build_tokenizer()
     assert isinstance(template, Template)
-    entry = load_template_file(str(TEMPLATE_FILE))[name]
+    entry = _load_template_file(str(_TEMPLATE_FILE))[name]
     slots = [slot for value in entry.values() if isinstance(value, dict) for slot in value.get("slots", [])]
     found = {*LOOKS_SPECIAL.findall(json.dumps(entry, ensure_ascii=False)), *template.stop_words}
     found |= {slot["token"] for slot in slots if isinstance(slot, dict)}
@@ -168,7 +168,7 @@ def rendered(template: Template | HfTemplate, tokenizer: Any, messages: Sequence
     if isinstance(template, HfTemplate):
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
-    encoded = TextEncoder(tokenizer).encode_renderings([template.render(build_conversation(messages, ()))])[0]
+    encoded = TextEncoder(tokenizer).encode_renderings([template.render(_build_conversation(messages, ()))])[0]
     assert not isinstance(encoded, MalformedRowError)
     return [token for source, target in encoded for token in (*source, *target)]
 
