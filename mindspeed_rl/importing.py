@@ -1,5 +1,4 @@
-"""Importing many libraries in a process: without the garbage collector's looking at all of them again and again, and without
-those that they would only bring along."""
+"""Imports of many libraries in a process, with fewer garbage collections and without needless further libraries."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ _SELDOM = (50_000, 10, 10)
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """For blocks that import: torch, Megatron and vLLM are a million objects that stay, and collecting while they come took 3.3
-    of 14.5 s of processor time (torch, Ray and transformers: 1.1 of 9 s).
+    """Collect garbage seldom in a block that imports.
+
+    torch, Megatron and vLLM are a million objects that stay, and collecting while they come took 3.3 of 14.5 s of processor
+    time (torch, Ray and transformers: 1.1 of 9 s).
 
     Not for blocks that compute: a cycle that holds a tensor would keep it for long.
     """
@@ -34,7 +35,7 @@ def collecting_seldom() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without(package: str) -> Iterator[None]:
-    """Whoever imports the package in the block is told that it is not there, unless it was imported before."""
+    """Let imports of the package fail in the block, unless it was imported before."""
     modules = cast("dict[str, Any]", sys.modules)
     if package in modules:
         yield
@@ -47,16 +48,16 @@ def without(package: str) -> Iterator[None]:
 
 
 def auto_tokenizer() -> type[AutoTokenizer]:
-    """`transformers.AutoTokenizer`, without models, unless they are here already.
+    """Import `transformers.AutoTokenizer` without models, unless they are here already.
 
     The module that finds tokenizers' classes also finds models', and imports `GenerationMixin` for old models that bring their
     own code; with it come generation, modelling and torch's compilers: 1.2 s and 82 MiB, where a tokenizer needs 1.1 s and
-    25 MiB. Meanwhile there is a stand-in; whoever imports models later gets all of it then. What keeps it is the finding
+    25 MiB. Meanwhile there is a stand-in; later imports of models load all of it. It only keeps out the search
     of models with remote code from before transformers 4.45, which nothing here loads.
     """
     name = "GenerationMixin"
     generation: Any = importlib.import_module("transformers.generation")
-    # a name that was asked for before lies in the module; the others are imported when they are asked for
+    # a name that was used before is in the module; the others are imported on first use
     stands_in = name not in vars(generation)
     if stands_in:
         setattr(generation, name, type(name, (), {}))

@@ -1,4 +1,4 @@
-"""Names of the suite and what they stand for: where "module:object" is imported, and what is said about a wrong name.
+"""Names of the suite and what they stand for: where "module:object" is imported, and the message about a wrong name.
 
 A registry is a dict literal in the `__init__` of its package, name -> "module:object", so that reading it imports none of its
 entries. Wherever it takes a name it also takes a "module:object" of the user's own.
@@ -12,24 +12,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known name most like `name`, or None when none is as close as `cutoff`: from 0, unlike, to 1, the same."""
-    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+def find_similar(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most like `name`, or None when none is as close as `cutoff`: from 0, unlike, to 1, the same."""
+    similar = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return similar[0] if similar else None
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns the part of a sentence that proposes the nearest name, such as "; did you mean 'sft'?", or nothing."""
-    near = nearest(name, known)
+    """Return the part of a sentence that proposes the nearest name, such as "; did you mean 'sft'?", or nothing."""
+    near = find_similar(name, known)
     return "" if near is None else f"; did you mean {near!r}?"
 
 
 def load(target: str, subject: str, wraps: type[Exception] = ImportError) -> Any:
-    """Imports what "module:object" names; the object may be an attribute of an attribute, such as "module:Class.method".
+    """Import "module:object"; the object may be an attribute of an attribute, such as "module:Class.method".
 
     Args:
         subject: what the target is for, as the message begins with it, such as "rl_config.judge_parser".
-        wraps: what the module may raise while it is imported so that a ValueError tells of it; anything else passes.
+        wraps: what the module may raise while it is imported so that a ValueError reports it; anything else passes.
 
     Raises:
         ValueError: not of that form, no such module, or nothing of that name in it.
@@ -38,34 +38,34 @@ def load(target: str, subject: str, wraps: type[Exception] = ImportError) -> Any
     if not colon:
         raise ValueError(f"{subject}: '{target}' is not of the form module:function")
     try:
-        found: Any = importlib.import_module(module_name)
+        loaded: Any = importlib.import_module(module_name)
     except wraps as error:
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{subject}: cannot import the module '{module_name}': {reason}") from error
     for name in path.split("."):
-        if not hasattr(found, name):
+        if not hasattr(loaded, name):
             raise ValueError(f"{subject} cannot be imported: the module '{module_name}' has no '{path}'")
-        found = getattr(found, name)
-    return found
+        loaded = getattr(loaded, name)
+    return loaded
 
 
 def load_class(target: str, subject: str, base: str) -> Any:
-    """Imports the class that "module:Class" names.
+    """Import the class that "module:Class" names.
 
     Args:
-        base: "module:Class" of what it must derive from; a target because the caller shall not import it before it is needed.
+        base: "module:Class" of what it must derive from; a target because the caller must not import it before it is needed.
 
     Raises:
         ValueError: as `load`, or it is no such class.
     """
-    found, wanted = load(target, subject), load(base, subject)
-    if not (isinstance(found, type) and issubclass(found, wanted)):
+    loaded, expected = load(target, subject), load(base, subject)
+    if not (isinstance(loaded, type) and issubclass(loaded, expected)):
         raise ValueError(f"{subject}: {target} is no subclass of {base}")
-    return found
+    return loaded
 
 
 def target_of(registry: Mapping[str, str], name: str, subject: str, hint: str = "or module:Class of your own") -> str:
-    """Returns the "module:object" that a registered name stands for; one of the user's own stands for itself.
+    """Return the "module:object" that a registered name stands for; one of the user's own stands for itself.
 
     Args:
         subject: what the user wrote, such as "--task gsm8"; the message begins with it.
@@ -76,6 +76,6 @@ def target_of(registry: Mapping[str, str], name: str, subject: str, hint: str = 
     """
     if name in registry or ":" in name:
         return registry.get(name, name)
-    near = nearest(name, registry)
+    near = find_similar(name, registry)
     proposal = "." if near is None else f"; did you mean {near}?"
     raise ValueError(f"{subject} is unknown{proposal} There are {', '.join(registry)}, {hint}")

@@ -28,7 +28,7 @@ _SCORES = 1 << 18
 
 
 def _blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
-    """(sequences' heads, rows of queries, positions they see) of each block.
+    """Yield (sequences' heads, rows of queries, positions they see) of each block.
 
     Args:
         queries: [b * g, s * shared, d], of the last s of t positions.
@@ -37,7 +37,7 @@ def _blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice,
     length = queries.size(1) // shared
     before = keys.size(1) - length
     count = -(-length // _BLOCK)
-    bounds = [length * number // count for number in range(count + 1)]
+    bounds = [length * index // count for index in range(count + 1)]
     for first, end in zip(bounds, bounds[1:]):
         heads = max(1, _SCORES * torch.get_num_threads() // ((end - first) * shared * (before + end)))
         for head in range(0, keys.size(0), heads):
@@ -45,7 +45,12 @@ def _blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice,
 
 
 def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
-    """[h, w * shared, t] of the last w of t positions; query [h, w * shared, d], position by position, key [h, t, d]."""
+    """Compute the probabilities [h, w * shared, t] of the last w of t positions.
+
+    Args:
+        query: [h, w * shared, d], position by position.
+        key: [h, t, d].
+    """
     scores = torch.bmm(query, key.transpose(1, 2))
     width = query.size(1) // shared
     later = torch.full((width, width), float("-inf")).triu_(1)
@@ -84,7 +89,15 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal attention of the last s of t tokens: [b, s, n, d], [b, t, g, d], [b, t, g, d_v]; [b, s, n, d_v]. In float32."""
+    """Compute causal attention of the last s of t tokens in float32.
+
+    Args:
+        query: [b, s, n, d].
+        key, value: [b, t, g, d], [b, t, g, d_v].
+
+    Returns:
+        [b, s, n, d_v]
+    """
     q, k, v = query.float(), key.float(), value.float()
     # where keys come before the first query torch's kernel has a mask, and computes what that hides
     fast = q.size(1) >= _LONG and q.size(1) == k.size(1)
@@ -94,7 +107,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 
 
 def attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`causal_attention` of float32 tensors by this module's products."""
+    """Compute `causal_attention` of float32 tensors by this module's products."""
     (b, s, n, d), groups = query.shape, key.size(2)
     shared = n // groups
     q = (query * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)

@@ -31,7 +31,7 @@ _registration: torch.library.Library | None = None
 
 
 def apply() -> None:
-    """16-bit products of matrices are computed in float32 in this process, where that is faster. Idempotent."""
+    """Compute 16-bit products of matrices in float32 in this process, where that is faster. Idempotent."""
     global _registration
     if _registration is None and is_worthwhile():
         _registration = _register()
@@ -39,18 +39,18 @@ def apply() -> None:
 
 @functools.cache
 def is_worthwhile() -> bool:
-    """True where torch has no fast products of bfloat16 on this processor."""
+    """Return True where torch has no fast products of bfloat16 on this processor."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def product_format(dtype: torch.dtype) -> torch.dtype:
-    """The format in which this processor multiplies matrices of a format fast."""
+    """Return the format in which this processor multiplies matrices of a format fast."""
     return torch.float32 if dtype in _HALVES and is_worthwhile() else dtype
 
 
 @contextlib.contextmanager
-def taken_back() -> Iterator[None]:
-    """Products are torch's own meanwhile."""
+def suspend() -> Iterator[None]:
+    """Compute products by torch's own kernels in the block."""
     global _registration
     if _registration is None:
         yield
@@ -72,11 +72,11 @@ def _register() -> torch.library.Library:
 
 
 def _by_float32(name: str) -> Any:
-    """The CPU's kernel of an operator, given float32 where it was given 16 bits."""
+    """Wrap the CPU's kernel of an operator, so that 16-bit operands become float32."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: torch.DispatchKeySet, first: Tensor, *others: Any, **options: Any) -> Tensor:
-        # of several formats: torch says what is wrong
+        # of several formats: torch raises its own error
         if first.dtype not in _HALVES or any(isinstance(other, Tensor) and other.dtype != first.dtype for other in others):
             return kernel.call_boxed(keys, first, *others, **options)
         wide = (other.float() if isinstance(other, Tensor) else other for other in others)

@@ -27,18 +27,18 @@ _ALLOWED_ERROR = 2.0**-16
 
 
 def apply() -> None:
-    """Products of float32 matrices go to oneDNN in this process, where that is faster and exact. Idempotent."""
+    """Send products of float32 matrices to oneDNN in this process, where that is faster and exact. Idempotent."""
     if not is_worthwhile():
         return
     torch.set_float32_matmul_precision(_PRECISION)
-    if is_exact():
+    if _is_exact():
         os.environ.setdefault(_VLLM_PRECISION, _PRECISION)
     else:
         torch.set_float32_matmul_precision("highest")
 
 
 def is_worthwhile() -> bool:
-    """True where torch has MKL and oneDNN and the processor has AVX-512 and is not Intel's."""
+    """Return True where torch has MKL and oneDNN and the processor has AVX-512 and is not Intel's."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_avx512()):
         return False
     try:
@@ -48,12 +48,12 @@ def is_worthwhile() -> bool:
 
 
 def has_avx512() -> bool:
-    """True where torch makes use of it."""
+    """Return True where torch makes use of it."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def is_exact() -> bool:
-    """True where products, as torch is set now, have all digits of float32."""
+def _is_exact() -> bool:
+    """Return True where products, as torch is set now, have all digits of float32."""
     # sines need all the digits there are
     values = torch.arange(128.0 * 128).view(128, 128).sin()
     for left, right in ((values, values), (values, values.t()), (values.t(), values)):

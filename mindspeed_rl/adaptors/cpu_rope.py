@@ -4,7 +4,7 @@
 |---|---|---|
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | copies of halves; cosines and sines of the same angles for every layer |
 
-Cosines and sines are kept as long as the same angles are asked for, which is a micro-batch's time. Heads of which only a part
+Cosines and sines are cached as long as the same angles are used, which is a micro-batch's time. Heads of which only a part
 is turned, interleaved ones and those of latent attention stay with Megatron. It can go when Megatron has a fused rotation
 that needs no GPU.
 """
@@ -25,17 +25,17 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.save_for_backward(cos, sin)
         low, high = sin.chunk(2, -1)
-        return _turned(heads, cos, low, high)
+        return _rotate(heads, cos, low, high)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]  (as above)
         cos, sin = ctx.saved_tensors
         low, high = sin.chunk(2, -1)
-        return _turned(grad, cos, -high, -low), None, None
+        return _rotate(grad, cos, -high, -low), None, None
 
 
-def _turned(heads: Tensor, cos: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _rotate(heads: Tensor, cos: Tensor, low: Tensor, high: Tensor) -> Tensor:
     out = heads * cos
     (a, b), (first, second) = heads.chunk(2, -1), out.chunk(2, -1)
     first.addcmul_(b, low, value=-1.0)
@@ -44,19 +44,20 @@ def _turned(heads: Tensor, cos: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def adapt(module: Any) -> None:
-    """Patches Megatron's `rope_utils`."""
+    """Patch Megatron's `rope_utils`."""
     original = module._apply_rotary_pos_emb_bshd
-    kept: dict[str, Any] = {"of": None}
+    last: tuple[Tensor, float, torch.dtype, Tensor, Tensor] | None = None
 
     def apply_bshd(
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, multi_latent_attention: bool = False, mscale: float = 1.0
     ) -> Tensor:
         if rotary_interleaved or multi_latent_attention or freqs.size(-1) != t.size(-1):
             return original(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        # the angles are held, so nobody else's can be at their place
-        if kept["of"] is not freqs or kept["settings"] != (mscale, t.dtype):
-            kept.update({"of": freqs, "settings": (mscale, t.dtype)})
-            kept["cos"], kept["sin"] = ((function(freqs) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
-        return _Rotation.apply(t, kept["cos"], kept["sin"])
+        nonlocal last
+        # the angles stay in memory here, so no other tensor can have their identity
+        if last is None or last[0] is not freqs or last[1:3] != (mscale, t.dtype):
+            cos, sin = ((function(freqs) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
+            last = freqs, mscale, t.dtype, cos, sin
+        return _Rotation.apply(t, *last[3:])
 
     module._apply_rotary_pos_emb_bshd = apply_bshd

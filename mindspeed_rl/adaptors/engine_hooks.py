@@ -1,20 +1,23 @@
-"""What a platform does around vLLM's own calls: before it is built, around a weight load, around idle phases."""
+"""Steps of a platform around vLLM's own calls: before it is built, around a weight load, around idle phases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mindspeed_rl.config import GenerateConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
 DERIVED = (".W_UV", ".W_UK_T")
 
 
 def refresh_latent_attention(model: nn.Module) -> None:
-    """Computes the matrices that latent attention folds out of `kv_b_proj` from its present weight.
+    """Compute the matrices that latent attention folds out of `kv_b_proj` from its present weight.
 
     vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint. Where they are copies (vllm-ascend's kernel
     objects hold such) and not views, `load_weights` alone leaves the old ones in use, and every token is decoded with a
@@ -29,7 +32,7 @@ def refresh_latent_attention(model: nn.Module) -> None:
 
 
 def unlink_message_buffers() -> None:
-    """Takes the names of vLLM's message buffers out of /dev/shm; the ranks of this engine have mapped them by now.
+    """Remove the names of vLLM's message buffers from /dev/shm; the ranks of this engine have mapped them by now.
 
     vLLM unlinks them in `__del__`, which a worker process that is ended does not reach. Looked up in 0.18 to 0.32.
     """
@@ -54,34 +57,34 @@ class EngineHooks:
     sleeps = True
 
     def before_build(self, run_id: str) -> None:
-        """Called in every rank before its `LLM(...)`; `run_id` is equal in all ranks of a run and unique to the run."""
+        """Prepare a rank for its `LLM(...)`; `run_id` is equal in all ranks of a run and unique to the run."""
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        """Extra keyword arguments of `LLM(...)` for a run's rollout keys."""
+        """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
-    def before_load(self, model: Any) -> None:
-        """Puts the weights of vLLM's model into the layout that `model.load_weights` expects."""
+    def before_load(self, model: nn.Module) -> None:
+        """Put the weights of vLLM's model into the layout that `model.load_weights` expects."""
 
-    def after_load(self, model: Any) -> None:
-        """Puts the weights into the layout that the kernels expect, once all of them were loaded."""
+    def after_load(self, model: nn.Module) -> None:
+        """Put the weights into the layout that the kernels expect, once all of them were loaded."""
 
     def repacked(self, model: nn.Module) -> set[str]:
-        """Names of the parameters whose content `after_load` rewrites, so that a part of them cannot be loaded alone."""
+        """Return the names of the parameters that `after_load` rewrites, so that a part of them cannot be loaded alone."""
         return set()
 
     def packed_bytes(self, model: nn.Module) -> int:
-        """Bytes of copies of weights that kernels keep beside the model's parameters."""
+        """Return the bytes of copies of weights that kernels have next to the model's parameters."""
         return 0
 
-    def release(self, llm: Any) -> None:
-        """Gives the engine's device memory back; no request may be running."""
+    def release(self, llm: LLM) -> None:
+        """Free the engine's device memory; no request may be running."""
         llm.sleep(level=1)
 
-    def restore_weights(self, llm: Any) -> None:
-        """Makes the engine's weights writable again after `release`."""
+    def restore_weights(self, llm: LLM) -> None:
+        """Make the engine's weights writable again after `release`."""
         llm.wake_up(tags=["weights"])
 
-    def restore_cache(self, llm: Any) -> None:
-        """Makes the engine's KV cache usable again after `release`."""
+    def restore_cache(self, llm: LLM) -> None:
+        """Make the engine's KV cache usable again after `release`."""
         llm.wake_up(tags=["kv_cache"])

@@ -21,19 +21,19 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 #: (process, interfaces) -> transports; a forked process has none of its parent's threads, so it needs its own
-_TRANSPORTS: dict[tuple[int, str], list[Any]] = {}
+_TRANSPORTS: dict[tuple[int, str], list[object]] = {}
 _applied = False
 
 
 def apply() -> None:
-    """Lets groups that are made from now on share their transports. Idempotent; nothing where torch has no gloo."""
+    """Let groups that are made from now on share their transports. Idempotent; nothing where torch has no gloo."""
     global _applied
     group = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if _applied or group is None:
         return
     construct = group.__init__
 
-    def shared(self: Any, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+    def shared(self: Any, store: object, rank: int, size: int, timeout: object = None) -> None:
         if not isinstance(timeout, timedelta):  # options of the caller's own, or none
             construct(self, store, rank, size, *([] if timeout is None else [timeout]))
             return
@@ -47,8 +47,8 @@ def apply() -> None:
     _applied = True
 
 
-def _transports(group: Any) -> list[Any]:
-    """The transports of this process: one for each interface that the environment names, else one of torch's choice."""
+def _transports(group: Any) -> list[object]:
+    """Return the transports of this process: one for each interface that the environment names, else one of torch's choice."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     key = os.getpid(), interfaces
     if key not in _TRANSPORTS:

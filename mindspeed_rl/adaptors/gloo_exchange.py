@@ -19,13 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 #: elements of a message: what is being summed fits the processor's cache with what it is added to
 _CHUNK = 1 << 20
 
 
-def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
+def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Write to output [n] the sum over the group of this rank's slot in source [ranks * n]; other slots stay.
 
     A sum starts with the rank's own values and adds the others in the order of their ranks. `output` may be the slot itself.
@@ -36,7 +37,7 @@ def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
         output.copy_(shards[rank])
     if size == 1:
         return
-    # messages are no collectives for who looks at a run that stands; this says which ranks have not come
+    # in a run that hangs, messages are not visible as collectives; the barrier shows which ranks have not come
     group.barrier().wait()
     others = [other for other in range(size) if other != rank]
     chunks = [slice(start, start + _CHUNK) for start in range(0, output.numel(), _CHUNK)]
@@ -44,7 +45,7 @@ def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
     # of each other rank one message is on its way while the one before it is added
     rooms = {(other, turn): torch.empty_like(output[chunks[0]]) for other in others for turn in range(2)}
 
-    def receive(tag: int) -> list[tuple[Tensor, Any]]:
+    def receive(tag: int) -> list[tuple[Tensor, dist.Work]]:
         buffers = [rooms[other, tag % 2][: output[chunks[tag]].numel()] for other in others]
         return [(room, group.recv([room], other, tag)) for other, room in zip(others, buffers)]
 
@@ -58,7 +59,7 @@ def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
         message.wait()
 
 
-def all_gather(output: Tensor, source: Tensor, group: Any) -> None:
+def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Write to output [ranks * n] the source [n] of every rank in order. `source` may be this rank's slot itself."""
     rank, size = group.rank(), group.size()
     shards = output.chunk(size)
@@ -75,15 +76,17 @@ def all_gather(output: Tensor, source: Tensor, group: Any) -> None:
 
 
 def adapt(module: Any) -> None:
-    """Patches Megatron's `distributed.param_and_grad_buffer`."""
+    """Patch Megatron's `distributed.param_and_grad_buffer`."""
     their_reduce_scatter, their_all_gather = module.dist_reduce_scatter_func, module.dist_all_gather_func
 
-    def scatter(output: Tensor, source: Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-        if async_op or op != torch.distributed.ReduceOp.SUM:  # Megatron scales before, unless it is told to average
+    def scatter(
+        output: Tensor, source: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        if async_op or op != dist.ReduceOp.SUM:  # Megatron scales before, unless it is told to average
             return their_reduce_scatter(output, source, op=op, group=group, async_op=async_op)
         return reduce_scatter(output, source, group)
 
-    def gather(output: Tensor, source: Tensor, *, group: Any, async_op: bool) -> Any:
+    def gather(output: Tensor, source: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> object:
         if async_op:
             return their_all_gather(output, source, group=group, async_op=async_op)
         return all_gather(output, source, group)

@@ -15,7 +15,7 @@ _MODULE = "llvmlite.binding.ffi"
 
 
 def apply() -> None:
-    """Asked for `__dict__` and its like, the handle says that it has none; where there is no handle, nothing is imported.
+    """Let the handle raise AttributeError for `__dict__` and its like; without a handle, nothing is imported.
 
     Idempotent.
     """
@@ -28,7 +28,7 @@ def apply() -> None:
 def _patch(handle: Any) -> None:
     get = handle.__getattr__
 
-    def find(self: Any, name: str) -> Any:
+    def find(self: object, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return get(self, name)

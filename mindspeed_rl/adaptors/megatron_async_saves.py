@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from typing import Any
 
 #: releases without a choice of strategies
 WITHOUT_STRATEGIES = ("0.16.",)
@@ -37,7 +36,7 @@ def apply() -> None:
     if original is None or original.__module__ == __name__:
         return
 
-    def get_async_strategy(async_strategy: str = "mcore", module: str | None = None) -> tuple[str, Any]:
+    def get_async_strategy(async_strategy: str = "mcore", module: str | None = None) -> tuple[str, object]:
         return original("mcore", module)
 
     vars(module)["get_async_strategy"] = get_async_strategy

@@ -58,10 +58,10 @@ def _jit(module: Any) -> None:
 
 
 def _random(module: Any) -> None:
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()  # a copy, whatever `clone` says
 
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
     @contextlib.contextmanager
@@ -87,15 +87,15 @@ class _TypesNamedAsOnCuda(TorchFunctionMode):
     """While it is on, `tensor.type()` gives this thread the name that the tensor's type has on a GPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         return _TYPE_NAMES.get(result, result) if func is torch.Tensor.type and isinstance(result, str) else result
 
 
-def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cuda_type_names(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with _TypesNamedAsOnCuda():
             return function(*args, **kwargs)
 
@@ -115,13 +115,13 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **unused: Any,  # of FusedAdam's, such as adam_w_mode
+        **unused: object,  # of FusedAdam's, such as adam_w_mode
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]  (torch has overloads)
-        """Makes one update from the gradients in `param.grad`."""
+        """Make one update from the gradients in `param.grad`."""
         from torch.optim.adamw import adamw
 
         loss = None
@@ -182,7 +182,7 @@ def _clip_grads(module: Any) -> None:
     module.multi_tensor_scale_impl = _scale_in_place
 
 
-def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _moe_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -210,7 +210,7 @@ def _grouped_gemm(module: Any) -> None:
 def _experts(module: Any) -> None:
     original = module.GroupedMLP.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         config = self.config
         # a copy, because all layers share the config
         self.config = copy.copy(config)
@@ -225,7 +225,7 @@ def _experts(module: Any) -> None:
 
 def _writer(module: Any) -> None:
     writer = module.FileSystemWriterAsync
-    results: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[object] = queue.Queue()
 
     def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
         return [
@@ -234,8 +234,8 @@ def _writer(module: Any) -> None:
             for path, key, (blobs, tensors) in write_buckets
         ]
 
-    def write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], out: queue.Queue[Any]) -> None:
-        written: dict[int, Any] = {}
+    def write(transforms: list[object], use_msc: bool, rank: int, write_buckets: list[Any], out: queue.Queue[object]) -> None:
+        written: dict[int, object] = {}
         failed: Exception | None = None
         for index, bucket in enumerate(write_buckets):
             done: queue.Queue[Any] = queue.Queue()
@@ -333,7 +333,7 @@ def _adapt(module: Any, patches: Mapping[str, Callable[[Any], None]]) -> None:
 
 
 class _AdaptingLoader(importlib.abc.Loader):
-    """Runs the module's own loader, then adapts the module."""
+    """Runner of the module's own loader, then adapts the module."""
 
     def __init__(self, loader: importlib.abc.Loader, patches: Mapping[str, Callable[[Any], None]]) -> None:
         self._loader, self._patches = loader, patches
@@ -346,12 +346,12 @@ class _AdaptingLoader(importlib.abc.Loader):
         _adapt(module, self._patches)
 
     def __getattr__(self, name: str) -> Any:
-        # inspect and importlib.resources ask the loader for sources and files
+        # inspect and importlib.resources get sources and files from the loader
         return getattr(self._loader, name)
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds megatron.core modules as everybody else does, and adapts them once they have run."""
+    """Finder of megatron.core modules that adapts them once they have run."""
 
     def __init__(self, patches: Mapping[str, Callable[[Any], None]]) -> None:
         self._patches = patches
@@ -372,7 +372,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Makes megatron-core usable on the CPU in this process. Must run before megatron.core is imported.
+    """Make megatron-core usable on the CPU in this process. Must run before megatron.core is imported.
 
     Raises:
         RuntimeError: megatron.core modules were already imported, or the installed version is another one.

@@ -151,7 +151,7 @@ def _load_every_form(owner: Any) -> None:
     if theirs.__module__ == __name__:
         return
 
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self: Any, state_dict: Mapping[str, object]) -> None:
         if state_dict.get("param_state_sharding_type") != "fully_reshardable":
             theirs(self, state_dict)
             return
@@ -221,7 +221,7 @@ def check(config: MegatronConfig) -> None:
         raise ValueError("reuse_fp32_param: needs bf16: true.")
 
 
-def check_keys(keys: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
     """Raises ValueError for a `repatch` key that neither MindSpeed nor Megatron knows; `repatch` itself would keep it.
 
     Args:

@@ -101,7 +101,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 # ---------------------------------------------------------------- ring
 
 
-def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:
+def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Starts sending a tensor to the next rank of the ring and receiving the previous rank's."""
     ranks = dist.get_process_group_ranks(group)
     me = ranks.index(dist.get_rank())
@@ -114,7 +114,7 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[An
     return received, dist.batch_isend_irecv(operations)
 
 
-def _wait(pending: list[Any]) -> None:
+def _wait(pending: list[dist.Work]) -> None:
     for work in pending:
         work.wait()
 

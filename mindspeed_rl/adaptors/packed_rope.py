@@ -6,7 +6,7 @@
 
 The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as
 long as boundaries and table are the same, what was gathered is used again. Boundaries are those of whole sequences; where not
-all of their tokens are computed, `place` has said which positions are. It can go when Megatron gathers by positions itself.
+all of their tokens are computed, `set_positions` gives their positions. It can go when Megatron gathers by positions itself.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_rl import platform
 
 #: boundaries -> positions of their tokens, where these are not all tokens between them
-_placed = WeakTensorKeyDictionary()
+_positions_of_computed = WeakTensorKeyDictionary()
 
 
-def place(cu_seqlens: Tensor, positions: Tensor) -> None:
-    """The packed tokens that come with these very boundaries have these positions: [tokens] int64 on the host."""
-    _placed[cu_seqlens] = positions
+def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
+    """Set the positions of the packed tokens that come with these very boundaries: [tokens] int64 on the host."""
+    _positions_of_computed[cu_seqlens] = positions
 
 
 def packed_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[tokens / cp_size] position in its sequence of every packed token that a context-parallel rank holds (zigzag slices)."""
+    """Return [tokens / cp_size], the position in its sequence of each packed token of a CP rank (zigzag slices)."""
     lengths = cu_seqlens.diff().long() // cp_size
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
     if cp_size == 1:
         return positions
-    half, whole = (lengths // 2).repeat_interleave(lengths), (lengths * cp_size).repeat_interleave(lengths)
-    second = whole - (cp_rank + 2) * half + positions  # chunk 2 * cp_size - 1 - cp_rank, less the half in front of it
+    half, full = (lengths // 2).repeat_interleave(lengths), (lengths * cp_size).repeat_interleave(lengths)
+    second = full - (cp_rank + 2) * half + positions  # chunk 2 * cp_size - 1 - cp_rank, less the half in front of it
     return torch.where(positions < half, cp_rank * half + positions, second)
 
 
@@ -51,11 +52,15 @@ class _Angles:
         self._table: Tensor | None = None
         self._gathered: Tensor | None = None
 
-    def gathered(self, cu_seqlens: Tensor, table: Tensor, group: Any) -> Tensor:
-        """[tokens, ...] rows of the table [positions, ...]."""
+    def gather(self, cu_seqlens: Tensor, table: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return [tokens, ...], the rows of the table [positions, ...]."""
         cut = group.size(), group.rank()
         if cu_seqlens is not self._bounds or cut != self._slice or self._positions is None:
-            positions = _placed[cu_seqlens] if cu_seqlens in _placed else packed_positions(cu_seqlens, *cut)
+            positions = (
+                _positions_of_computed[cu_seqlens]
+                if cu_seqlens in _positions_of_computed
+                else packed_positions(cu_seqlens, *cut)
+            )
             (self._positions,) = platform.current().to_device([positions], table.device)
             self._bounds, self._slice, self._table = cu_seqlens, cut, None
         # a table that is held cannot be freed, so an equal address means the same one, also where it is sliced anew
@@ -66,12 +71,12 @@ class _Angles:
 
 
 def apply() -> None:
-    """For a platform that has nothing else to patch there."""
+    """Patch Megatron on a platform that patches nothing else there."""
     adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
 
 
 def adapt(module: Any) -> None:
-    """Patches Megatron's `rope_utils`; a second call changes nothing."""
+    """Patch Megatron's `rope_utils`; a second call changes nothing."""
     original, angles = module._apply_rotary_pos_emb_thd, _Angles()
     if original.__module__ == __name__:
         return
@@ -83,17 +88,17 @@ def adapt(module: Any) -> None:
         rotary_interleaved: bool = False,
         multi_latent_attention: bool = False,
         mscale: float = 1.0,
-        cp_group: Any = None,
+        cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         settings = {
             "rotary_interleaved": rotary_interleaved,
             "multi_latent_attention": multi_latent_attention,
             "mscale": mscale,
         }
-        # an error, boundaries of somebody else, or a table of all tokens instead of positions
+        # an error, boundaries of another caller, or a table of all tokens instead of positions
         if cp_group is None or not cu_seqlens.is_cpu or (len(cu_seqlens) > 2 and freqs.size(0) == cu_seqlens[-1]):
             return original(t, cu_seqlens, freqs, cp_group=cp_group, **settings)
-        packed = angles.gathered(cu_seqlens, freqs, cp_group)
+        packed = angles.gather(cu_seqlens, freqs, cp_group)
         return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, **settings).squeeze(1)
 
     module._apply_rotary_pos_emb_thd = apply_thd

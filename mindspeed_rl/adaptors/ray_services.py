@@ -39,5 +39,5 @@ def left_out() -> Iterator[None]:
         module.RayParams, head.start_api_server = parameters, start
 
 
-def _no_address(head: Any, **_: Any) -> None:
+def _no_address(head: Any, **_: object) -> None:
     head._webui_url = None

@@ -22,13 +22,13 @@ _CPU = torch.device("cpu")
 class _Event:
     """A CUDA event of a machine where everything is done when the call returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.time_s = 0.0
 
-    def record(self, *args: Any) -> None:
+    def record(self, *args: object) -> None:
         self.time_s = time.perf_counter()
 
-    def wait(self, *args: Any) -> None:
+    def wait(self, *args: object) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -46,13 +46,13 @@ class _Stream:
 
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         return None
 
     def __eq__(self, other: object) -> bool:
@@ -61,10 +61,10 @@ class _Stream:
     # a class that defines __eq__ loses it
     __hash__ = object.__hash__
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other: object) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def record_event(self, event: _Event | None = None) -> _Event:
@@ -79,11 +79,11 @@ class _Stream:
         return True
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
-def _returns(value: Any) -> Callable[..., Any]:
+def _returns(value: object) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
@@ -122,7 +122,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """The factory function, with "cuda" read as the CPU and pinning (which needs a device runtime) left out."""
 
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):

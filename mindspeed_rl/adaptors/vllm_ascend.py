@@ -28,7 +28,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -36,9 +36,14 @@ from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_atten
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.expert_map import read_expert_map
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_T = TypeVar("_T")
+
 #: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
 #: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
-ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, Any]] = {
+ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
     (0, 18): {"refresh": True},
     (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
 }
@@ -54,7 +59,7 @@ _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 def parse_release(version: str) -> tuple[int, int]:
-    """(major, minor) of a version string.
+    """Return (major, minor) of a version string.
 
     Raises:
         ValueError: it is not a version.
@@ -66,8 +71,8 @@ def parse_release(version: str) -> tuple[int, int]:
         raise ValueError(f"'{version}' is not a vllm-ascend version like 0.23.0.") from None
 
 
-def row_for(table: dict[tuple[int, int], Any], release: tuple[int, int]) -> Any:
-    """The newest row that is not newer than a release.
+def row_for(table: dict[tuple[int, int], _T], release: tuple[int, int]) -> _T:
+    """Return the newest row that is not newer than a release.
 
     Raises:
         ValueError: the release is older than every row.
@@ -80,7 +85,7 @@ def row_for(table: dict[tuple[int, int], Any], release: tuple[int, int]) -> Any:
 
 
 def installed_release() -> tuple[int, int]:
-    """Release of the installed vllm-ascend."""
+    """Return the release of the installed vllm-ascend."""
     release = parse_release(importlib.metadata.version("vllm_ascend"))
     if release not in _KNOWN_RELEASES:
         known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
@@ -91,7 +96,7 @@ def installed_release() -> tuple[int, int]:
 
 
 def check_environment(environment: dict[str, str]) -> None:
-    """Raises ValueError where a variable of this process makes sleep mode or weight updates fail later."""
+    """Raise ValueError where a variable of this process makes sleep mode or weight updates fail later."""
     nz = environment.get("VLLM_ASCEND_ENABLE_NZ", "1")
     if nz != "0":
         raise ValueError(
@@ -108,7 +113,7 @@ def check_environment(environment: dict[str, str]) -> None:
 
 
 def apply() -> None:
-    """Sets what vllm-ascend reads from the environment before it is imported, and checks the rest. Idempotent.
+    """Set what vllm-ascend reads from the environment before it is imported, and check the rest. Idempotent.
 
     Raises:
         ValueError: a variable contradicts sleep mode or weight updates.
@@ -120,7 +125,7 @@ def apply() -> None:
 
 
 def _find_real_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a module that can be imported from somewhere; None for a placeholder that was only put into sys.modules."""
+    """Find the spec of a module that can be imported from somewhere; None for a placeholder that is only in sys.modules."""
     found = importlib.util.find_spec(name, package)
     placeholder = found is not None and found.loader is None and found.submodule_search_locations is None
     return None if placeholder else found
@@ -138,7 +143,7 @@ class VllmAscendHooks(EngineHooks):
     sleeps = True
 
     def __init__(self, release: tuple[int, int] | None = None) -> None:
-        """Hooks for one engine.
+        """Create the hooks of one engine.
 
         Args:
             release: of vllm-ascend; None is the installed one.
@@ -160,7 +165,7 @@ class VllmAscendHooks(EngineHooks):
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
     def before_load(self, model: nn.Module) -> None:
-        """Puts expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""
+        """Put expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""
         for _, module in _expert_modules(model):
             for weight in _EXPERT_WEIGHTS:
                 parameter = module._parameters[weight]
@@ -171,7 +176,7 @@ class VllmAscendHooks(EngineHooks):
         self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
-        """Puts experts into the kernels' layout and computes latent attention's matrices from the new weights.
+        """Put experts into the kernels' layout and computes latent attention's matrices from the new weights.
 
         No byte of an expert moves, because the loaded tensors were views of the kernels' layout.
         """
@@ -187,14 +192,14 @@ class VllmAscendHooks(EngineHooks):
         self._in_checkpoint_layout = False
         refresh_latent_attention(model)
 
-    def release(self, llm: Any) -> None:
+    def release(self, llm: LLM) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):
             raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
         llm.sleep(level=1)
         self._asleep = {"weights", "kv_cache"}
 
-    def restore_weights(self, llm: Any) -> None:
-        """Wakes the weights up. Experts are then in the checkpoint's layout: a weight push must follow.
+    def restore_weights(self, llm: LLM) -> None:
+        """Wake the weights up. Experts are then in the checkpoint's layout: a weight push must follow.
 
         An engine that is awake (the first push comes to one) stays as it is: vLLM does not pass the call on then.
         """
@@ -203,12 +208,12 @@ class VllmAscendHooks(EngineHooks):
             self._asleep.remove("weights")
             self._in_checkpoint_layout = True
 
-    def restore_cache(self, llm: Any) -> None:
+    def restore_cache(self, llm: LLM) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):
             raise RuntimeError("the rollout engine has experts that were not loaded again after wake_up; push weights first.")
         if "kv_cache" in self._asleep:
             llm.wake_up(tags=["kv_cache"])
             self._asleep.remove("kv_cache")
 
-    def _has_experts(self, llm: Any) -> bool:
+    def _has_experts(self, llm: LLM) -> bool:
         return any(llm.apply_model(lambda model: next(_expert_modules(model), None) is not None))

@@ -1,6 +1,6 @@
 """vLLM's asynchronous engine, 0.18 to 0.33, behind the few calls that a server needs.
 
-What differs between releases is asked of the installed one, by signature: `pause_generation` counts by
+Differences between releases are found by the signatures of the installed one: `pause_generation` counts by
 `wait_for_inflight_requests` before 0.18 and by `mode` since; 0.32 dropped the older word. `AsyncEngineArgs` loses and gains
 fields, and a prompt may be a plain mapping in all of them.
 """
@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import inspect
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,9 @@ COMMUNICATOR, QUEUES = "vllm_dist", "psm_"
 
 
 def build_async_engine(arguments: Mapping[str, Any]) -> Any:
-    """A running `AsyncLLM`; its workers are processes of its own.
+    """Start an `AsyncLLM`; its workers are processes of its own.
 
-    A request that brings no seed gets one where several workers draw its tokens: they would draw from generators of their own,
+    A request without a seed gets one where several workers sample its tokens: they would use generators of their own,
     and on the CPU, where each samples for itself, disagree about the response.
 
     Args:
@@ -39,8 +39,8 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
 
 
-def unlink_segments(beginning: str) -> None:
-    """Takes names of the memory that this engine's processes share out of /dev/shm; all of them have mapped it by now.
+def unlink_segments(prefix: str) -> None:
+    """Remove the names of the memory that this engine's processes share from /dev/shm; all of them have mapped it by now.
 
     vLLM leaves those of the CPU's communicator behind, however it ends. Those of message queues are unlinked in `__del__`, and
     else by Python's resource tracker, which misses them when they are gone: they are for engines that end, with their tracker,
@@ -50,46 +50,46 @@ def unlink_segments(beginning: str) -> None:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             for line in Path("/proc", str(process.pid), "maps").read_text().splitlines():
                 path = Path(line.split(maxsplit=5)[-1])
-                if str(path.parent) == "/dev/shm" and path.name.startswith(beginning):
+                if str(path.parent) == "/dev/shm" and path.name.startswith(prefix):
                     path.unlink(missing_ok=True)
 
 
 def _with_seeds(engine: type[Any]) -> type[Any]:
-    """The engine's class, with a seed for every request."""
+    """Return the engine's class, with a seed for every request."""
 
     class SeededEngine(engine):
         """See `build_async_engine`."""
 
-        def generate(self, prompt: Any, sampling_params: Any, *more: Any, **words: Any) -> Any:
-            """As vLLM's, for sampling parameters that have a seed."""
+        def generate(self, prompt: object, sampling_params: Any, *others: object, **keywords: object) -> object:
+            """Generate as vLLM does, for sampling parameters that have a seed."""
             if getattr(sampling_params, "seed", 0) is None:
                 sampling_params.seed = secrets.randbits(31)
-            return super().generate(prompt, sampling_params, *more, **words)
+            return super().generate(prompt, sampling_params, *others, **keywords)
 
     return SeededEngine
 
 
 async def pause(llm: Any, mode: Literal["wait", "keep", "abort"]) -> None:
-    """The engine schedules nothing until `resume`; "keep" freezes what runs, "abort" ends it, "wait" lets it end.
+    """Schedule nothing until `resume`; "keep" freezes running requests, "abort" ends it, "wait" lets it end.
 
     Raises:
         RuntimeError: the installed vLLM cannot do this.
     """
     known = inspect.signature(llm.pause_generation).parameters
     # what is kept goes on with the keys and values it has; only prefixes that others would share are dropped
-    words: dict[str, Any] = {"clear_cache": mode != "keep"} if "clear_cache" in known else {}
+    options: dict[str, Any] = {"clear_cache": mode != "keep"} if "clear_cache" in known else {}
     if "mode" in known:
-        await llm.pause_generation(mode=mode, **words)
+        await llm.pause_generation(mode=mode, **options)
     elif mode != "keep":
-        await llm.pause_generation(wait_for_inflight_requests=mode == "wait", **words)
+        await llm.pause_generation(wait_for_inflight_requests=mode == "wait", **options)
     else:
         raise RuntimeError("this vLLM cannot freeze requests while weights are pushed; partial_rollout needs 0.18 or later.")
 
 
-async def drop_cached_prefixes(llm: Any) -> None:
-    """No later request begins with keys and values of the weights before; requests that were kept compute theirs again.
+async def reset_prefix_cache(llm: Any) -> None:
+    """Drop cached keys and values of the old weights; requests that continue compute theirs again.
 
-    vLLM leaves the cache as it is while requests hold some of it, and says False. Without prefix caching nobody shares any.
+    vLLM leaves the cache as it is while requests hold some of it, and returns False. Without prefix caching it is empty.
 
     Raises:
         RuntimeError: the cache could not be dropped.
@@ -101,7 +101,7 @@ async def drop_cached_prefixes(llm: Any) -> None:
 
 
 async def resume(llm: Any) -> None:
-    """The engine schedules again."""
+    """Schedule again."""
     await llm.resume_generation()
 
 
@@ -120,21 +120,22 @@ async def openai_app(llm: Any, model: str, names: list[str]) -> Any:
     server = importlib.import_module("vllm.entrypoints.openai.api_server")
     args = make_parser(flexible()).parse_args(["--model", model, "--served-model-name", *names])
     tasks = {"supported_tasks": await llm.get_supported_tasks()} if hasattr(llm, "get_supported_tasks") else {}
-    app = server.build_app(args, **_known(server.build_app, tasks | {"model_config": llm.model_config}))
+    app = server.build_app(args, **_select_known(server.build_app, tasks | {"model_config": llm.model_config}))
     config = {"vllm_config": llm.vllm_config}
     await server.init_app_state(
-        **_known(server.init_app_state, {"engine_client": llm, "state": app.state, "args": args} | config | tasks)
+        **_select_known(server.init_app_state, {"engine_client": llm, "state": app.state, "args": args} | config | tasks)
     )
     return app
 
 
-def _known(function: Any, words: Mapping[str, Any]) -> dict[str, Any]:
+def _select_known(function: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments that a function of this release takes."""
     parameters = inspect.signature(function).parameters
-    return {name: value for name, value in words.items() if name in parameters}
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def first_of(modules: tuple[str, ...], attribute: str) -> Any:
-    """The attribute of the first of these modules that has it."""
+    """Return the attribute of the first of these modules that has it."""
     for name in modules:
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)

@@ -17,14 +17,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 _applied = False
 
@@ -35,11 +38,11 @@ def apply() -> None:
     if _applied:
         return
     vllm_cpu_linear.apply()
-    _rotate_whole_tokens()
+    _rotate_full_tokens()
     _applied = True
 
 
-def _rotate_whole_tokens() -> None:
+def _rotate_full_tokens() -> None:
     """Heads of a token that are given apart are put into one row before they are rotated."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -57,7 +60,7 @@ def _rotate_whole_tokens() -> None:
 
 
 def _name_segments_uniquely(run_id: str) -> None:
-    """Names shared-memory segments after the run, and unlinks them as soon as every rank has mapped them.
+    """Name shared-memory segments after the run, and unlink them as soon as every rank has mapped them.
 
     Only valid once torch.distributed is initialised: the init method string that carries the name is then unused.
     """
@@ -74,7 +77,7 @@ def _name_segments_uniquely(run_id: str) -> None:
         return
     channel._join_segments = channel._init_cpu_shm
 
-    def init_and_unlink(self: Any) -> Any:
+    def init_and_unlink(self: Any) -> object:
         handle = self._join_segments()  # ends with a barrier: every rank has mapped every segment
         Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
         return handle
@@ -82,8 +85,8 @@ def _name_segments_uniquely(run_id: str) -> None:
     channel._init_cpu_shm = init_and_unlink
 
 
-def _experts(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Modules that hold experts, each with the kernel that computes them."""
+def _experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the modules that hold experts, each with the kernel that computes them."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
@@ -94,7 +97,7 @@ def _runner(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def _kv_storage(llm: Any) -> torch.UntypedStorage:
+def _kv_storage(llm: LLM) -> torch.UntypedStorage:
     return _runner(llm).kv_caches[0].untyped_storage()
 
 
@@ -115,7 +118,7 @@ class VllmCpuHooks(EngineHooks):
         if torch.distributed.is_initialized():
             _name_segments_uniquely(run_id)
 
-    def before_load(self, model: Any) -> None:
+    def before_load(self, model: nn.Module) -> None:
         vllm_cpu_linear.forget_packed(model)
         for module, kernel in _experts(model):
             size = kernel.moe_config.intermediate_size_per_partition
@@ -123,28 +126,28 @@ class VllmCpuHooks(EngineHooks):
             if down.size(2) != size:  # padded for the kernel after the load before: the loader wants the model's own shapes
                 up.data, down.data = up.new_empty(up.size(0), 2 * size, up.size(2)), down.new_empty(*down.shape[:2], size)
 
-    def after_load(self, model: Any) -> None:
+    def after_load(self, model: nn.Module) -> None:
         for module, kernel in _experts(model):
             kernel.process_weights_after_loading(module)
 
-    def repacked(self, model: Any) -> set[str]:
+    def repacked(self, model: nn.Module) -> set[str]:
         held = {id(weight) for module, _ in _experts(model) for weight in (module.w13_weight, module.w2_weight)}
         return {name for name, parameter in model.named_parameters() if id(parameter) in held}
 
-    def packed_bytes(self, model: Any) -> int:
+    def packed_bytes(self, model: nn.Module) -> int:
         return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))
 
-    def release(self, llm: Any) -> None:
+    def release(self, llm: LLM) -> None:
         vllm_cpu_linear.forget_packed(_runner(llm).model)
         storage = _kv_storage(llm)
         if storage.size():
             self._kv_bytes = storage.size()
             storage.resize_(0)
 
-    def restore_weights(self, llm: Any) -> None:
+    def restore_weights(self, llm: LLM) -> None:
         """Weights stay where they are: host memory is not what a CPU run is short of."""
 
-    def restore_cache(self, llm: Any) -> None:
+    def restore_cache(self, llm: LLM) -> None:
         storage = _kv_storage(llm)
         if self._kv_bytes and not storage.size():
             storage.resize_(self._kv_bytes)

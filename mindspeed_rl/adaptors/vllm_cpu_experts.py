@@ -23,7 +23,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Gives vLLM's CPU experts and communicator in this process what expert parallelism needs. Imports vLLM; idempotent."""
+    """Give vLLM's CPU experts and communicator in this process what expert parallelism needs. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return
@@ -41,7 +41,7 @@ def apply() -> None:
         w2: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        activation: Any,
+        activation: object,
         global_num_experts: int,
         expert_map: Tensor | None,
         *others: Any,
@@ -71,7 +71,7 @@ def compute_local(
     topk_ids: Tensor,
     expert_map: Tensor,
 ) -> None:
-    """Writes to `output` [T, hidden] the weighted sum over those experts of each token that this rank holds.
+    """Write to `output` [T, hidden] the weighted sum over those experts of each token that this rank holds.
 
     Args:
         compute: the kernel for local expert numbers: (output, tokens [P, hidden], weights [P, 1], ids [P, 1]).
@@ -91,22 +91,22 @@ def compute_local(
 
 
 def gather_rows(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks of the group, one rank's after the other's.
+    """Gather the rows of all ranks of the group, one rank's after the other's.
 
     Args:
         tensor: this rank's rows.
         sizes: rows of each rank.
     """
-    most = max(sizes)
-    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    max_rows = max(sizes)
+    padded = tensor.new_zeros(max_rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
-    gathered = tensor.new_empty(most * len(sizes), *tensor.shape[1:])
+    gathered = tensor.new_empty(max_rows * len(sizes), *tensor.shape[1:])
     dist.all_gather_into_tensor(gathered, padded, group=group)  # gloo gathers equal shapes only
-    return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes)]) if most else gathered
+    return torch.cat([part[:size] for part, size in zip(gathered.split(max_rows), sizes)]) if max_rows else gathered
 
 
 def scatter_sum(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum over the ranks of the group, added in rank order.
+    """Compute this rank's rows of the sum over the ranks of the group, added in rank order.
 
     Args:
         tensor: rows for all ranks, one rank's after the other's.
@@ -124,7 +124,9 @@ def scatter_sum(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
     return received.view(len(sizes), mine, *tensor.shape[1:]).sum(0, dtype=torch.float32).to(tensor.dtype)
 
 
-def _all_gatherv(self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
+def _all_gatherv(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Tensor | list[Tensor]:
     assert dim == 0, "vLLM exchanges tokens, which are rows"
     tensors = input_ if isinstance(input_, list) else [input_]
     counts = sizes or [len(tensors[0])] * self.world_size

@@ -17,7 +17,7 @@ _NAME = "register_triton_kernel_overrides"
 
 
 def apply() -> None:
-    """The kernels are replaced now, and asking for it again does nothing. Imports vLLM; idempotent."""
+    """Replace the kernels now, and let later calls do nothing. Imports vLLM; idempotent."""
     from vllm.platforms.cpu import CpuPlatform
 
     platform: Any = CpuPlatform
@@ -28,4 +28,4 @@ def apply() -> None:
 
 
 def _nothing() -> None:
-    """All kernels are replaced."""
+    """Do nothing: all kernels are replaced."""

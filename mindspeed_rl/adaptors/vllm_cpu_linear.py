@@ -33,14 +33,14 @@ class LiveLinear:
     """
 
     def __init__(self) -> None:
-        self._looked = False
+        self._is_prepared = False
         self._packed: Any = None
         self._packed_bytes = 0
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._looked:
+        if not self._is_prepared:
             # once: what cannot be packed now cannot be until another weight is there
-            self._looked = True
+            self._is_prepared = True
             if _is_packable(weight, x):
                 self._pack(weight)
         if self._packed is None:
@@ -52,12 +52,12 @@ class LiveLinear:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the copy, which no allocator of torch's counts; 0 while there is none."""
+        """Number of bytes of the copy, which no allocator of torch's counts; 0 while there is none."""
         return self._packed_bytes
 
     def forget(self) -> None:
-        """Drops the copy: the weight is about to change, or its memory is wanted."""
-        self._looked, self._packed, self._packed_bytes = False, None, 0
+        """Drop the copy: the weight is about to change, or its memory is needed."""
+        self._is_prepared, self._packed, self._packed_bytes = False, None, 0
 
     def _pack(self, weight: Tensor) -> None:
         packed = weight.to(cpu_halves.product_format(weight.dtype))
@@ -84,7 +84,7 @@ def _is_packable(weight: Tensor, x: Tensor) -> bool:
 
 
 def apply() -> None:
-    """Gives the linear layers that vLLM builds from now on a `LiveLinear` each. Imports vLLM."""
+    """Give the linear layers that vLLM builds from now on a `LiveLinear` each. Imports vLLM."""
     import vllm.model_executor.layers.utils as layer_utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -94,7 +94,7 @@ def apply() -> None:
 
 
 def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
-    """Those of an engine's model; a tied head is the embedding's, and comes once."""
+    """Yield the linear layers of an engine's model; a tied head is the embedding's, and comes once."""
     seen = set()
     for module in model.modules():
         found = getattr(module, "cpu_linear", None)
@@ -104,6 +104,6 @@ def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
 
 
 def forget_packed(model: nn.Module) -> None:
-    """Drops the copies of all layers of an engine's model."""
+    """Drop the copies of all layers of an engine's model."""
     for layer in live_layers(model):
         layer.forget()

@@ -19,7 +19,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Engines of this process take `enable_return_routed_experts`. Imports vLLM; idempotent."""
+    """Let engines of this process take `enable_return_routed_experts`. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return
@@ -35,20 +35,20 @@ def apply() -> None:
     runner: Any = CPUModelRunner
     execute, sample = runner.execute_model, runner.sample_tokens
 
-    def execute_model(self: Any, scheduler_output: Any, *others: Any, **keywords: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: Any, *others: object, **keywords: object) -> object:
         if not self.vllm_config.aux_output_config.enabled:
             return execute(self, scheduler_output, *others, **keywords)
         if not hasattr(self, "_routed_slots"):
             self._routed_slots = _RoutedSlots(self)
         result = execute(self, scheduler_output, *others, **keywords)
         if scheduler_output.total_num_scheduled_tokens:
-            self._routed_slots.keep(scheduler_output)
+            self._routed_slots.store(scheduler_output)
         return result
 
-    def sample_tokens(self: Any, *others: Any, **keywords: Any) -> Any:
+    def sample_tokens(self: Any, *others: object, **keywords: object) -> object:
         output = sample(self, *others, **keywords)
-        if self.vllm_config.aux_output_config.enabled and (found := self._routed_slots.take()):
-            output.aux_output_connector_output = found
+        if self.vllm_config.aux_output_config.enabled and (routed := self._routed_slots.take()):
+            output.aux_output_connector_output = routed
         return output
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
@@ -56,7 +56,7 @@ def apply() -> None:
 
 
 class _RoutedSlots:
-    """What was routed for the token in each slot of a runner's KV cache."""
+    """Experts of the token in each slot of a runner's KV cache."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
@@ -72,10 +72,10 @@ class _RoutedSlots:
         self._block_size = group.kv_cache_spec.block_size
         shape = (runner.kv_cache_config.num_blocks * self._block_size, *self._capturer.shape_per_token)
         self._slots = np.zeros(shape, dtype=self._capturer.output_dtype_name)
-        self._found: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
 
-    def keep(self, scheduler_output: Any) -> None:
-        """The step that was just made is kept, and what it completes is there to be taken."""
+    def store(self, scheduler_output: Any) -> None:
+        """Store the experts of the step that was just made, and those of each request for `take`."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
         batch = self._runner.input_batch
@@ -83,23 +83,23 @@ class _RoutedSlots:
         starts = scheduler_output.aux_output_connector_metadata.requests
         counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
         slots = [
-            self._slots_of(number, int(batch.num_computed_tokens_cpu[number]) + count) for number, count in enumerate(counts)
+            self._find_slots(index, int(batch.num_computed_tokens_cpu[index]) + count) for index, count in enumerate(counts)
         ]
         first = 0
-        for places, count in zip(slots, counts):
-            self._slots[places[len(places) - count :]] = rows[first : first + count]
+        for positions, count in zip(slots, counts):
+            self._slots[positions[len(positions) - count :]] = rows[first : first + count]
             first += count
         # only now: a request may share a prefix that another one has computed in this very step
-        for name, places in zip(batch.req_ids, slots):
-            self._found[name] = AuxRequestOutput(starts[name], self._slots[places[starts[name] :]])
+        for name, positions in zip(batch.req_ids, slots):
+            self._pending[name] = AuxRequestOutput(starts[name], self._slots[positions[starts[name] :]])
 
     def take(self) -> dict[str, Any]:
-        """By request, the tokens that nobody has been told of yet."""
-        found, self._found = self._found, {}
-        return found
+        """Return the experts of the tokens that were not returned yet, by request."""
+        pending, self._pending = self._pending, {}
+        return pending
 
-    def _slots_of(self, number: int, count: int) -> np.ndarray:
-        """Where the first tokens of the batch's request with this number lie."""
-        blocks = self._runner.input_batch.block_table[0].get_numpy_array()[number]
+    def _find_slots(self, index: int, count: int) -> np.ndarray:
+        """Return the slots of the first tokens of the batch's request with this index."""
+        blocks = self._runner.input_batch.block_table[0].get_numpy_array()[index]
         positions = np.arange(count)
         return blocks[positions // self._block_size] * self._block_size + positions % self._block_size

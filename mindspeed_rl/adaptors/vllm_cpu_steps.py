@@ -9,7 +9,7 @@
 
 Where a turn was one token of each request, the runner goes on with the tokens it has just drawn, up to STEPS of them, as
 long as few requests have come to their end; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
-cuts off what lies behind a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
+cuts off the tokens after a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
 at a request's tokens (penalties, grammars, stop strings, all of which a server may be asked for), hands out more than tokens
 (routed experts) or has to step with others (replicas that share experts; workers apart from their scheduler).
@@ -41,7 +41,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Engines of this process step ahead, and draw seeds in bulk. Imports vLLM; idempotent."""
+    """Let engines of this process step ahead, and draw seeds in bulk. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return
@@ -52,7 +52,7 @@ def apply() -> None:
     runner: Any = CPUModelRunner
     sample = runner.sample_tokens
 
-    def sample_tokens(self: Any, *others: Any, **keywords: Any) -> Any:
+    def sample_tokens(self: Any, *others: object, **keywords: object) -> object:
         state = self.execute_model_state
         output = sample(self, *others, **keywords)
         if state is not None and _steps_ahead(self.vllm_config) and _goes_ahead(self, state.scheduler_output):
@@ -62,12 +62,12 @@ def apply() -> None:
     scheduler: Any = Scheduler
     build, update = scheduler.__init__, scheduler.update_from_output
 
-    def build_with_room(self: Any, *others: Any, **keywords: Any) -> None:
+    def build_with_room(self: Any, *others: object, **keywords: object) -> None:
         build(self, *others, **keywords)
         if _steps_ahead(self.vllm_config):
             self.num_lookahead_tokens = STEPS - 1
 
-    def update_from_output(self: Any, scheduled: Any, output: Any) -> Any:
+    def update_from_output(self: Any, scheduled: object, output: Any) -> object:
         if _steps_ahead(self.vllm_config):
             for name, tokens in zip(output.req_ids, output.sampled_token_ids):
                 # a request that was given up meanwhile is gone
@@ -83,7 +83,7 @@ def apply() -> None:
 
 
 def _steps_ahead(config: Any) -> bool:
-    """True for engines whose scheduler and runner are in one process, and know of no other steps than plain ones.
+    """Return True for engines whose scheduler and runner are in one process, without steps of any other kind than plain ones.
 
     Args:
         config: vLLM's, of the engine.
@@ -100,7 +100,7 @@ def _steps_ahead(config: Any) -> bool:
 
 
 def _goes_ahead(runner: Any, scheduled: Any) -> bool:
-    """True where the turn that was just made is one token more of each request, and the next ones are drawn alike."""
+    """Return True where the turn that was just made is one token more of each request, and the next ones are sampled alike."""
     names = runner.input_batch.req_ids
     if scheduled.scheduled_new_reqs or scheduled.total_num_scheduled_tokens != len(names) or runner.uses_mrope:
         return False
@@ -108,9 +108,9 @@ def _goes_ahead(runner: Any, scheduled: Any) -> bool:
 
 
 def _is_plain(params: Any) -> bool:
-    """True where a token is drawn from the model's distribution, whatever the request's tokens were, and ends by itself.
+    """Return True where a token is sampled from the model's distribution, independent of earlier tokens, and ends by itself.
 
-    Rollouts ask for nothing else; whoever talks to a server may.
+    Rollouts need nothing else; clients of a server may.
     """
     return (
         params.repetition_penalty == 1.0
@@ -120,7 +120,7 @@ def _is_plain(params: Any) -> bool:
 
 
 class _Turn:
-    """What a runner has drawn since its scheduler's turn began: the first token of each request, and those after it."""
+    """Tokens that a runner has sampled in its scheduler's turn: the first token of each request, and those after it."""
 
     def __init__(self, runner: Any, output: Any) -> None:
         self._runner, self._output = runner, output
@@ -132,8 +132,8 @@ class _Turn:
         stops = {token for one in params for token in (*one.stop_token_ids, one.eos_token_id) if token is not None}
         self._stops = np.array(sorted(stops), dtype=np.int64)
 
-    def finish(self) -> Any:
-        """Makes the steps; returns the output of the whole turn."""
+    def finish(self) -> object:
+        """Make the steps; return the output of the whole turn."""
         first = self._output
         tokens = [np.array(first.sampled_token_ids)[:, 0]]
         logprobs = [first.logprobs]
@@ -142,25 +142,25 @@ class _Turn:
             ended |= self._left < number
             if ended.sum() > self._requests * _MOST_ENDED:
                 break
-            drawn = self._step(tokens[-1])
-            tokens.append(drawn.sampled_token_ids[:, 0].numpy())
-            logprobs.append(drawn.logprobs_tensors and drawn.logprobs_tensors.tolists())
+            output = self._step(tokens[-1])
+            tokens.append(output.sampled_token_ids[:, 0].numpy())
+            logprobs.append(output.logprobs_tensors and output.logprobs_tensors.tolists())
             ended |= np.isin(tokens[-1], self._stops)
         if len(tokens) == 1:
             return first
-        drawn = np.stack(tokens, 1)
-        self._keep(drawn)
-        return dataclasses.replace(first, sampled_token_ids=drawn.tolist(), logprobs=self._in_order(logprobs))
+        sampled = np.stack(tokens, 1)
+        self._record(sampled)
+        return dataclasses.replace(first, sampled_token_ids=sampled.tolist(), logprobs=self._group_by_request(logprobs))
 
     def _room(self) -> int:
-        """Tokens that this turn may have: no request is longer than the model allows, and one at least wants them all."""
+        """Return the number of tokens of this turn: within the model's length, and one request at least has room for all."""
         batch = self._runner.input_batch
         # of a request that has as many tokens as the model takes, the last is not computed
         free = self._runner.max_model_len - int(batch.num_tokens_no_spec[: self._requests].max())
         return 1 + min(STEPS - 1, int(self._left.max()), free)
 
     def _step(self, tokens: np.ndarray) -> Any:
-        """The next token of each request, behind these; what the runner prepares for a turn is moved on by one."""
+        """Sample the next token of each request, after these; what the runner prepares for a turn is moved on by one."""
         from vllm.forward_context import set_forward_context
 
         runner, count = self._runner, self._requests
@@ -180,45 +180,45 @@ class _Turn:
             )
         return runner._sample(runner.model.compute_logits(hidden), None)
 
-    def _in_order(self, logprobs: list[Any]) -> Any:
-        """What each step has of every request, as what each request has of every step; None where nobody asks for them."""
+    def _group_by_request(self, logprobs: list[Any]) -> object:
+        """Regroup log-probs from steps to requests; None where no request has them."""
         if logprobs[0] is None:
             return None
         steps, fields = len(logprobs), zip(*(one[:3] for one in logprobs))  # token ids, log-probs, ranks
         ids, values, ranks = (np.stack(each, 1).reshape(-1, *each[0].shape[1:]) for each in fields)
         return type(logprobs[0])(ids, values, ranks, list(range(0, len(ranks) + 1, steps)))
 
-    def _keep(self, drawn: np.ndarray) -> None:
-        """The runner has the tokens [requests, tokens] after the first of each as if turns of their own had drawn them."""
-        batch, more = self._runner.input_batch, drawn.shape[1] - 1
+    def _record(self, sampled: np.ndarray) -> None:
+        """Give the runner the tokens [requests, tokens] after the first of each, as if single turns had sampled them."""
+        batch, more = self._runner.input_batch, sampled.shape[1] - 1
         rows = np.arange(self._requests)[:, None]
         places = batch.num_tokens_no_spec[: self._requests, None] + np.arange(more)
-        batch.token_ids_cpu[rows, places] = drawn[:, 1:]
+        batch.token_ids_cpu[rows, places] = sampled[:, 1:]
         batch.is_token_ids[rows, places] = True
         batch.num_tokens_no_spec[: self._requests] += more
-        for text, tokens in zip(self._texts, drawn[:, 1:].tolist()):
+        for text, tokens in zip(self._texts, sampled[:, 1:].tolist()):
             text.extend(tokens)
 
 
 # ---------------------------------------------------------------------- seeds
 
 #: generator of a request -> seeds that it has given and no token has had yet, the next one last
-_drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+_seeds: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
 
 def _next_seeds(generators: Iterable[torch.Generator | None]) -> list[int]:
-    """The next seed of each: what a call for one at a time would give. None is torch's own generator."""
-    found = []
+    """Return the next seed of each: what a call for one at a time would give. None is torch's own generator."""
+    result = []
     for generator in generators:
         if generator is None:
-            found.append(int(torch.randint(0, 2**31, ())))
+            result.append(int(torch.randint(0, 2**31, ())))
             continue
-        waiting = _drawn.get(generator)
+        waiting = _seeds.get(generator)
         if not waiting:
             waiting = torch.randint(0, 2**31, (_SEEDS_AT_ONCE,), generator=generator).tolist()[::-1]
-            _drawn[generator] = waiting
-        found.append(waiting.pop())
-    return found
+            _seeds[generator] = waiting
+        result.append(waiting.pop())
+    return result
 
 
 def _sample_in_bulk(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -290,7 +290,7 @@ def _check_parameters(record: Algorithm) -> None:
 
 def describe_unknown_name(key: str, name: object, known: Mapping[str, object] | Sequence[str]) -> str:
     """Return the message about a wrong value, with the most similar valid one and all valid ones."""
-    near = registry.nearest(name, known)
+    near = registry.find_similar(name, known)
     hint = "" if near is None else f"did you mean {near!r}? "
     return f"{key}: unknown value {name!r}; {hint}known values: {', '.join(known)}"
 

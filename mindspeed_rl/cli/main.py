@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:
-        near = registry.nearest(argv[0], COMMANDS)
+        near = registry.find_similar(argv[0], COMMANDS)
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2

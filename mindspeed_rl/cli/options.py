@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             known = [flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS]
             first = next((word for word in message.removeprefix(prefix).split() if word.startswith("-")), "")
-            near = registry.nearest(first.partition("=")[0], known)
+            near = registry.find_similar(first.partition("=")[0], known)
             message += f" (did you mean {near}?)" if near else ""
         raise ValueError(message)
 

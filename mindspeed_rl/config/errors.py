@@ -72,7 +72,7 @@ def link_reference(path: str) -> str:
 
 def suggest_name(name: object, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`, or None when nothing is close."""
-    return registry.nearest(name, known, cutoff=0.5)  # keys are long, so that half a key is a hint
+    return registry.find_similar(name, known, cutoff=0.5)  # keys are long, so that half a key is a hint
 
 
 def unknown_key(path: str, value: object, known: Iterable[str], names: KeyNames | None = None) -> str:

@@ -297,7 +297,7 @@ def check_put(name: str, kind: str, column_kind: str, written: Sequence[int]) ->
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raise ValueError, with the known names and a suggestion, unless `name` is known."""
     if name not in known:
-        near = registry.nearest(name, known)
+        near = registry.find_similar(name, known)
         hint = "" if near is None else f" Did you mean '{near}'?"
         raise ValueError(f"Unknown {kind} '{name}'.{hint} Known: {', '.join(sorted(known))}.")
 

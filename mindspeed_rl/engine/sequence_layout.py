@@ -229,7 +229,7 @@ class PackedLayout(PackedSeqParams):
             shared=shared,
         )
         if shared is not None:
-            packed_rope.place(cu_seqlens, packed_rope.packed_positions(cu_seqlens, 1, 0)[shared.computed])
+            packed_rope.set_positions(cu_seqlens, packed_rope.packed_positions(cu_seqlens, 1, 0)[shared.computed])
         if cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
             # sorting a permutation inverts it

@@ -131,7 +131,7 @@ class AsyncEngine:
     async def receive(self, version: int) -> list[str]:
         """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
         reports = await self.llm.collective_rpc("weights_receive")
-        await vllm_async.drop_cached_prefixes(self.llm)
+        await vllm_async.reset_prefix_cache(self.llm)
         self.version = version
         return list(reports)
 

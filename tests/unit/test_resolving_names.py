@@ -46,7 +46,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         registry.target_of(SHAPES, "zzz", "--shape zzz")
     assert registry.did_you_mean("squar", SHAPES) == "; did you mean 'square'?"
     assert registry.did_you_mean("zzz", SHAPES) == ""
-    assert registry.nearest("circus", SHAPES, cutoff=0.5) == "circle" and registry.nearest("circus", SHAPES, cutoff=0.9) is None
+    assert (
+        registry.find_similar("circus", SHAPES, cutoff=0.5) == "circle"
+        and registry.find_similar("circus", SHAPES, cutoff=0.9) is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class Import:
     def omit_unknown(self, option: str) -> None:
         """Note that no table has the option."""
         names = collect_names().here
-        similar = registry.nearest(option.rpartition(".")[2], names)
+        similar = registry.find_similar(option.rpartition(".")[2], names)
         hint = f"; the nearest key is {names[similar]}" if similar else ""
         self.omitted[option] = f"not known to this version{hint}"
 
