@@ -10,9 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.planner.activations import EXPERT_IMBALANCE, MEAN_EXPERT_IMBALANCE
 from mindspeed_rl.planner.devices import GIB, Device
-from mindspeed_rl.planner.memory import FRAGMENTATION, HCCL_BUFFERS, Phase, hccl_buffer_mib
+from mindspeed_rl.planner.memory import (
+    EXPERT_IMBALANCE,
+    FRAGMENTATION,
+    HCCL_BUFFERS,
+    MEAN_EXPERT_IMBALANCE,
+    Phase,
+    hccl_buffer_mib,
+)
 from mindspeed_rl.planner.samples import Lengths
 from mindspeed_rl.planner.seconds import TimePlan
 

@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
-from mindspeed_rl.planner.activations import compute_layer_bytes
+from mindspeed_rl.planner.memory import compute_layer_bytes
 from mindspeed_rl.planner.shapes import count_stage_elements
 
 _MIB = float(1 << 20)

@@ -19,8 +19,7 @@ from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint, write_message
 from mindspeed_rl.tools.environments import EnvironmentSpec
 from mindspeed_rl.tools.interface import ParsedTurn
-from mindspeed_rl.tools.parsers import make_parser
-from mindspeed_rl.tools.parsers.json_calls import split_thought
+from mindspeed_rl.tools.parsers import make_parser, split_thought
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 _EPISODE_LIMIT_S = 1800.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers.json_calls import MAX_CALLS, make_call_id
+from mindspeed_rl.tools.parsers import MAX_CALLS, make_call_id
 
 _MESSAGE = "<|message|>"
 _NEXT = re.compile(r"<\|(?:start|end|call|return)\|>")

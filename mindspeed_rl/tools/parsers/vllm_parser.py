@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.adaptors.vllm_tools import tool_extractor
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers.json_calls import make_call_id, split_thought
+from mindspeed_rl.tools.parsers import make_call_id, split_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
