@@ -34,7 +34,7 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
             f"adv_estimator {objective.adv_estimator} needs n_samples_per_prompt >= {objective.min_group_size}, "
             f"not {inputs.group_size}: it compares the responses of a prompt"
         )
-    if missing := list_missing_inputs(inputs, objective):
+    if missing := inputs.list_missing(objective.advantage.needs):
         raise ValueError(f"adv_estimator {objective.adv_estimator} needs {' and '.join(missing)}")
     if inputs.kl is not None and inputs.kl_coef and not objective.advantage.kl_in_reward:
         raise ValueError(
@@ -55,22 +55,8 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
     return advantages, returns, dict(PendingMetrics(terms))
 
 
-#: need -> (attribute of AdvantageInputs, its description)
-_INPUTS = {
-    "values": ("values", "the critic's values [B, R]"),
-    "greedy_baseline": ("greedy_rewards", "[B]: the score of each row's prompt answered greedily"),
-    "reward_parts": ("reward_components", "[B, K]: the raw score of each reward function"),
-}
-
-
-def list_missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
-    """Return descriptions of the inputs that the objective's estimator needs and does not have."""
-    needed = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
-    return [f"{name}, {description}" for name, description in needed if getattr(inputs, name) is None]
-
-
 def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group's mean, scales it, and spreads it over the response.
+    """Centre each reward on its group's mean, scale it, and spread it over the response.
 
     A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the full batch, or no
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
@@ -116,7 +102,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group, spreads it over the tokens and whitens over the batch (arXiv:2501.03262)."""
+    """Centre each reward on its group, spread it over the tokens and whiten over the batch (arXiv:2501.03262)."""
     scores = _compute_sequence_rewards(inputs)
     mean, _, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
@@ -135,7 +121,7 @@ def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor
 
 
 def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whitens them.
+    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whiten them.
 
     delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
     next response token: tokens that the actor did not sample are skipped. V after the last token is 0.
@@ -159,7 +145,7 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Normalize every reward function within the group, adds them up, and whitens over the batch (GDPO, arXiv:2601.05242).
+    """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
     A_i = (a_i - mean_batch a) / (std_batch a + eps).

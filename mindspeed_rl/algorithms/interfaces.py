@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,32 +55,38 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
 class PendingMetrics(Mapping[str, Metric]):
     """Metrics that stay on the device until they are read, in one transfer; those over nothing are left out then.
 
-    `read_together` reads the metrics of several losses in one transfer.
+    `PendingMetrics.read` reads the metrics of several losses in one transfer.
     """
 
     def __init__(self, terms: Mapping[str, Terms]) -> None:
         self._terms = terms
         self._read: dict[str, Metric] | None = None
 
-    @property
-    def unread(self) -> list[Tensor]:
-        """Tensors that are not read yet, in order."""
-        return [tensor for _, tensors in self._terms.values() for tensor in tensors] if self._read is None else []
-
-    def fill(self, values: Iterator[float]) -> None:
-        """Take the values of `unread` from an iterator; metrics over nothing are left out."""
-        if self._read is not None:
-            return
-        self._read = {}
-        for name, (reduction, tensors) in self._terms.items():
-            value, count, *squares = [next(values) for _ in tensors]
-            if count:
-                fraction = _EffectiveSampleFraction("sum", value, count, *squares) if squares else None
-                self._read[name] = fraction or Metric(reduction, value, count)
+    @staticmethod
+    def read(pending: Iterable[Mapping[str, Metric]]) -> None:
+        """Read the metrics that are still on the device, in one transfer; they are plain floats afterwards."""
+        waiting = {id(metrics): metrics for metrics in pending if isinstance(metrics, PendingMetrics)}
+        unread = [metrics for metrics in waiting.values() if metrics._read is None]
+        tensors = [tensor for metrics in unread for _, terms in metrics._terms.values() for tensor in terms]
+        # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
+        wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        # one cast for all tensors of a type, not one for each
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        indices = [index for dtype in dtypes for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        stacked = [torch.stack([tensor for tensor in tensors if tensor.dtype == dtype]).to(wide) for dtype in dtypes]
+        values = torch.cat(stacked).tolist() if stacked else []
+        ordered = iter([value for _, value in sorted(zip(indices, values))])
+        for metrics in unread:
+            metrics._read = {}
+            for name, (reduction, terms) in metrics._terms.items():
+                value, count, *squares = [next(ordered) for _ in terms]
+                if count:
+                    fraction = _EffectiveSampleFraction("sum", value, count, *squares) if squares else None
+                    metrics._read[name] = fraction or Metric(reduction, value, count)
 
     def _read_all(self) -> dict[str, Metric]:
         if self._read is None:
-            read_together([self])
+            self.read([self])
         assert self._read is not None
         return self._read
 
@@ -92,22 +98,6 @@ class PendingMetrics(Mapping[str, Metric]):
 
     def __len__(self) -> int:
         return len(self._read_all())
-
-
-def read_together(pending: Iterable[Mapping[str, Metric]]) -> None:
-    """Read the metrics that are still on the device, in one transfer; they are plain floats afterwards."""
-    waiting = [metrics for metrics in pending if isinstance(metrics, PendingMetrics)]
-    tensors = [tensor for metrics in waiting for tensor in metrics.unread]
-    # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    # one cast for all tensors of a type, not one for each
-    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-    indices = [index for dtype in dtypes for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-    stacked = [torch.stack([tensor for tensor in tensors if tensor.dtype == dtype]).to(wide) for dtype in dtypes]
-    values = torch.cat(stacked).tolist() if stacked else []
-    ordered = iter([value for _, value in sorted(zip(indices, values))])
-    for metrics in waiting:
-        metrics.fill(ordered)
 
 
 @dataclass(frozen=True)
@@ -162,6 +152,7 @@ class PolicyBatch:
         entropy: per-token entropy; required for entropy_coeff (with gradient).
         old_entropy: of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
+        mask: loss_mask, or response_mask without one.
     """
 
     log_probs: Tensor
@@ -174,6 +165,7 @@ class PolicyBatch:
     entropy: Tensor | None = None
     old_entropy: Tensor | None = None
     entropy_threshold: float | None = None
+    mask: Tensor = field(init=False)
 
     @classmethod
     def from_inputs(cls, inputs: LossInputs, *, entropy_threshold: float | None = None) -> PolicyBatch:
@@ -198,6 +190,7 @@ class PolicyBatch:
         )
 
     def __post_init__(self) -> None:
+        self.mask = self.response_mask if self.loss_mask is None else self.loss_mask
         shape = self.log_probs.shape
         if self.log_probs.dim() != 2:
             raise ValueError(f"log_probs must be [B, R], not {list(shape)}")
@@ -209,11 +202,6 @@ class PolicyBatch:
         for name, mask in (("response_mask", self.response_mask), ("loss_mask", self.mask)):
             if mask.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool, not {mask.dtype}")
-
-    @property
-    def mask(self) -> Tensor:
-        """Tokens that train: [B, R] bool."""
-        return self.response_mask if self.loss_mask is None else self.loss_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +243,8 @@ class AdvantageInputs:
         greedy_rewards: [B] score of the greedy response to the row's prompt (remax).
         reward_components: [B, K] raw score of each reward function (gdpo).
         reward_weights: K weights of the components (gdpo); None means all 1.
+        valid: [B] bool; rows with a score.
+        mask: [B, R] bool; tokens that get an advantage.
     """
 
     rewards: Tensor
@@ -267,6 +257,8 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     reward_weights: tuple[float, ...] | None = None
+    valid: Tensor = field(init=False)
+    mask: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         if self.response_mask.dim() != 2 or self.response_mask.dtype != torch.bool:
@@ -278,8 +270,10 @@ class AdvantageInputs:
             raise ValueError(f"rewards is {list(self.rewards.shape)} but response_mask has {rows} rows")
         if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
             raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
+        self.valid = torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
+        self.mask = self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)
         # one NaN would reach all advantages of its group, and by whitening those of the batch
-        bad = ~torch.isfinite(self.rewards) if self.scored is None else ~torch.isfinite(self.rewards) & self.scored
+        bad = ~torch.isfinite(self.rewards) & self.valid
         if bad.any():
             raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")
         if self.group_size < 1 or rows % self.group_size:
@@ -294,12 +288,13 @@ class AdvantageInputs:
             if value is not None and value.shape != self.response_mask.shape:
                 raise ValueError(f"{name} is {list(value.shape)} but response_mask is {list(self.response_mask.shape)}")
 
-    @property
-    def valid(self) -> Tensor:
-        """Rows with a score: [B] bool."""
-        return torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
-
-    @property
-    def mask(self) -> Tensor:
-        """Tokens that get an advantage: [B, R] bool."""
-        return self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)
+    def list_missing(self, needs: Collection[str]) -> list[str]:
+        """Return descriptions of the inputs that an estimator with these needs lacks."""
+        # need -> (attribute, its description)
+        inputs = {
+            "values": ("values", "the critic's values [B, R]"),
+            "greedy_baseline": ("greedy_rewards", "[B]: the score of each row's prompt answered greedily"),
+            "reward_parts": ("reward_components", "[B, K]: the raw score of each reward function"),
+        }
+        needed = [inputs[need] for need in sorted(needs)]
+        return [f"{name}, {description}" for name, description in needed if getattr(self, name) is None]

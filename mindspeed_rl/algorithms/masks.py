@@ -81,9 +81,3 @@ def find_groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     scored = ~groups.isnan()
     # a group without any score compares -inf > inf: False
     return torch.where(scored, groups, -torch.inf).amax(dim=1) > torch.where(scored, groups, torch.inf).amin(dim=1)
-
-
-def list_group_rows(groups: Tensor, group_size: int) -> Tensor:
-    """Return the rows of the groups that are True: [n * group_size] int64, in order."""
-    first = groups.nonzero().flatten() * group_size
-    return (first.unsqueeze(1) + torch.arange(group_size, device=groups.device)).flatten()

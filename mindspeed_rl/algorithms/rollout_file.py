@@ -96,32 +96,32 @@ class RolloutBatch:
         }
         path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
+    @classmethod
+    def load(cls, path: Path) -> RolloutBatch:
+        """Return the batch saved under `path`.
 
-def load_rollout_batch(path: Path) -> RolloutBatch:
-    """Return the batch saved under `path`.
-
-    Raises:
-        ValueError: a file is missing, is of another format, or its columns do not fit together.
-    """
-    sidecar = path.with_suffix(".json")
-    for file in (path, sidecar):
-        if not file.is_file():
+        Raises:
+            ValueError: a file is missing, is of another format, or its columns do not fit together.
+        """
+        sidecar = path.with_suffix(".json")
+        for file in (path, sidecar):
+            if not file.is_file():
+                raise ValueError(
+                    f"{file} does not exist; a rollout batch is a .safetensors file with a .json file of the same name"
+                )
+        description = json.loads(sidecar.read_text(encoding="utf-8"))
+        if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
             raise ValueError(
-                f"{file} does not exist; a rollout batch is a .safetensors file with a .json file of the same name"
+                f"{sidecar}: format {description.get('format')!r} version {description.get('version')!r}, "
+                f"not {_FORMAT!r} {_VERSION}"
             )
-    description = json.loads(sidecar.read_text(encoding="utf-8"))
-    if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
-        raise ValueError(
-            f"{sidecar}: format {description.get('format')!r} version {description.get('version')!r}, "
-            f"not {_FORMAT!r} {_VERSION}"
+        missing = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in description]
+        if missing:
+            raise ValueError(f"{sidecar} lacks {', '.join(missing)}")
+        return cls(
+            load_file(path),
+            description["group_size"],
+            description["max_response_length"],
+            description["stage"],
+            description["rl_config"],
         )
-    missing = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in description]
-    if missing:
-        raise ValueError(f"{sidecar} lacks {', '.join(missing)}")
-    return RolloutBatch(
-        load_file(path),
-        description["group_size"],
-        description["max_response_length"],
-        description["stage"],
-        description["rl_config"],
-    )

@@ -7,12 +7,10 @@ function and an entry below; docs/adding_an_algorithm.md has an example, and one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mindspeed_rl.catalogue.records import (
     AdvantageEstimator,
-    Algorithm,
     Bounds,
     Choice,
     Correction,
@@ -238,15 +236,3 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "token_geometric_mask": replace(_MASK, bounded="geometric", formula="w_t if {low} <= geo w <= {high}, else 0"),
 }
-
-# --- queries --------------------------------------------------------------------------------------------------------
-
-
-def list_readers(table: Mapping[str, Algorithm], setting: str) -> tuple[str, ...]:
-    """Return the names of the records that read a key of rl_config."""
-    return tuple(name for name, record in table.items() if record.may_read(setting))
-
-
-def list_needing(table: Mapping[str, Algorithm], need: str) -> tuple[str, ...]:
-    """Return the names of the records that need an input."""
-    return tuple(name for name, record in table.items() if need in record.needs)

@@ -56,9 +56,7 @@ class Bounds:
 
     def __str__(self) -> str:
         parts = (
-            [f"{'greater than' if self.excludes_low else 'at least'} {format_exact(self.low)}"]
-            if self.low is not None
-            else []
+            [f"{'greater than' if self.excludes_low else 'at least'} {format_exact(self.low)}"] if self.low is not None else []
         )
         parts += (
             [f"{'less than' if self.excludes_high else 'at most'} {format_exact(self.high)}"] if self.high is not None else []

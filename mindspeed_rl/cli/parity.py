@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl.algorithms.advantages import compute_advantages, list_missing_inputs
+from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
 from mindspeed_rl.config.keys.schema import build
@@ -76,7 +76,7 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
     inputs = _advantage_inputs(config, objective, columns)
     violations = [violation.message for violation in algorithm_violations(config, objective)]
     violations += [
-        f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in list_missing_inputs(inputs, objective)
+        f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in inputs.list_missing(objective.advantage.needs)
     ]
     if violations:
         raise ValueError("\n".join(violations))
@@ -211,7 +211,7 @@ def main(argv: list[str]) -> int:
     if arguments.micro_batch_size is not None and arguments.micro_batch_size < 1:
         parser.error(f"--micro-batch-size must be at least 1, not {arguments.micro_batch_size}")
     try:
-        batch = load_rollout_batch(arguments.batch)
+        batch = RolloutBatch.load(arguments.batch)
         result = replay(batch, dict(map(_override, arguments.overrides)), _DTYPES[arguments.dtype], arguments.micro_batch_size)
     except ValueError as error:
         print(error, file=sys.stderr)

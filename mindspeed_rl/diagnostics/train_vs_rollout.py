@@ -23,8 +23,6 @@ from mindspeed_rl.dumps.causes import (
     Evidence,
     TrainerOutputs,
     WeightFinding,
-    describe_evidence,
-    name_cause,
 )
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
@@ -82,8 +80,8 @@ def compare_run(
             evidence = Comparison(workers).gather_evidence(run, chosen, num_tokens, actor.plan.model_config.moe_layers)
         finally:
             workers.close()
-    cause = name_cause(evidence)
-    return evidence, cause, list(describe_evidence(evidence, cause))
+    cause = evidence.name_cause()
+    return evidence, cause, list(evidence.describe(cause))
 
 
 class ComparisonWorkers(Protocol):

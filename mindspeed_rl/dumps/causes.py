@@ -90,6 +90,17 @@ class ActivationGap:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """A name out of a short list, and a sentence with the evidence for it."""
+
+    name: _CauseName
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.sentence}"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Measurements on the same tokens; the fields are those of the command's JSON.
 
@@ -120,66 +131,68 @@ class Evidence:
     fitted_temperature: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def coarser_type(self) -> str:
-        """Of the two types the one with fewer digits."""
-        return max(self.trainer_type, self.engine_type, key=_TYPES.index)
+    def name_cause(self) -> Cause | None:
+        """Return the first cause that the evidence shows; None where the log-probs agree within rounding.
 
+        Earlier causes explain later ones: other tokens or weights make all else differ, so they are checked first.
+        """
+        if self.first_other_token is not None:
+            position, ours, theirs = self.first_other_token
+            text = f"first at position {position}: {theirs} where the trainer has {ours}"
+            return Cause("template", f"the engine read other tokens than the trainer, {text}")
+        if self.weights:
+            return _name_weight_cause(self.weights)
+        coarser_type = max(self.trainer_type, self.engine_type, key=_TYPES.index)
+        # one type on both sides explains its rounding; two types are a cause as soon as they show
+        kind = coarser_type if self.trainer_type == self.engine_type else "float32"
+        if self.largest_gap <= _LOG_PROB_NOISE[kind] and self.mean_gap <= _MEAN_NOISE[kind]:
+            return None
+        noise = _ACTIVATION_NOISE[coarser_type]
+        # `not <=`, so that NaN counts as a difference
+        first = next((place for place in self.places if not place.gap <= noise), None)
+        # a temperature acts on the logits alone: activations must agree
+        if first is None and (cause := _check_temperature(self)):
+            return cause
+        if first is not None and (layer := _find_layer(first.name, ".mlp")) is not None and layer in self.expert_layers:
+            text = (
+                f"the weights are equal and so is what enters layer {layer}, but its experts' output is {first.gap:.2g} apart "
+                f"on {first.tokens:.0%} of the tokens: other experts are chosen, or their shares are computed otherwise "
+                "(top-k, normalisation, scaling, groups)"
+            )
+            return Cause("router", text)
+        if coarser_type != "float32" and (first is None or _grows_slowly(self.places)):
+            ends = self.places[:1] + self.places[-1:]
+            grows = f", from {ends[0].gap:.2g} at {ends[0].name} to {ends[-1].gap:.2g} at {ends[-1].name}" if ends else ""
+            text = (
+                f"the trainer computes in {self.trainer_type}, the engine in {self.engine_type}; weights and tokens are "
+                f"equal, and the difference adds up layer by layer{grows}"
+            )
+            return Cause("precision", text)
+        if first is not None:
+            text = (
+                f"the weights under their Hugging Face names are equal, but {first.name} is the first to differ, by "
+                f"{first.gap:.2g}"
+            )
+            what = _name_module_weights(first.name)
+            return Cause("wrong conversion", f"{text}: {what} lie otherwise in one of the two, or are used otherwise")
+        return Cause("unknown", f"weights, tokens and activations agree, the log-probs are up to {self.largest_gap:.3g} apart")
 
-@dataclass(frozen=True)
-class Cause:
-    """A name out of a short list, and a sentence with the evidence for it."""
-
-    name: _CauseName
-    sentence: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.sentence}"
-
-
-def name_cause(evidence: Evidence) -> Cause | None:
-    """Return the first cause that the evidence shows; None where the log-probs agree within rounding.
-
-    Earlier causes explain later ones: other tokens or weights make all else differ, so they are checked first.
-    """
-    if evidence.first_other_token is not None:
-        position, ours, theirs = evidence.first_other_token
-        text = f"first at position {position}: {theirs} where the trainer has {ours}"
-        return Cause("template", f"the engine read other tokens than the trainer, {text}")
-    if evidence.weights:
-        return _name_weight_cause(evidence.weights)
-    # one type on both sides explains its rounding; two types are a cause as soon as they show
-    kind = evidence.coarser_type if evidence.trainer_type == evidence.engine_type else "float32"
-    if evidence.largest_gap <= _LOG_PROB_NOISE[kind] and evidence.mean_gap <= _MEAN_NOISE[kind]:
-        return None
-    noise = _ACTIVATION_NOISE[evidence.coarser_type]
-    # `not <=`, so that NaN counts as a difference
-    first = next((place for place in evidence.places if not place.gap <= noise), None)
-    # a temperature acts on the logits alone: activations must agree
-    if first is None and (cause := _check_temperature(evidence)):
-        return cause
-    if first is not None and (layer := _find_layer(first.name, ".mlp")) is not None and layer in evidence.expert_layers:
-        text = (
-            f"the weights are equal and so is what enters layer {layer}, but its experts' output is {first.gap:.2g} apart on "
-            f"{first.tokens:.0%} of the tokens: other experts are chosen, or their shares are computed otherwise (top-k, "
-            "normalisation, scaling, groups)"
+    def describe(self, cause: Cause | None) -> Iterator[str]:
+        """Yield lines for the console: the log-probs, module by module, and the cause."""
+        yield (
+            f"{self.num_tokens} sampled tokens: log-probs of trainer ({self.trainer_type}) and engine "
+            f"({self.engine_type}) are {self.largest_gap:.3g} apart at most, {self.mean_gap:.3g} in the mean"
         )
-        return Cause("router", text)
-    if evidence.coarser_type != "float32" and (first is None or _grows_slowly(evidence.places)):
-        ends = evidence.places[:1] + evidence.places[-1:]
-        grows = f", from {ends[0].gap:.2g} at {ends[0].name} to {ends[-1].gap:.2g} at {ends[-1].name}" if ends else ""
-        text = (
-            f"the trainer computes in {evidence.trainer_type}, the engine in {evidence.engine_type}; weights and tokens are "
-            f"equal, and the difference adds up layer by layer{grows}"
-        )
-        return Cause("precision", text)
-    if first is not None:
-        text = (
-            f"the weights under their Hugging Face names are equal, but {first.name} is the first to differ, by {first.gap:.2g}"
-        )
-        what = _name_module_weights(first.name)
-        return Cause("wrong conversion", f"{text}: {what} lie otherwise in one of the two, or are used otherwise")
-    return Cause("unknown", f"weights, tokens and activations agree, the log-probs are up to {evidence.largest_gap:.3g} apart")
+        for note in self.notes:
+            yield f"note: {note}"
+        if self.places:
+            yield "largest difference of the activations, as a share of their largest number:"
+            width = max(len(place.name) for place in self.places)
+            yield from (f"  {place.name:<{width}}  {place.gap:.2e}" for place in self.places)
+        if cause is None:
+            yield "no cause: trainer and engine agree as far as rounding goes"
+        else:
+            yield f"cause: {cause}"
 
 
 def _name_weight_cause(weights: Sequence[WeightFinding]) -> Cause:
@@ -248,21 +261,3 @@ def _name_module_weights(name: str) -> str:
     if (layer := _find_layer(name, ".mlp")) is not None:
         return f"model.layers.{layer}.post_attention_layernorm and the weights of model.layers.{layer}.mlp"
     return f"the weights of {name}"
-
-
-def describe_evidence(evidence: Evidence, cause: Cause | None) -> Iterator[str]:
-    """Yield lines for the console: the log-probs, module by module, and the cause."""
-    yield (
-        f"{evidence.num_tokens} sampled tokens: log-probs of trainer ({evidence.trainer_type}) and engine "
-        f"({evidence.engine_type}) are {evidence.largest_gap:.3g} apart at most, {evidence.mean_gap:.3g} in the mean"
-    )
-    for note in evidence.notes:
-        yield f"note: {note}"
-    if evidence.places:
-        yield "largest difference of the activations, as a share of their largest number:"
-        width = max(len(place.name) for place in evidence.places)
-        yield from (f"  {place.name:<{width}}  {place.gap:.2e}" for place in evidence.places)
-    if cause is None:
-        yield "no cause: trainer and engine agree as far as rounding goes"
-    else:
-        yield f"cause: {cause}"

@@ -157,7 +157,7 @@ def capture_rng_state() -> dict[str, Tensor]:
         "numpy_rest": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),
-        "device": platform.current().rng_state().cpu(),
+        "device": platform.current().rng_module.get_rng_state().cpu(),
     }
     tracker = get_rng_tracker().get_states()
     return states | {_TRACKER + key: state.cpu() for key, state in tracker.items()}
@@ -171,7 +171,7 @@ def restore_rng_state(states: dict[str, Tensor]) -> None:
     keys = states["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, states["numpy_gauss"].item()))
     torch.set_rng_state(states["torch"])
-    platform.current().set_rng_state(states["device"])
+    platform.current().rng_module.set_rng_state(states["device"])
     tracker = {key.removeprefix(_TRACKER): state for key, state in states.items() if key.startswith(_TRACKER)}
     get_rng_tracker().set_states(tracker)
 

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, read_together
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import (
@@ -172,7 +172,7 @@ class TrainEngine:
             loss_step = partial(self.loss_step, loss, None)
             micro_batches = self._micro_batches(rows, batching)
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=True))
-        read_together(one.metrics for one in losses)
+        PendingMetrics.read(one.metrics for one in losses)
         return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
@@ -246,7 +246,7 @@ class TrainEngine:
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
-            read_together(one.metrics for one in losses)
+            PendingMetrics.read(one.metrics for one in losses)
         return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
 
     def loss_step(

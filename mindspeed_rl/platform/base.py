@@ -61,9 +61,6 @@ class ProfileSettings:
     analyse: bool = False
 
 
-DEFAULT_PROFILE = ProfileSettings()
-
-
 class SideStream:
     """A stream for copies that overlap with computation; without streams (CPU) work is done at once."""
 
@@ -198,26 +195,18 @@ class Platform(ABC):
 
     @property
     def rng_module(self) -> ModuleType:
-        """Module of the device's default random generator."""
+        """Module with `get_rng_state` and `set_rng_state` of the device's default random generator."""
         return torch if self.name == "cpu" else self.device_module
-
-    def rng_state(self) -> torch.Tensor:
-        """Return the state of the device's default random generator."""
-        return self.rng_module.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore a state that `rng_state` returned."""
-        self.rng_module.set_rng_state(state)
 
     @contextlib.contextmanager
     def preserve_rng_state(self) -> Iterator[None]:
         """Restore the default generators of device and host when the block ends."""
-        host, device = torch.get_rng_state(), self.rng_state()
+        host, device = torch.get_rng_state(), self.rng_module.get_rng_state()
         try:
             yield
         finally:
             torch.set_rng_state(host)
-            self.set_rng_state(device)
+            self.rng_module.set_rng_state(device)
 
     def set_deterministic(self, enabled: bool) -> None:
         """Make repeated runs give equal bits, as far as the device can."""
@@ -277,7 +266,7 @@ class Platform(ABC):
         return [torch.profiler.ProfilerActivity.CPU] if settings.host else []
 
     @contextlib.contextmanager
-    def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
+    def profile(self, directory: str, settings: ProfileSettings) -> Iterator[Any]:
         """Profile the block and write a trace and a table by operator (operators.md) below `directory`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a piece of work asks of a device, counted and not timed: kernels, collectives, copies, waits of the host, peak memory.
+"""The use that a piece of work makes of a device, counted and not timed: kernels, collectives, copies, waits, peak memory.
 
 A dispatch mode sees every operator call on its way to the device, so the counts are the same on hardware and on a simulator
 of it. A kernel here is one operator call that reaches the device; how many launches a library makes of it is not known.
@@ -11,6 +11,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,20 +32,20 @@ _FREE = frozenset(
     "_pin_memory _reshape_alias".split()
 )
 _INDEXED = frozenset("index index_put index_put_ _index_put_impl_".split())
-#: frames of these do not cause a wait: they are how one is made
+#: frames of these pass a wait on; they do not cause it
 _MACHINERY = ("/torch/", "/torch_npu/", "/simulator/", "/contextlib.py", __file__)
-#: where the path of a source file begins, as it is shown
+#: leading folders of source files, which are not shown
 _ROOTS = re.compile(r".*/(?=(?:mindspeed_rl|megatron|mindspeed|vllm|vllm_ascend|tests)/)")
 
 
 class CostLedger(TorchDispatchMode):
-    """Counts what happens inside `with ledger:`, by phase.
+    """Count calls, copies and waits inside `with ledger:`, by phase.
 
     Attributes:
         kernels: (phase, operator) -> calls.
         collectives: (phase, operation, group) -> (calls, bytes of the larger side of each).
-        copies: (phase, what kind) -> (copies, bytes) between host and device.
-        waits: (phase, what the host waited for, source line) -> how often.
+        copies: (phase, kind) -> (copies, bytes) between host and device.
+        waits: (phase, reason, source line) -> number of waits of the host.
         peak_bytes: phase -> the most memory that was allocated at a time.
     """
 
@@ -61,18 +63,13 @@ class CostLedger(TorchDispatchMode):
 
     # ------------------------------------------------------------------ phases
 
-    @property
-    def phase(self) -> str:
-        """What is counted now is of this phase."""
-        return self._phases[-1]
-
     @contextlib.contextmanager
     def at(self, phase: str) -> Iterator[None]:
-        """The block is of this phase; phases nest, and what is counted belongs to the innermost, memory to all of them.
+        """Count the block under this phase; phases nest: counts belong to the innermost, memory to all of them.
 
         A phase inside another is named after the outermost too: "update / forward".
         """
-        # what memory rose to until here belongs to the phases outside
+        # the peak until here belongs to the phases outside
         self._measure()
         self._phases.append(phase if len(self._phases) == 1 else f"{self._phases[1]} / {phase}")
         try:
@@ -81,58 +78,49 @@ class CostLedger(TorchDispatchMode):
             self._measure()
             self._phases.pop()
 
-    def around(self, owner: Any, name: str, phase: str) -> None:
-        """Calls of `owner.name` are of this phase, as long as the ledger counts; called inside `with ledger:`."""
-
-        def enclosed(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with self.at(phase):
-                    return original(*args, **kwargs)
-
-            return run
-
-        self._replace(owner, name, enclosed)
+    def around(self, owner: object, name: str, phase: str) -> None:
+        """Count calls of `owner.name` under this phase until the ledger ends; call it inside `with ledger:`."""
+        self._enclose(owner, name, lambda: self.at(phase))
 
     def _measure(self) -> None:
-        """What memory rose to belongs to all phases that are open."""
+        """Give the peak of memory to all open phases."""
         device = platform.current()
         peak = round(device.memory_stats().peak_gib * 2**30)
         for phase in self._phases:
             self.peak_bytes[phase] = max(self.peak_bytes.get(phase, 0), peak)
         device.reset_peak_memory()
 
-    # ------------------------------------------------------------------ what no operator tells
+    # ------------------------------------------------------------------ waits that are no operators
 
     def __enter__(self) -> CostLedger:
         if self._kind != _HOST:
             module = torch.get_device_module(self._kind)
-            self._waits_in(module, "synchronize", "device")
-            self._waits_in(module, "empty_cache", "emptied cache")
-            self._waits_in(module.Stream, "synchronize", "stream")
-            self._waits_in(module.Event, "synchronize", "event")
+            for owner, name, reason in (
+                (module, "synchronize", "device"),
+                (module, "empty_cache", "emptied cache"),
+                (module.Stream, "synchronize", "stream"),
+                (module.Event, "synchronize", "event"),
+            ):
+                self._enclose(owner, name, partial(self._count_wait, reason))
         platform.current().reset_peak_memory()
         super().__enter__()
         return self
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         self._measure()
         self._undo.close()
 
-    def _waits_in(self, owner: Any, name: str, what: str) -> None:
-        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                self._wait(what)
-                return original(*args, **kwargs)
-
-            return run
-
-        self._replace(owner, name, counted)
-
-    def _replace(self, owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _enclose(self, owner: object, name: str, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run calls of `owner.name` inside a context until the ledger ends."""
         own = name in vars(owner)
         original = getattr(owner, name)
-        setattr(owner, name, wrapped(original))
+
+        def run(*args: object, **kwargs: object) -> object:
+            with enter():
+                return original(*args, **kwargs)
+
+        setattr(owner, name, run)
         self._undo.callback(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
     # ------------------------------------------------------------------ operators
@@ -154,12 +142,17 @@ class CostLedger(TorchDispatchMode):
             return result
         if (
             name in _READ_BACK
-            or (name in _INDEXED and _by_mask(args))
-            or (name == "repeat_interleave" and _by_tensor(args, kwargs))
+            # the true elements of a mask have to be counted first
+            or (
+                name in _INDEXED
+                and any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+            )
+            # repeats are a tensor, and their sum is not given
+            or (name == "repeat_interleave" and isinstance(args[:2][-1], torch.Tensor) and kwargs.get("output_size") is None)
         ):
-            self._wait(name)
+            self._count_wait(name)
         if name != "_local_scalar_dense":  # a copy of one element, no kernel
-            self.kernels[self.phase, f"{namespace}::{name}"] += 1
+            self.kernels[self._phases[-1], f"{namespace}::{name}"] += 1
         return result
 
     def _copy(self, name: str, args: Any, kwargs: Any, made: torch.Tensor) -> None:
@@ -168,18 +161,18 @@ class CostLedger(TorchDispatchMode):
         if self._kind not in kinds:
             return
         if kinds[0] == kinds[1]:
-            self.kernels[self.phase, "aten::copy_"] += 1
+            self.kernels[self._phases[-1], "aten::copy_"] += 1
             return
         queued = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
         host = source if kinds[0] == _HOST else target
         pinned = host.is_pinned()
         direction = "to the device" if kinds[0] == _HOST else "to the host"
         manner = "queued" if queued and pinned else "queued, but not pinned" if queued else "blocking"
-        key = self.phase, f"{direction}, {manner}"
+        key = self._phases[-1], f"{direction}, {manner}"
         count, size = self.copies.get(key, (0, 0))
         self.copies[key] = count + 1, size + source.numel() * source.element_size()
-        if manner != "queued":  # what is not pinned is copied to where it is while the host waits
-            self._wait(f"copy {direction}")
+        if manner != "queued":  # the host waits for copies of memory that is not pinned
+            self._count_wait(f"copy {direction}")
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> None:
         group = "?"
@@ -192,18 +185,18 @@ class CostLedger(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.device.type != self._kind for tensor in tensors):
             group += " on the host"
-        key = self.phase, name.strip("_"), group
+        key = self._phases[-1], name.strip("_"), group
         count, size = self.collectives.get(key, (0, 0))
         largest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
         self.collectives[key] = count + 1, size + largest
 
-    def _wait(self, what: str) -> None:
-        self.waits[self.phase, what, _source_line()] += 1
+    def _count_wait(self, reason: str) -> contextlib.nullcontext[None]:
+        """Count a wait of the host; return a context for the call that waits."""
+        self.waits[self._phases[-1], reason, _find_source_line()] += 1
+        return contextlib.nullcontext()
 
-    # ------------------------------------------------------------------ what was counted
-
-    def record(self) -> dict[str, Any]:
-        """All counts as plain lists and numbers, for JSON."""
+    def record(self) -> dict[str, object]:
+        """Return all counts as plain lists and numbers, for JSON."""
         return {
             "kernels": [[*key, count] for key, count in self.kernels.items()],
             "collectives": [[*key, *value] for key, value in self.collectives.items()],
@@ -213,21 +206,9 @@ class CostLedger(TorchDispatchMode):
         }
 
 
-def _by_mask(args: Any) -> bool:
-    """True where an index is a mask, whose true places have to be counted first."""
-    indexes = args[1] if len(args) > 1 else ()
-    return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indexes)
-
-
-def _by_tensor(args: Any, kwargs: Any) -> bool:
-    """True where repeats are a tensor and nobody has said how many there are in all."""
-    repeats = args[1] if len(args) > 1 else args[0]
-    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
-
-
-def _source_line() -> str:
-    """The nearest line that is neither torch's nor of this file, such as "mindspeed_rl/engine/vocab.py:96"."""
-    frame = sys._getframe(2)  # 0 is this function, 1 is `_wait`
+def _find_source_line() -> str:
+    """Return the nearest line that is neither torch's nor of this file, such as "mindspeed_rl/engine/vocab.py:96"."""
+    frame = sys._getframe(2)  # 0 is this function, 1 is `_count_wait`
     while frame is not None:
         path = frame.f_code.co_filename
         if not any(part in path for part in _MACHINERY):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mindspeed_rl.platform.base import DEFAULT_PROFILE, Platform, ProfileSettings
+from mindspeed_rl.platform.base import Platform, ProfileSettings
 
 
 class NpuPlatform(Platform):
@@ -111,7 +111,7 @@ class NpuPlatform(Platform):
         return order.index(assigned[0])
 
     @contextlib.contextmanager
-    def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
+    def profile(self, directory: str, settings: ProfileSettings) -> Iterator[Any]:
         """Profile the block with torch_npu's profiler and write a trace below `directory`.
 
         Parsing the trace at once (`analyse`) takes minutes; `torch_npu.profiler.profiler.analyse` does it later.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.algorithms.masks import find_groups_with_signal, list_group_rows
+from mindspeed_rl.algorithms.masks import find_groups_with_signal
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.phases import Phases, list_worker_columns
 from mindspeed_rl.dataplane.client import DataPlane
@@ -173,8 +173,8 @@ class GroupFilter:
         else:
             results = objects(batch["reward_results"])
             scores = torch.tensor([float(result.parts.get(name, math.nan)) for result in results])
-        varies = find_groups_with_signal(scores, self.group_size)
-        indexes = (list_group_rows(groups, self.group_size).tolist() for groups in (varies, ~varies))
+        varies = find_groups_with_signal(scores, self.group_size).repeat_interleave(self.group_size)
+        indexes = (selected.nonzero().flatten().tolist() for selected in (varies, ~varies))
         good, others = ({name: take(column, rows) for name, column in batch.items()} for rows in indexes)
         return good, others
 

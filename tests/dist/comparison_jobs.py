@@ -26,7 +26,7 @@ from mindspeed_rl.config import load_run_config, resolve
 from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.diagnostics.comparison_worker import ComparisonWorker
 from mindspeed_rl.diagnostics.train_vs_rollout import Comparison
-from mindspeed_rl.dumps.causes import EngineOutputs, Evidence, TrainerOutputs, name_cause
+from mindspeed_rl.dumps.causes import EngineOutputs, Evidence, TrainerOutputs
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.trainers.model_plans import plan_models
 
@@ -199,7 +199,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
             }
             TAMPER[name](sides)
             evidence = Comparison(sides).gather_evidence(run, PROMPTS, 8, moe_layers)
-            cause = name_cause(evidence)
+            cause = evidence.name_cause()
             found[name] = ("" if cause is None else str(cause), evidence)
             worker.role.engine.temperature, worker._push = state["temperature"], state["push"]
             for layer, topk in zip(layers, state["topk"]):

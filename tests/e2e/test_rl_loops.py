@@ -12,7 +12,7 @@ import torch
 from call_path import listed, watching
 from ray.actor import ActorMethod
 
-from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import DisagreementError
@@ -278,7 +278,7 @@ def test_a_saved_rollout_is_replayed_to_the_loss_of_the_run(world: World, name: 
         "iteration_0000001.safetensors",
         "iteration_0000003.safetensors",
     ]
-    batch = load_rollout_batch(run.folder / "rollouts" / "iteration_0000003.safetensors")
+    batch = RolloutBatch.load(run.folder / "rollouts" / "iteration_0000003.safetensors")
     result = replay(batch, {}, torch.float64)
     for ours, theirs in zip(*run.rows("advantages"), result.advantages):
         np.testing.assert_allclose(theirs[: len(ours)].numpy(), ours.numpy(), atol=1e-5)

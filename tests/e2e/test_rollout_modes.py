@@ -11,7 +11,7 @@ import torch
 from grpo_command import ONE_PROCESS, Command, finished
 from test_grpo_run import figures
 
-from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
 
 SHARED = [*ONE_PROCESS, "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
@@ -53,7 +53,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
         assert metrics["rollout/staleness_max"] == max(record["version"] - version for version in versions)
     assert any(metrics["rollout/staleness_max"] == 1 for metrics in run.metrics)  # the rollout was ahead
     for record, metrics in zip(records, run.metrics, strict=True):
-        batch = load_rollout_batch(run.folder / "run" / "rollouts" / f"iteration_{record['iteration']:07d}.safetensors")
+        batch = RolloutBatch.load(run.folder / "run" / "rollouts" / f"iteration_{record['iteration']:07d}.safetensors")
         samples = [sample for one in record["prompts"] for sample in one["samples"]]
         expected = [version for sample in samples for version, count in sample["versions"] for _ in range(count)]
         assert batch.columns["weight_versions"][batch.columns["response_mask"]].tolist() == expected

@@ -56,21 +56,21 @@ def test_fused_operators_equal_their_definitions_and_pass_gradients(shape: tuple
 def test_random_numbers_follow_the_device_generator() -> None:
     device = NpuPlatform()
     device.rng_module.manual_seed(3)
-    state = device.rng_state()
+    state = device.rng_module.get_rng_state()
     first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
-    device.set_rng_state(state)
+    device.rng_module.set_rng_state(state)
     assert torch.equal(torch.rand(4, device="npu"), first) and not torch.equal(first, second)
 
 
 def test_a_generator_of_its_own_decides_what_is_drawn_and_leaves_the_devices_alone() -> None:
     device = NpuPlatform()
     device.rng_module.manual_seed(3)
-    state = device.rng_state()
+    state = device.rng_module.get_rng_state()
     mine, same, other = (torch.Generator(device="npu").manual_seed(seed) for seed in (7, 7, 8))
     first, second = (torch.empty(4, device="npu").exponential_(generator=mine) for _ in range(2))
     assert torch.equal(torch.empty(4, device="npu").exponential_(generator=same), first) and not torch.equal(first, second)
     assert not torch.equal(torch.empty(4, device="npu").exponential_(generator=other), first)
-    assert torch.equal(device.rng_state(), state)
+    assert torch.equal(device.rng_module.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="generator of cpu"):
         torch.rand(4, device="npu", generator=torch.Generator())
 

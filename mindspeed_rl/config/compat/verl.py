@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from mindspeed_rl.catalogue import ADVANTAGES, list_needing
+from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config.compat import VALUES_ELSEWHERE
 from mindspeed_rl.config.compat.importer import (
     RECOMPUTE_LAYERS,
@@ -43,7 +43,7 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
         raise ConfigError(["there is no key of verl, such as data.train_files=train.parquet, in the command line"])
     run = Import("verl")
     estimator = keys.get("algorithm.adv_estimator", _DEFAULT_ESTIMATOR)
-    has_critic = estimator in list_needing(ADVANTAGES, "values")
+    has_critic = estimator in ADVANTAGES and "values" in ADVANTAGES[estimator].needs
     run.add_default(f"{ACTOR}.stage", "ray_ppo" if has_critic else "ray_grpo", f"the loop for adv_estimator {estimator}")
     per_node = keys.get("trainer.n_gpus_per_node", keys.get("trainer.n_npus_per_node", num_devices or 1))
     world = read_count("trainer.n_gpus_per_node", per_node) * read_count("trainer.nnodes", keys.get("trainer.nnodes", 1))

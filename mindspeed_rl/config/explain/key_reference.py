@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, list_readers
+from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES
 from mindspeed_rl.catalogue.records import Bounds, format_exact
 from mindspeed_rl.config.keys import GROUPS, collect_keys, find_range
 from mindspeed_rl.config.keys.generate import SamplingConfig
@@ -90,7 +90,7 @@ _SECTIONS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """One key.
 
     Attributes:
@@ -107,13 +107,13 @@ class Entry:
     meaning: str
 
 
-def list_entries(language: _Language = "en") -> Iterator[Entry]:
+def _list_entries(language: _Language = "en") -> Iterator[_Entry]:
     """Yield every key of every group; those without effect come last in their group."""
     for group in GROUPS:
         yield from _list_group(group, language)
 
 
-def _list_group(group: str, language: _Language) -> Iterator[Entry]:
+def _list_group(group: str, language: _Language) -> Iterator[_Entry]:
     phrases, schema, index = _PHRASES[language], GROUPS[group], 0 if language == "en" else 1
     for path, key in collect_keys().items():
         if max((other for other in GROUPS if path.startswith(f"{other}.")), key=len) != group:
@@ -121,11 +121,11 @@ def _list_group(group: str, language: _Language) -> Iterator[Entry]:
         name = path.removeprefix(f"{group}.").partition(".")[0]
         section = _read_heading(next(item for item in schema.__mro__ if name in vars(item).get("__annotations__", {})))
         kind, default = _describe_kind(key.kind, key.names, language), _describe_default(key.default)
-        yield Entry(path, section, kind, default, _describe_key(path, key, language))
+        yield _Entry(path, section, kind, default, _describe_key(path, key, language))
     for name, item in IGNORED.get(schema.__name__, {}).items():
         meaning = phrases["stop"].join(((item.doc, item.zh)[index], phrases["idle"].format(item.reason[index])))
         kind, default = _describe_kind(item.kind, (), language), _describe_default(item.default)
-        yield Entry(f"{group}.{name}", "Accepted without effect.", kind, default, meaning)
+        yield _Entry(f"{group}.{name}", "Accepted without effect.", kind, default, meaning)
 
 
 def _read_heading(schema: type) -> str:
@@ -218,7 +218,7 @@ def _describe_key(path: str, key: Key, language: _Language) -> str:
         parts.append(phrases["stages"].format(", ".join(key.stages)))
     if path.startswith("rl_config.") and key.needs is None:
         for algorithms, phrase in ((POLICY_LOSSES, "losses"), (ADVANTAGES, "estimators")):
-            if listed := list_readers(algorithms, path.removeprefix("rl_config.")):
+            if listed := [name for name, record in algorithms.items() if record.may_read(path.removeprefix("rl_config."))]:
                 parts.append(phrases[phrase].format(", ".join(listed)))
     if key.supervised:
         parts.append(phrases["supervised"])
@@ -269,7 +269,7 @@ _WORDS: dict[_Language, dict[str, str]] = {
 }
 
 
-def render_page(language: _Language) -> str:
+def _render_page(language: _Language) -> str:
     """Return the page in one language."""
     words, head = _WORDS[language], [_WORDS[language]["head"], "|---|---|---|---|"]
     lines = [f"# {words['title']}", "", f"{words['other']} · {words['made']}", "", words["how"], ""]
@@ -304,9 +304,9 @@ def _describe_group(schema: type, language: _Language) -> str:
     return f"{heading} {' '.join(second.split())}".replace(" (see `ENGINE_SAMPLING`)", "")
 
 
-def find_entries(text: str, language: _Language = "en") -> list[Entry]:
+def find_entries(text: str, language: _Language = "en") -> list[_Entry]:
     """Return the keys with `text` in their name or meaning, those with it in the name first."""
-    text, entries = text.lower(), list(list_entries(language))
+    text, entries = text.lower(), list(_list_entries(language))
     named = [entry for entry in entries if text in entry.path.lower()]
     return named + [entry for entry in entries if text in entry.meaning.lower() and entry not in named]
 
@@ -316,7 +316,7 @@ def main() -> None:
     root = Path(__file__).resolve().parents[3]
     pages: dict[_Language, str] = {"en": "docs/keys.md", "zh": "docs/zh/keys.md"}
     for language, name in pages.items():
-        (root / name).write_text(render_page(language), encoding="utf-8")
+        (root / name).write_text(_render_page(language), encoding="utf-8")
         print(root / name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, list_needing, list_readers
+from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from mindspeed_rl.catalogue.records import Algorithm, Bounds, Level, Scale
 from mindspeed_rl.config.keys.deadlines import DeadlineKeys, FaultTolerance
 from mindspeed_rl.config.keys.schema import Needs, Range, key
@@ -14,7 +14,7 @@ from mindspeed_rl.config.keys.schema import Needs, Range, key
 #: agent loop -> the key that it needs
 AGENT_LOOP_KEYS = {"environment": "environment", "scheduler": "multi_turn_scheduler", "tool_agent": "tool_config_path"}
 # fmt: off
-_CRITIC = ("adv_estimator", list_needing(ADVANTAGES, "values"))
+_CRITIC = ("adv_estimator", tuple(name for name, record in ADVANTAGES.items() if "values" in record.needs))
 _RULES = ("rule_reward", (True,))
 _CLIP_HIGHER = ("clip_higher_enable", (True,))
 _OVERLONG = ("overlong_buffer_enable", (True,))
@@ -33,7 +33,8 @@ _MLFLOW = ("use_mlflow", (True,))
 
 def _read_by(algorithms: Mapping[str, Algorithm], setting: str) -> Needs:
     """Return the condition of a key that only some advantage estimators or policy losses read."""
-    return "adv_estimator" if algorithms is ADVANTAGES else "loss_type", list_readers(algorithms, setting)
+    readers = tuple(name for name, record in algorithms.items() if record.may_read(setting))
+    return "adv_estimator" if algorithms is ADVANTAGES else "loss_type", readers
 
 
 @dataclass(kw_only=True)

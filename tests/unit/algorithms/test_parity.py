@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import main
 
 ROWS, LENGTH, GROUP = 6, 5, 3
@@ -40,7 +40,7 @@ def run(path, *arguments):
 
 
 def arrays_of(path):
-    columns = {name: column.numpy() for name, column in load_rollout_batch(path).columns.items()}
+    columns = {name: column.numpy() for name, column in RolloutBatch.load(path).columns.items()}
     scores = []
     for start in range(0, ROWS, GROUP):
         group = list(columns["rewards"][start : start + GROUP])
@@ -92,7 +92,7 @@ def test_overrides_replace_the_keys_of_the_batch(saved):
 
 
 def test_a_saved_batch_is_loaded_as_it_was(saved):
-    batch = load_rollout_batch(saved)
+    batch = RolloutBatch.load(saved)
     assert (batch.group_size, batch.max_response_length, batch.stage, batch.rl_config) == (GROUP, 8, "ray_grpo", SETTINGS)
     assert batch.columns["response_mask"].dtype == torch.bool
 
@@ -136,7 +136,7 @@ def test_columns_that_do_not_fit_are_refused(columns, message):
 
 
 def test_components_count_with_the_weights_of_the_run_file_and_rows_without_a_score_not_at_all(saved):
-    batch = load_rollout_batch(saved)
+    batch = RolloutBatch.load(saved)
     components = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.0, 5.0], [1.0, 0.0], [0.0, 0.0], [0.5, 9.0]], dtype=torch.float64)
     scored = torch.tensor([True, True, False, True, True, False])
     keys = {"adv_estimator": "gdpo", "verifier_function": ["a"], "verifier_weight": [2.0], "reward_model_weight": 0.25}

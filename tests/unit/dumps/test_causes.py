@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_rl.dumps.causes import ActivationGap, Evidence, WeightFinding, describe_evidence, name_cause
+from mindspeed_rl.dumps.causes import ActivationGap, Evidence, WeightFinding
 
 NAMES = ["embedding", *(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("attention", "mlp", "output")), "final_norm"]
 
@@ -24,7 +24,7 @@ def weight(parameter: str, fault: str, *tensors: str) -> WeightFinding:
 
 
 def name(found: Evidence) -> str | None:
-    cause = name_cause(found)
+    cause = found.name_cause()
     return None if cause is None else cause.name
 
 
@@ -37,7 +37,9 @@ def test_no_cause_is_named_where_the_log_probs_agree() -> None:
 
 def test_other_tokens_explain_everything_behind_them() -> None:
     found = replace(PARTED, first_other_token=(4, 22, 23), weights=(weight("model.norm.weight", "other"),))
-    assert str(name_cause(found)).startswith("template: the engine read other tokens than the trainer, first at position 4: 23")
+    assert str(found.name_cause()).startswith(
+        "template: the engine read other tokens than the trainer, first at position 4: 23"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_other_tokens_explain_everything_behind_them() -> None:
     ],
 )
 def test_weights_that_differ_are_named_by_how_they_do(weights: list[WeightFinding], expected: str) -> None:
-    cause = name_cause(replace(PARTED, weights=tuple(weights)))
+    cause = replace(PARTED, weights=tuple(weights)).name_cause()
     assert cause is not None and cause.name == expected
     assert any(found.parameter in cause.sentence for found in weights)
 
@@ -73,16 +75,16 @@ def test_equal_activations_and_a_temperature_that_explains_the_rest() -> None:
 def test_the_first_place_that_parts_says_router_or_conversion() -> None:
     mlp = replace(PARTED, places=places(0.0, 2e-7, 0.31, 0.2, 0.3, 0.5, 0.5, 0.6))
     assert name(mlp) == "router"
-    dense = name_cause(replace(mlp, expert_layers=(1,)))
+    dense = replace(mlp, expert_layers=(1,)).name_cause()
     assert dense is not None and dense.name == "wrong conversion" and "model.layers.0.mlp" in dense.sentence
-    attention = name_cause(replace(PARTED, places=places(0.0, 2e-7, 3e-7, 2e-7, 0.9, 0.5, 0.4, 0.6)))
+    attention = replace(PARTED, places=places(0.0, 2e-7, 3e-7, 2e-7, 0.9, 0.5, 0.4, 0.6)).name_cause()
     assert attention is not None and attention.name == "wrong conversion" and "model.layers.1.self_attn" in attention.sentence
 
 
 def test_rounding_that_adds_up_is_precision_and_a_step_is_not() -> None:
     mixed = replace(PARTED, engine_type="bfloat16", largest_gap=0.05, mean_gap=0.01)
     grown = replace(mixed, places=places(2e-3, 5e-3, 8e-3, 6e-3, 1e-2, 2e-2, 1e-2, 2e-2))
-    cause = name_cause(grown)
+    cause = grown.name_cause()
     assert cause is not None and cause.name == "precision"
     assert "from 0.002 at embedding to 0.02 at final_norm" in cause.sentence
     step = places(2e-3, 5e-3, 8e-3, 6e-3, 0.9, 0.6, 0.5, 0.6)
@@ -90,7 +92,7 @@ def test_rounding_that_adds_up_is_precision_and_a_step_is_not() -> None:
 
 
 def test_the_report_ends_with_the_verdict() -> None:
-    lines = list(describe_evidence(PARTED, name_cause(PARTED)))
+    lines = list(PARTED.describe(PARTED.name_cause()))
     assert lines[0].startswith("24 sampled tokens: log-probs of trainer (float32) and engine (float32) are 0.8 apart at most")
     assert lines[-1].startswith("cause: unknown: ") and sum("layers." in line for line in lines) == 6
-    assert list(describe_evidence(PARTED, None))[-1] == "no cause: trainer and engine agree as far as rounding goes"
+    assert list(PARTED.describe(None))[-1] == "no cause: trainer and engine agree as far as rounding goes"

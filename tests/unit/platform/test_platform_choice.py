@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mindspeed_rl import platform
+from mindspeed_rl.platform import ProfileSettings
 
 
 def test_unknown_and_unusable_platforms_are_errors_that_say_what_there_is() -> None:
@@ -37,9 +38,9 @@ def test_the_cpu_platform_knows_its_memory_and_draws_from_torchs_generator() -> 
     cpu = platform.select("cpu")
     stats = cpu.memory_stats()
     assert 0 < stats.allocated_gib <= stats.peak_gib
-    state = cpu.rng_state()
+    state = cpu.rng_module.get_rng_state()
     first = torch.rand(3)
-    cpu.set_rng_state(state)
+    cpu.rng_module.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
     cpu.rng_module.manual_seed(3)
     assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
@@ -86,7 +87,7 @@ print(resident[-1] - resident[0])
 
 
 def test_a_profiled_block_leaves_a_trace(tmp_path: Path) -> None:
-    with platform.select("cpu").profile(str(tmp_path)):
+    with platform.select("cpu").profile(str(tmp_path), ProfileSettings()):
         torch.ones(4).sum()
     assert list(tmp_path.glob("*.json"))
 
