@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.indexed import open_indexed
-from mindspeed_rl.data.preprocess import PreprocessConfig, build_handler, open_input, run
+from mindspeed_rl.data.preprocess import PreprocessConfig, _build_handler, _open_input, run
 from mindspeed_rl.data.sources import read_rows
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "gsm8k" / "sample.jsonl"
@@ -102,8 +102,8 @@ def train_tokenizer(folder: Path, source: Path) -> Path:
 
 def bare(config: PreprocessConfig, processes: int) -> Timing:
     """The bare encoder on the texts that preprocessing would encode, shared out to forked processes."""
-    handler = build_handler(config)
-    renderings = [r for *_, row in read_rows(open_input(config, handler)) for r in handler.render(row).renderings]
+    handler = _build_handler(config)
+    renderings = [r for *_, row in read_rows(_open_input(config, handler)) for r in handler.render(row).renderings]
     sides = [side for rendering in renderings for turn in rendering.turns for side in (turn.source, turn.target)]
     texts = [piece for side in sides for piece in side if isinstance(piece, str)]
     special = sum(not isinstance(piece, str) for side in sides for piece in side)
@@ -128,7 +128,7 @@ def bare(config: PreprocessConfig, processes: int) -> Timing:
     global _share
     _share = share
     # a tokenizer that has seen the texts answers from its cache, which preprocessing begins without
-    encoder = build_handler(config).settings.tokenizer.backend_tokenizer
+    encoder = _build_handler(config).settings.tokenizer.backend_tokenizer
     return timed(work)
 
 

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 from mindspeed_rl import registry
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
-from mindspeed_rl.data.handlers.llamafactory import MIX_STRATEGIES
 from mindspeed_rl.data.parts import merge
-from mindspeed_rl.data.preprocess import ON_BAD_ROW, THINKING, TOKENIZER_TYPES, PreprocessConfig, run, show
+from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize
 
 _CONFIG_DIR = Path("configs/datasets")
@@ -84,25 +83,25 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--json-keys", nargs="+", help="text columns for pretraining")
     add("--dataset-additional-keys", nargs="*", help="columns kept with the prompt (RL)")
     add("--max-samples", type=int, help="stop after this many rows")
-    add("--on-bad-row", choices=ON_BAD_ROW, help="action on a malformed row")
+    add("--on-bad-row", choices=PreprocessConfig.choices["on_bad_row"], help="action on a malformed row")
     add("--cache-dir", help="cache for dataset names")
     add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading all of it")
     add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
     add("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
     add("--interleave-probs", type=float, nargs="+", help="fraction of each dataset")
-    add("--mix-strategy", choices=MIX_STRATEGIES)
+    add("--mix-strategy", choices=PreprocessConfig.choices["mix_strategy"])
     add("--seed", type=int, help="for interleaving")
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokens").add_argument
-    add("--tokenizer-type", help=" or ".join(TOKENIZER_TYPES))
+    add("--tokenizer-type", help=" or ".join(PreprocessConfig.choices["tokenizer_type"]))
     add("--tokenizer-name-or-path")
     add("--tokenizer-not-use-fast", action="store_true", default=None)
     add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the tokenizer")
     add("--prompt-type", help="chat template; hf is the tokenizer's own")
     add("--prompt-type-path", help="template file of your own")
-    add("--enable-thinking", choices=THINKING)
+    add("--enable-thinking", choices=PreprocessConfig.choices["enable_thinking"])
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
     add("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
     add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")
@@ -133,7 +132,7 @@ def _add_ignored(parser: argparse.ArgumentParser) -> None:
             add(flag, type=kind, help=only)
 
 
-def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict[str, Any]:
+def _load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict[str, Any]:
     """Read a dataset YAML file; hyphens in keys become underscores.
 
     Raises:
@@ -156,7 +155,7 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def build_config(values: dict[str, Any]) -> PreprocessConfig:
+def _build_config(values: dict[str, Any]) -> PreprocessConfig:
     """Build a PreprocessConfig from settings.
 
     Raises:
@@ -196,7 +195,7 @@ def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = DEFAULT_C
     config_dir = arguments.pop("config_dir")
     count = arguments.pop("show")
     try:
-        values = load_dataset_config(name, config_dir) if name else {}
+        values = _load_dataset_config(name, config_dir) if name else {}
         values.update({key: value for key, value in arguments.items() if value is not None})
         keys = values.pop(_MERGE_KEY, None)
         if keys:
@@ -207,9 +206,9 @@ def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = DEFAULT_C
             return 0
         if count is not None:
             values.setdefault("output_prefix", "")
-            print(show(build_config(values), count))
+            print(show(_build_config(values), count))
             return 0
-        print(run(build_config(values), chunk_size).text)
+        print(run(_build_config(values), chunk_size).text)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

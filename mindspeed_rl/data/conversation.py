@@ -22,8 +22,18 @@ class MalformedRowError(ValueError):
     """A row whose structure is wrong: a missing column, roles out of order, broken JSON."""
 
 
+class DropReason:
+    """Names of the counters of dropped rows."""
+
+    MALFORMED = "malformed"
+    TOO_LONG = "too long"
+    EMPTY_ANSWER = "empty answer"
+    EMPTY_PROMPT = "empty prompt"
+    EMPTY_TEXT = "empty text"
+
+
 class DroppedRowError(Exception):
-    """A well-formed row that cannot be used; `reason` is the name of its counter."""
+    """A well-formed row that cannot be used; `reason` is the name of its counter, as in DropReason where it has one."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

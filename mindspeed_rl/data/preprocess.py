@@ -1,7 +1,7 @@
 """The preprocessing run: plan chunks, encode them in workers, write columns in input order, pack, publish, report.
 
 The files do not depend on the number of workers or parts: chunks come back in input order, and packing looks at all samples at
-once. Everything is written in a hidden folder beside the target and renamed at the end, indexes last, so an interrupted run
+once. Everything is written in a hidden folder next to the target and renamed at the end, indexes last, so an interrupted run
 leaves nothing that can be opened. With `--n-subs N` the work is cut into N consecutive parts; a repeated command keeps the
 finished ones.
 """
@@ -13,38 +13,40 @@ import json
 import os
 import sys
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from mindspeed_rl.data import handler_class
+from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
-from mindspeed_rl.data.parts import PartWriter, join_parts, publish, work_folder
-from mindspeed_rl.data.pool import ChunkResult, encode_chunks
-from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, ChunkSize, RowSource, open_source, read_chunk
-from mindspeed_rl.data.summary import MALFORMED, Counts, format_summary, render_columns
+from mindspeed_rl.data.parts import join_parts, publish, work_folder, write_parts
+from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
+from mindspeed_rl.data.summary import Counts, format_summary, render_columns
 from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 
-TOKENIZER_TYPES = ("PretrainedFromHF", "HuggingFaceTokenizer")
-ON_BAD_ROW = ("error", "skip")
-THINKING: tuple[Thinking, ...] = get_args(Thinking)
-
-#: processes that any machine starts without a question; all of them are forked at once
-_MOST_WORKERS = 64
+#: a number of processes that any machine can start; all of them are forked at once
+_MAX_WORKERS = 64
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
-_NOT_SAID = ("tokenizer", "template", "system_prompt", "tools")
+_OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools")
 
 
 @dataclass(frozen=True)
 class PreprocessConfig:
     """Settings of a run, under the names of the flags and of the YAML keys."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "tokenizer_type": ("PretrainedFromHF", "HuggingFaceTokenizer"),
+        "on_bad_row": ("error", "skip"),
+        "enable_thinking": get_args(Thinking),
+        "mix_strategy": ("concat", "interleave_under", "interleave_over"),
+    }
 
     input: str
     output_prefix: str
@@ -54,7 +56,7 @@ class PreprocessConfig:
     tokenizer_not_use_fast: bool = False
     trust_remote_code: bool = False
     json_keys: Sequence[str] = ("text",)
-    map_keys: Mapping[str, Any] | None = None
+    map_keys: Mapping[str, object] | None = None
     dataset_additional_keys: Sequence[str] = ()
     prompt_type: str | None = None
     prompt_type_path: str | None = None
@@ -74,7 +76,7 @@ class PreprocessConfig:
     on_bad_row: str = "error"
     cache_dir: str | None = None
     streaming: bool = False
-    hf_datasets_params: Mapping[str, Any] | None = None
+    hf_datasets_params: Mapping[str, object] | None = None
     dataset_dir: str | None = None
     interleave_probs: Sequence[float] = ()
     mix_strategy: str = "concat"
@@ -82,7 +84,7 @@ class PreprocessConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.tokenizer_type not in TOKENIZER_TYPES:
+        if self.tokenizer_type not in self.choices["tokenizer_type"]:
             raise ValueError(
                 f"tokenizer_type={self.tokenizer_type!r} is not supported; use PretrainedFromHF with a tokenizer folder"
             )
@@ -92,21 +94,21 @@ class PreprocessConfig:
             raise ValueError("neat_pack needs pack; give both")
         if self.pack and self.seq_length is None:
             raise ValueError("pack needs seq_length, the length of a packed row")
-        for name, allowed in (("on_bad_row", ON_BAD_ROW), ("enable_thinking", THINKING)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}")
+        for name in ("on_bad_row", "enable_thinking", "mix_strategy"):
+            if getattr(self, name) not in self.choices[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(self.choices[name])}")
         for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.workers > (most := max(_MOST_WORKERS, 2 * (os.cpu_count() or 1))):
-            raise ValueError(f"workers={self.workers} must be at most {most} on this machine")
+        if self.workers > (limit := max(_MAX_WORKERS, 2 * (os.cpu_count() or 1))):
+            raise ValueError(f"workers={self.workers} must be at most {limit} on this machine")
         for name in ("seq_length", "max_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass
-class Report:
+class _Report:
     """Outcome of a run."""
 
     counts: Counts
@@ -141,10 +143,10 @@ def _build_handler(config: PreprocessConfig) -> Handler:
             config.prompt_type or forced or kind.default_template or "empty", tokenizer, path=config.prompt_type_path
         )
         if template.eos_token is not None:
-            # before the handler is made, whose encoder keeps the number of the end token
+            # before the handler is built: its encoder keeps the id of the end token
             set_eos_token(tokenizer, template.eos_token)
         _check_reasoning(config, template)
-    settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _NOT_SAID}
+    settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _OTHER_SETTINGS}
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, **settings))
 
 
@@ -166,69 +168,21 @@ def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) 
         template.drop_thinking = config.drop_thinking
 
 
-class Progress:
-    """A bar with rows/s, tokens/s and time left; without a terminal, a line every `log_interval` rows, but 5 s apart."""
-
-    def __init__(self, total_weight: int | None, log_interval: int) -> None:
-        self._total = total_weight
-        self._interval = log_interval
-        self._start = self._last = time.monotonic()
-        self._logged_rows = 0
-        self._done = 0
-        self._rows = 0
-        self._tokens = 0
-        self._bar = tqdm(
-            total=total_weight,
-            disable=not sys.stderr.isatty(),
-            bar_format="{percentage:3.0f}%|{bar:30}| {elapsed}<{remaining} {postfix}",
-        )
-
-    def add(self, result: ChunkResult) -> None:
-        """Count one chunk."""
-        self._rows += result.counts.rows_read
-        self._tokens += result.counts.tokens
-        self._done += result.weight
-        now = time.monotonic()
-        rate = f"{self._rows / (now - self._start + 1e-9):.0f} rows/s, {self._tokens / (now - self._start + 1e-9):.0f} tokens/s"
-        if not self._bar.disable:
-            self._bar.set_postfix_str(f"{self._rows} rows, {rate}", refresh=False)
-            self._bar.update(result.weight)
-        elif self._rows - self._logged_rows >= self._interval and now - self._last >= 5:
-            self._logged_rows, self._last = self._rows, now
-            left = ""
-            if self._total and self._done:
-                share = self._done / self._total
-                left = f", {100 * share:.0f} %, {(now - self._start) * (1 - share) / share:.0f} s left"
-            print(f"{self._rows} rows, {rate}{left}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _numbered_parts(chunks: Iterator[Chunk], total_weight: int | None, n_subs: int) -> Iterator[tuple[int, Chunk]]:
-    """Give each chunk its part: consecutive runs of about equal weight (all in part 0 where the total is unknown)."""
-    done = 0
-    for chunk in chunks:
-        part = min(n_subs - 1, done * n_subs // total_weight) if total_weight else 0
-        yield part, chunk
-        done += chunk.weight
-
-
 def _final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
-    """Column -> path without suffix of the finished files."""
+    """Return the path without suffix of each column's finished files."""
     if handler.packed:
         return {name: packed_prefix(config.output_prefix, name) for name in handler.columns}
     return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
 
 
-def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> Report:
+def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> _Report:
     """Write the dataset and return the report.
 
     Args:
-        chunk_size: what a worker takes at a time; the files do not depend on it.
+        chunk_size: rows that a worker encodes at a time; the files do not depend on it.
 
     Raises:
-        ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); nothing was kept.
+        ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); no row was kept.
     """
     started = time.monotonic()
     parent = Path(config.output_prefix).expanduser().parent
@@ -240,11 +194,11 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
     names = _final_names(config, handler)
     total_weight = source.total_weight()
-    # of a single part nothing is finished before all is
+    # a single part is complete only at the end, so there is nothing to resume from
     resume = config.n_subs > 1
     fingerprint = _fingerprint(config, source)
     with work_folder(config.output_prefix, fingerprint, resume=resume) as work:
-        counts, parts = _write_parts(config, handler, source, total_weight, work, names)
+        counts, parts = write_parts(config, handler, source, total_weight, work, names)
         if counts.rows_kept == 0:
             dropped = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.items())
             raise ValueError(
@@ -259,17 +213,17 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         if config.pack:
             merged, packs = _pack(config, handler, merged, lengths, work)
         written = {name: open_indexed(prefix) for name, prefix in merged.items()}
-        sample = {name: dataset[0] for name, dataset in written.items()}
+        sample = {name: np.asarray(dataset[0]) for name, dataset in written.items()}
         first_sample = render_columns(handler.settings.tokenizer, sample)
         files = publish(merged, names)
     text = format_summary(
         counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
     )
-    return Report(counts, files, text, lengths)
+    return _Report(counts, files, text, lengths)
 
 
 def _open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:
-    """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
+    """Open the rows: those the handler chooses (dataset names, for example), or those at `input`."""
     own = handler.open_source(config)
     if own is not None:
         return own
@@ -284,57 +238,6 @@ def _fingerprint(config: PreprocessConfig, source: RowSource) -> str:
     settings = {key: value for key, value in asdict(config).items() if key not in ("workers", "log_interval")}
     text = json.dumps([settings, source.fingerprint()], sort_keys=True, default=list, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_parts(
-    config: PreprocessConfig,
-    handler: Handler,
-    source: RowSource,
-    total_weight: int | None,
-    work: Path,
-    names: Mapping[str, str],
-) -> tuple[Counts, list[str]]:
-    """Write every part that is not there yet; return the counts and the parts' path prefixes in order."""
-    total = Counts()
-    parts = [str(work / f"{k:03d}_of_{config.n_subs - 1:03d}") for k in range(config.n_subs)]
-    stamps = [Path(f"{part}.json") for part in parts]
-    finished = {k: Counts.from_dict(json.loads(stamp.read_text())) for k, stamp in enumerate(stamps) if stamp.is_file()}
-    # chunks are taken ahead of their results, which come back in the same order
-    numbers: deque[int] = deque()
-
-    def to_do() -> Iterator[Chunk]:
-        for part, chunk in _numbered_parts(source.chunks(), total_weight, config.n_subs):
-            if part not in finished:
-                numbers.append(part)
-                yield chunk
-
-    progress = Progress(total_weight, config.log_interval)
-    writer: PartWriter | None = None
-    results = encode_chunks(handler, to_do(), workers=config.workers, on_bad_row=config.on_bad_row)
-    try:
-        for result in results:
-            number = numbers.popleft()
-            if writer is None or writer.number != number:
-                if writer is not None:
-                    finished[writer.number] = writer.close(stamps[writer.number])
-                writer = PartWriter(number, {name: f"{parts[number]}_{Path(prefix).name}" for name, prefix in names.items()})
-            if result.first_error is not None:
-                raise ValueError(f"{result.first_error} (on_bad_row=skip leaves such rows out)")
-            writer.add(result)
-            progress.add(result)
-        if writer is not None:
-            finished[writer.number] = writer.close(stamps[writer.number])
-            writer = None
-    finally:
-        # ends the workers where a row has stopped the run
-        results.close()
-        progress.close()
-        if writer is not None:
-            writer.abort()
-    for number in sorted(finished):
-        total.add(finished[number])
-    # a part that kept no row has an empty .bin, which no reader takes
-    return total, [parts[number] for number in sorted(finished) if finished[number].rows_kept]
 
 
 def _greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
@@ -409,21 +312,21 @@ def _pack(
 ) -> tuple[dict[str, str], str]:
     """Write packs of the merged samples; return their path prefixes and a line for the report."""
     assert config.seq_length is not None
-    # MindSpeed-LLM's capacity, so that packs come out alike
+    # MindSpeed-LLM's capacity, so that the packs are equal
     packs = _greedy_packs(lengths, config.seq_length - 1)
     inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
     packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in merged.items()}
     writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
     pad_id = handler.settings.tokenizer.pad_token_id
     for pack in packs:
-        samples: Any = [(inputs[index], labels[index]) for index in pack]
+        samples = [(np.asarray(inputs[index]), np.asarray(labels[index])) for index in pack]
         row = _pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
         for name, values in zip(("input_ids", "attention_mask", "labels"), row, strict=True):
             writers[name].add_documents(values, [len(values)])
     for writer in writers.values():
         writer.close()
-    share = lengths.sum() / (len(packs) * config.seq_length)
-    return packed, f"packs: {len(packs)} rows of {config.seq_length} tokens, {100 * share:.1f} % filled"
+    filled = lengths.sum() / (len(packs) * config.seq_length)
+    return packed, f"packs: {len(packs)} rows of {config.seq_length} tokens, {100 * filled:.1f} % filled"
 
 
 def show(config: PreprocessConfig, count: int) -> str:
@@ -442,7 +345,7 @@ def show(config: PreprocessConfig, count: int) -> str:
             if batch.bad and config.on_bad_row == "error":
                 raise ValueError(f"{chunk.path}, row {number}: {batch.bad[0][1]} (on_bad_row=skip leaves such rows out)")
             dropped.update(batch.dropped)
-            dropped[MALFORMED] += len(batch.bad)
+            dropped[DropReason.MALFORMED] += len(batch.bad)
             for encoded in batch.rows:
                 lines.append(f"--- {chunk.path}, row {number}{' (truncated)' if encoded.truncated else ''}")
                 lines.append(render_columns(handler.settings.tokenizer, encoded.columns))

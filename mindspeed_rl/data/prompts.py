@@ -7,17 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from mindspeed_rl.data import handler_class
-from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError
+from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
-from mindspeed_rl.data.summary import MALFORMED
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
@@ -37,34 +36,34 @@ class PromptItem(TypedDict):
 
     prompt_ids: list[int]
     label: str | None
-    columns: dict[str, Any]
+    columns: dict[str, object]
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Settings of raw prompts; names are those of `actor_config`, which has true, false or nothing for enable_thinking.
+    """Settings of raw prompts; names are those of `actor_config`, where enable_thinking is true, false or unset.
 
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
-    R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
-    system_prompt stands before every prompt whose row brings none. tools are function schemas that every prompt tells of, where
-    its template can write them; a row's own come first.
+    R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
+    system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
+    can write them; a row's own take their place.
     """
 
     prompt_type: str | None = None
     prompt_type_path: str | None = None
-    map_keys: Mapping[str, Any] | None = None
+    map_keys: Mapping[str, object] | None = None
     handler_name: str | None = None
     enable_thinking: Thinking = "none"
     on_bad_row: str = "error"
     system_prompt: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, object], ...] = ()
 
 
 class PromptDataset:
     """Prompts shorter than `max_prompt_length`, with their labels and additional columns.
 
-    Build it with `open_prompts`. `num_read` counts the rows there were, `num_too_long` those filtered out for their length,
+    Build it with `open_prompts`. `num_read` counts all rows, `num_too_long` those filtered out for their length,
     `dropped` those left out for another reason (malformed, empty ...).
     """
 
@@ -77,7 +76,7 @@ class PromptDataset:
         dropped: Mapping[str, int],
         first: int = 0,
     ) -> None:
-        """`first` is the row that `lengths` begins with."""
+        """Select the rows; `first` is the row of `lengths[0]`."""
         self._rows = rows
         # strictly below, as upstream filters
         self._row_indices = np.flatnonzero(lengths < max_prompt_length)
@@ -99,24 +98,24 @@ class PromptDataset:
         return self._rows[int(self._row_indices[index]) + self._first]
 
     def where(self, index: int) -> str:
-        """File and row of a prompt, for messages."""
+        """Return file and row of a prompt, for messages."""
         return self._rows.where(int(self._row_indices[index]) + self._first)
 
     def part(self, first: float, end: float) -> PromptDataset:
-        """The prompts from one share of them to another, in their order; parts that share a bound have no prompt in common.
+        """Return the prompts between two fractions, in order; parts that meet at a bound have no common prompt.
 
         Raises:
-            ValueError: there is none between them.
+            ValueError: no prompt is between them.
         """
-        start, stop = (round(len(self) * share) for share in (first, end))
+        start, stop = (round(len(self) * fraction) for fraction in (first, end))
         if start == stop:
-            raise ValueError(f"split: the share from {first:g} to {end:g} of {len(self)} prompts is none")
+            raise ValueError(f"split: no prompt of {len(self)} is between the fractions {first:g} and {end:g}")
         part = copy.copy(self)
         part._row_indices, part.lengths = self._row_indices[start:stop], self.lengths[start:stop]
         return part
 
     def describe(self) -> str:
-        """One line for the log: how many prompts there are and why others are not."""
+        """Return a line for the log: the number of prompts and of rows left out, by reason."""
         reasons = "".join(f", {count} {reason}" for reason, count in sorted(self.dropped.items()))
         return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{reasons})"
 
@@ -145,24 +144,22 @@ class _IndexedPrompts:
         return text
 
     def __getitem__(self, index: int) -> PromptItem:
-        return PromptItem(
-            prompt_ids=self.rows.row(index, "input_ids").tolist(),
-            label=self._text(index, LABELS) if self._has_label else None,
-            columns={name: self._text(index, name) for name in self._extra},
-        )
+        columns: dict[str, object] = {name: self._text(index, name) for name in self._extra}
+        label = self._text(index, LABELS) if self._has_label else None
+        return PromptItem(prompt_ids=self.rows.row(index, "input_ids").tolist(), label=label, columns=columns)
 
 
 class _RawPrompts:
-    """Prompts tokenized at load; 4 bytes a token are kept, plus the rows' labels and additional columns."""
+    """Prompts tokenized at load, at 4 bytes a token, with the rows' labels and additional columns."""
 
     def __init__(self) -> None:
-        self._tokens: list[np.ndarray] = []
+        self.tokens: list[np.ndarray] = []
         self._labels: list[str | None] = []
-        self._columns: list[dict[str, Any]] = []
+        self._columns: list[dict[str, object]] = []
         self._origins: list[tuple[str, int]] = []  # file and row
 
-    def append(self, tokens: Sequence[int], values: Mapping[str, Any], origin: tuple[str, int]) -> None:
-        self._tokens.append(np.array(tokens, dtype=np.int32))
+    def append(self, tokens: Sequence[int], values: Mapping[str, object], origin: tuple[str, int]) -> None:
+        self.tokens.append(np.array(tokens, dtype=np.int32))
         self._origins.append(origin)
         self._labels.append(as_text(values[LABELS]) if LABELS in values else None)
         self._columns.append({name: value for name, value in values.items() if name != LABELS})
@@ -171,11 +168,8 @@ class _RawPrompts:
         path, number = self._origins[index]
         return f"{path}, row {number}"
 
-    def lengths(self) -> np.ndarray:
-        return np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)
-
     def __getitem__(self, index: int) -> PromptItem:
-        return PromptItem(prompt_ids=self._tokens[index].tolist(), label=self._labels[index], columns=self._columns[index])
+        return PromptItem(prompt_ids=self.tokens[index].tolist(), label=self._labels[index], columns=self._columns[index])
 
 
 def open_prompts(
@@ -190,14 +184,14 @@ def open_prompts(
 
     Args:
         data_path: a folder may be one of `save_to_disk`; a dataset of the hub is written hf://owner/name. With [start:stop] or
-            #count behind it only these rows are read; rows count from 0, and before any is left out.
+            #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
 
     Raises:
-        ValueError: nothing usable is there, a column is missing, or a row is malformed while on_bad_row is "error".
+        ValueError: no usable data is there, a column is missing, or a row is malformed while on_bad_row is "error".
     """
     settings = settings or PromptSettings()
     check_prompt_files(data_path)
@@ -228,7 +222,7 @@ def check_prompt_files(data_path: str | Path) -> None:
 def split_slice(data_path: str) -> tuple[str, int, int | None]:
     """Return path, first row and the row after the last (None: to the end) of "path[start:stop]" or "path#count".
 
-    An existing path is taken as it is written.
+    An existing path is returned unchanged.
 
     Raises:
         ValueError: no row is left.
@@ -240,7 +234,7 @@ def split_slice(data_path: str) -> tuple[str, int, int | None]:
     start, end = int(first or 0), count or last
     stop = int(end) if end else None
     if stop is not None and stop <= start:
-        raise ValueError(f"data_path={data_path!r} asks for the rows from {start} to before {stop}: there is none")
+        raise ValueError(f"data_path={data_path!r} selects no row: {stop} is not after {start}")
     return path, start, stop
 
 
@@ -262,19 +256,21 @@ def _load_raw(
     handler: PromptHandler | None = None
     to_skip = start
     for chunk in source.chunks():
-        # by their numbers: empty lines are counted, as by `_limit_rows`, but are not among the rows
+        # by row number: empty lines are counted, as by `_limit_rows`, but not read
         numbered = [(number, row) for number, row in read_chunk(chunk) if number - chunk.first_row >= to_skip]
         to_skip = max(0, to_skip - chunk.num_rows)
         if not numbered:
             continue
         if handler is None:
-            # one row decides how all are read: a data set has one layout
+            # the first row decides for all: a data set has one layout
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
             if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
                 settings = replace(settings, map_keys=_PLAIN_COLUMNS)
             if keys is None:
-                keys = (LABELS,) if _has_answer(first, settings) else ()
-            kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
+                guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
+                has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
+                keys = (LABELS,) if has_answer else ()
+            kind = handler_class(settings.handler_name or _choose_handler(first, keys, settings.map_keys))
             reader = kind(
                 HandlerSettings(
                     tokenizer=tokenizer,
@@ -288,7 +284,7 @@ def _load_raw(
             )
             if not isinstance(reader, PromptHandler):
                 raise ValueError(
-                    f"handler_name={settings.handler_name!r} reads no prompts; use PPO-, R1-, Math17kAlpaca... or R1Sharegpt..."
+                    f"handler_name={settings.handler_name!r} is not for prompts; use a PPO..., R1... or Math17k... handler"
                 )
             handler = reader
         drafts = []
@@ -316,17 +312,13 @@ def _load_raw(
             number, error = min(bad, key=lambda entry: entry[0])
             raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
         if bad:
-            dropped[MALFORMED] = dropped.get(MALFORMED, 0) + len(bad)
-    return PromptDataset(rows, rows.lengths(), max_prompt_length=max_prompt_length, dropped=dropped)
+            dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
+    lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
+    return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped)
 
 
-def _has_answer(row: Mapping[str, Any], settings: PromptSettings) -> bool:
-    kind = handler_class(settings.handler_name or _handler_for(row, (LABELS,), settings.map_keys))
-    return {**kind.default_map, **(settings.map_keys or {})}.get("response") in row
-
-
-def _handler_for(row: Mapping[str, Any], keys: Sequence[str], map_keys: Mapping[str, Any] | None) -> str:
+def _choose_handler(row: Row, keys: Sequence[str], map_keys: Mapping[str, object] | None) -> str:
     column = (map_keys or {}).get("prompt", "prompt")
-    if isinstance(row.get(column), (list, tuple)):
+    if isinstance(row.get(str(column)), (list, tuple)):
         return "Math17kAlpacaStyleInstructionHandler"
     return "R1AlpacaStyleInstructionHandler" if LABELS in keys else "PPOAlpacaStyleInstructionHandler"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.data import strict_json
-from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.conversation import MalformedRowError, Row
 from mindspeed_rl.data.strict_json import StrictDecoder
 
 _FORMATS = {
@@ -32,7 +32,7 @@ _FORMATS = {
 #: decodes bytes that are no UTF-8 to U+DC80 to U+DCFF, so that messages can name their row
 _KEEP_BYTES = "surrogateescape"
 _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
-_NumberedRow = tuple[int, Mapping[str, Any] | MalformedRowError]
+_NumberedRow = tuple[int, Row | MalformedRowError]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Source:
 
 
 def open_source(
-    location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, Any] | None = None
+    location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, object] | None = None
 ) -> Source:
     """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
@@ -185,7 +185,11 @@ def _starts_with_bracket(path: Path) -> bool:
 
 def _open_folder(path: Path) -> Source:
     # sorted, because the order of rglob is the file system's; hidden is tested below the folder, which may be in ~/.cache
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in _FORMATS)
     if not kinds:
         raise ValueError(f"input={str(path)!r} holds no {', '.join(_FORMATS)} files")
@@ -198,10 +202,6 @@ def _open_folder(path: Path) -> Source:
         raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each its own folder")
     ignored = tuple(str(file) for file in files if file.suffix.lower() != suffix)
     return Source(formats.pop(), tuple(str(file) for file in chosen), ignored)
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _open_saved_dataset(path: Path) -> Source:
@@ -255,7 +255,7 @@ def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:
 
 
 def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
-    rows: list[Any] = []
+    rows: list[object] = []
     first = 1
     position = 0
     with open(path, "rb") as raw:
@@ -269,7 +269,7 @@ def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
-def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
+def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[object]:
     """Decode the elements of a JSON array one by one, reading only as far as needed."""
     decoder = StrictDecoder()
     whitespace = " \t\r\n"
@@ -315,7 +315,7 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
 def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     # the default of 128 KiB raises at a long field
     csv.field_size_limit(1 << 30)
-    rows: list[Any] = []
+    rows: list[object] = []
     first = 1
     position = 0
     with open(path, "rb") as raw:
@@ -329,7 +329,7 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
-def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | MalformedRowError:
+def _csv_row(row: Row) -> Row | MalformedRowError:
     # DictReader puts surplus fields under None, and None where fields are missing
     if None in row or None in row.values():
         return MalformedRowError("has more or fewer fields than the header")
@@ -411,7 +411,7 @@ def _dataset_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]
 
 
 def _stream_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]:
-    rows: list[Any] = []
+    rows: list[object] = []
     first = 1
     for value in dataset:
         rows.append(value)
@@ -458,7 +458,7 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
     return [(number, _json_row(line)) for number, line in rows if line.strip()]
 
 
-def _text_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
+def _text_row(line: bytes) -> Row | MalformedRowError:
     try:
         # a file's first line may begin with a byte order mark
         return {"text": line.decode("utf-8-sig").rstrip("\r")}
@@ -466,7 +466,7 @@ def _text_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
         return MalformedRowError(f"is not UTF-8 ({error})")
 
 
-def _json_row(line: bytes) -> Mapping[str, Any] | MalformedRowError:
+def _json_row(line: bytes) -> Row | MalformedRowError:
     try:
         return strict_json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
@@ -486,7 +486,7 @@ def _limit_rows(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk
         left -= chunk.num_rows
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, int, Mapping[str, Any] | MalformedRowError]]:
+def read_rows(source: Source) -> Iterator[tuple[str, int, Row | MalformedRowError]]:
     """Yield (path, row number, row) of everything, in this process."""
     for chunk in source.chunks():
         for number, row in read_chunk(chunk):

@@ -1,7 +1,7 @@
-"""JSON as data may hold it: no NaN or Infinity, no key twice in an object, no half of a surrogate pair, no endless numbers.
+"""Strict JSON for data: no NaN or Infinity, no key twice in an object, no half of a surrogate pair, no endless numbers.
 
-Python's decoder takes all of these. A number that is none, one of two values, or a text that no tokenizer can read would then
-train a model without a word, or end the run with a traceback that names no row.
+Python's decoder accepts all of these. They would then train a model without a warning, or end the run with a traceback that
+names no row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-# where Python's own int() stops reading text
+# the limit of Python's int()
 _MAX_DIGITS = 4300
 _HALF = re.compile(r"[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -25,8 +25,8 @@ class StrictDecoder:
             object_pairs_hook=self._object, parse_constant=self._constant, parse_int=self._integer, strict=True
         )
 
-    def raw_decode(self, text: str, start: int = 0) -> tuple[Any, int, str | None]:
-        """(value, its end, what is wrong with it or None) of the JSON value that begins at `start`.
+    def raw_decode(self, text: str, start: int = 0) -> tuple[object, int, str | None]:
+        """Decode the JSON value that begins at `start` to (value, its end, the violation or None).
 
         Raises:
             json.JSONDecodeError: the text is no JSON, or ends early.
@@ -38,7 +38,7 @@ class StrictDecoder:
             raise json.JSONDecodeError("nested too deeply", text, start) from None
         half = None if text.isascii() else _HALF.search(text, start, end)
         if half is None and _ESCAPED_HALF.search(text, start, end):
-            # two escaped halves may be one character: the decoded text tells
+            # two escaped halves may be one character: check the decoded text
             half = _HALF.search(json.dumps(value, ensure_ascii=False))
         if half is not None:
             self._problem = f"it holds U+{ord(half.group()):04X}, half of a surrogate pair, which is no character"
@@ -48,7 +48,7 @@ class StrictDecoder:
         """Decode a text that is one JSON value.
 
         Raises:
-            ValueError: the text is no JSON, or holds what data may not hold.
+            ValueError: the text is not JSON, or not strict JSON.
         """
         start = len(text) - len(text.lstrip(" \t\r\n"))
         value, end, problem = self.raw_decode(text, start)
@@ -58,7 +58,7 @@ class StrictDecoder:
             raise ValueError(problem)
         return value
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         value = dict(pairs)
         if len(value) != len(pairs):
             keys = [key for key, _ in pairs]
@@ -78,9 +78,4 @@ class StrictDecoder:
         return int(digits)
 
 
-_shared = StrictDecoder()
-
-
-def loads(text: str) -> Any:
-    """Decode as StrictDecoder.loads."""
-    return _shared.loads(text)
+loads = StrictDecoder().loads

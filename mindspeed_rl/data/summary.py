@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from mindspeed_rl.data.indexed import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_BAD_ROWS_LISTED = 10
-MALFORMED = "malformed"
-TRAINED_OPEN, TRAINED_CLOSE = "⟦", "⟧"
-
 
 @dataclass
 class Counts:
-    """Counts of the rows of a part or of the full input."""
+    """Counts of the rows of a part or of the full input; `bad_rows` holds the first messages."""
+
+    max_bad_rows: ClassVar[int] = 10
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -39,16 +37,7 @@ class Counts:
         self.tokens += other.tokens
         self.tokens_trained += other.tokens_trained
         self.dropped.update(other.dropped)
-        self.bad_rows = (self.bad_rows + other.bad_rows)[:MAX_BAD_ROWS_LISTED]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; `Counts.from_dict` reads it."""
-        return {**asdict(self), "dropped": dict(self.dropped)}
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> Counts:
-        fields: dict[str, Any] = {**value, "dropped": Counter(value["dropped"])}
-        return Counts(**fields)
+        self.bad_rows = (self.bad_rows + other.bad_rows)[: self.max_bad_rows]
 
 
 def _histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
@@ -91,12 +80,12 @@ def _mark_text(
         while stop < len(ids) and trained[stop] == trained[start]:
             stop += 1
         run = str(tokenizer.decode(ids[start:stop], skip_special_tokens=False))
-        text.append(f"{TRAINED_OPEN}{run}{TRAINED_CLOSE}" if trained[start] else run)
+        text.append(f"⟦{run}⟧" if trained[start] else run)
         start = stop
     return "".join(text)
 
 
-def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> str:
+def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.ndarray | list[int]]) -> str:
     """Render one sample, all its columns: pairs of (input_ids, labels) with marks, other columns as plain text."""
     parts = []
     for name, tokens in columns.items():

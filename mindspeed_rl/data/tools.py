@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Protocol
 
 from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import JsonObject, ToolCall
@@ -14,32 +13,14 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _function(tool: JsonObject) -> JsonObject:
-    return tool.get("function", tool)
-
-
-class _ToolStyle(Protocol):
-    """Interface of a tool format."""
+class _ToolStyle:
+    """A tool format. This one is for models that have none: `Action:` and `Action Input:` lines."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
         """Return the text that follows the system prompt."""
-        ...
-
-    def calls(self, calls: Sequence[ToolCall]) -> str:
-        """Return the text of the assistant's calls.
-
-        Raises:
-            ValueError: more calls in one turn than the format holds.
-        """
-        ...
-
-
-class _DefaultTools:
-    """Plain text for models without a tool format: `Action:` and `Action Input:` lines."""
-
-    def schemas(self, tools: Sequence[JsonObject]) -> str:
-        listing = "\n".join(_json(_function(tool)) for tool in tools)
-        names = ", ".join(_function(tool)["name"] for tool in tools)
+        functions = [tool.get("function", tool) for tool in tools]
+        listing = "\n".join(_json(function) for function in functions)
+        names = ", ".join(function["name"] for function in functions)
         return (
             f"\n\nThese tools can be called, one JSON schema a line:\n{listing}\n\n"
             "To call a tool, reply with these two lines and stop:\n"
@@ -47,10 +28,15 @@ class _DefaultTools:
         )
 
     def calls(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of the assistant's calls.
+
+        Raises:
+            ValueError: more calls in one turn than the format holds.
+        """
         return "\n".join(f"Action: {call.name}\nAction Input: {_json(call.arguments)}" for call in calls)
 
 
-class _QwenTools:
+class _QwenTools(_ToolStyle):
     """Qwen 2.5 and 3: schemas in <tools>, each call in <tool_call>, as in their chat templates."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
@@ -69,13 +55,13 @@ class _QwenTools:
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-class _Glm4Tools:
+class _Glm4Tools(_ToolStyle):
     r"""GLM-4 and ChatGLM3: a Chinese tool section in the system turn, `name\narguments` as the call."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
         sections = []
         for tool in tools:
-            function = _function(tool)
+            function = tool.get("function", tool)
             body = json.dumps(function, ensure_ascii=False, indent=4)
             sections.append(f"\n\n## {function['name']}\n\n{body}\n在调用上述函数时，请使用 Json 格式表示调用的参数。")
         return "\n\n# 可用工具" + "".join(sections)
@@ -86,7 +72,7 @@ class _Glm4Tools:
         return f"{calls[0].name}\n{_json(calls[0].arguments)}"
 
 
-class _Llama3Tools:
+class _Llama3Tools(_ToolStyle):
     """Llama 3.1: a JSON object `{"name": ..., "parameters": ...}` as the call; one a turn."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
@@ -103,7 +89,7 @@ class _Llama3Tools:
         return _json({"name": calls[0].name, "parameters": calls[0].arguments})
 
 
-class _Glm4MoeTools:
+class _Glm4MoeTools(_ToolStyle):
     """GLM-4.5: schemas in <tools>, arguments as <arg_key>/<arg_value> pairs."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
@@ -129,11 +115,11 @@ class _Glm4MoeTools:
         return "\n".join(texts)
 
 
-class _DeepSeek4Tools:
+class _DeepSeek4Tools(_ToolStyle):
     """DeepSeek-V4: schemas after the system text, calls in DSML markup."""
 
     def schemas(self, tools: Sequence[JsonObject]) -> str:
-        listing = "\n".join(_json(_function(tool)) for tool in tools)
+        listing = "\n".join(_json(tool.get("function", tool)) for tool in tools)
         return (
             "\n\n## Tools\n\nYou have access to a set of tools to help answer the user's question. "
             'You can invoke tools by writing a "<｜DSML｜tool_calls>" block like the following:\n\n'
@@ -162,7 +148,7 @@ class _DeepSeek4Tools:
 
 
 _TOOL_STYLES: dict[str, _ToolStyle] = {
-    "default": _DefaultTools(),
+    "default": _ToolStyle(),
     "qwen": _QwenTools(),
     "qwen3": _QwenTools(),
     "glm4": _Glm4Tools(),

@@ -21,11 +21,19 @@ from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinkin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# MindSpeed-LLM's cutoff without seq_length
-DEFAULT_CUTOFF_TOKENS = 100_000
-TOO_LONG = "too long"
-EMPTY_ANSWER = "empty answer"
-EMPTY_PROMPT = "empty prompt"
+    from mindspeed_rl.data.preprocess import PreprocessConfig
+
+
+# names in a ShareGPT conversation; map_keys.tags replaces some
+_DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
 
 
 @dataclass(frozen=True)
@@ -34,14 +42,14 @@ class HandlerSettings:
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | HfTemplate | None = None
-    map_keys: Mapping[str, Any] | None = None
+    map_keys: Mapping[str, object] | None = None
     json_keys: Sequence[str] = ("text",)
     dataset_additional_keys: Sequence[str] = ()
     seq_length: int | None = None
     enable_thinking: Thinking = "none"
     reasoning_effort: str | None = None
     system_prompt: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     append_eod: bool = False
     pad_to_multiple_of: int = 1
     neat_pack: bool = False
@@ -51,7 +59,7 @@ class HandlerSettings:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row after rendering: the texts to encode, and what the handler needs to remember about the row."""
+    """A row after rendering: the texts to encode, and a note of the handler about the row."""
 
     renderings: tuple[Rendering, ...]
     note: Any = None
@@ -59,7 +67,7 @@ class Draft:
 
 @dataclass
 class EncodedRow:
-    """Arrays of one row; `truncated` tells that tokens were cut off."""
+    """Arrays of one row; `truncated`: tokens were cut off."""
 
     columns: Mapping[str, np.ndarray | list[int]]
     truncated: bool = False
@@ -75,9 +83,9 @@ class _EncodedBatch:
 
 
 class Handler(ABC):
-    """Turns rows into token arrays.
+    """Base of the handlers, which turn rows into token arrays.
 
-    A subclass says which columns it writes, renders a row, and assembles the encoded texts.
+    A subclass names the columns it writes, renders a row, and assembles the encoded texts.
 
     Args:
         settings: see HandlerSettings.
@@ -99,6 +107,8 @@ class Handler(ABC):
 
     def __init__(self, settings: HandlerSettings) -> None:
         self.settings = settings
+        # MindSpeed-LLM's cutoff without seq_length
+        self.max_tokens = settings.seq_length or 100_000
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
         known = self.known_columns(settings)
         self.map: dict[str, Any] = dict(known)
@@ -120,13 +130,19 @@ class Handler(ABC):
             )
         if self.needs_template and settings.template is None:
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
+        if "tags" in self.default_map:
+            tags = self.map["tags"] or {}
+            unknown = sorted(set(tags) - set(_DEFAULT_TAGS))
+            if unknown:
+                raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(_DEFAULT_TAGS)}")
+            self.tags: dict[str, str] = {**_DEFAULT_TAGS, **tags}
 
     def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
         """Return the names that map_keys may hold, with the columns they stand for."""
         return self.default_map
 
-    def open_source(self, config: Any) -> RowSource | None:
-        """Open the rows when the handler itself looks them up; None means what lies at `config.input`."""
+    def open_source(self, config: PreprocessConfig) -> RowSource | None:
+        """Open the rows where the handler itself looks them up; None means the files or dataset at `config.input`."""
         return None
 
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
@@ -149,7 +165,7 @@ class Handler(ABC):
         """Return the value of the dataset column that stands for `key`; None for an optional column that is off or absent.
 
         Raises:
-            MalformedRowError: the column was asked for in map_keys, or is required, and the row lacks it.
+            MalformedRowError: the column is in map_keys or required, and the row lacks it.
         """
         name = self.map[key]
         if not name:
@@ -199,8 +215,8 @@ class Handler(ABC):
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         """Return the arrays of a row from its encoded renderings; may raise DroppedRowError."""
 
-    def encode(self, rows: Sequence[tuple[int, Any]]) -> _EncodedBatch:
-        """Encode numbered rows with one call of the tokenizer. A MalformedRowError in place of a row is passed on."""
+    def encode(self, rows: Sequence[tuple[int, object]]) -> _EncodedBatch:
+        """Encode rows, given with their numbers, in one call of the tokenizer; a MalformedRowError marks a bad row."""
         batch = _EncodedBatch()
         drafts: list[tuple[int, Draft]] = []
         for number, row in rows:
@@ -216,7 +232,7 @@ class Handler(ABC):
                 batch.dropped[drop.reason] += 1
         encoded = iter(self.encoder.encode_renderings([r for _, draft in drafts for r in draft.renderings]))
         for number, draft in drafts:
-            # taken whatever becomes of the row, or the next one would get its texts
+            # taken even if the row is dropped, or the next one would get its texts
             own = [next(encoded) for _ in draft.renderings]
             try:
                 batch.rows.append(self.assemble(draft, raise_encoding_errors(own)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
     Conversation,
     DroppedRowError,
+    DropReason,
     MalformedRowError,
     Message,
     Role,
@@ -22,20 +23,15 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.encoding import TurnIds, ends_with, join_turns
 from mindspeed_rl.data.handlers.base import (
-    DEFAULT_CUTOFF_TOKENS,
-    EMPTY_ANSWER,
-    EMPTY_PROMPT,
-    TOO_LONG,
     Draft,
     EncodedRow,
     Handler,
-    HandlerSettings,
     join_lines,
 )
 
 
 class InstructionHandler(Handler):
-    """Base of the supervised handlers: a subclass reads a conversation out of a row."""
+    """Base of the supervised handlers: a subclass reads the conversation of a row."""
 
     can_pack = True
     can_append_eod = True
@@ -55,22 +51,22 @@ class InstructionHandler(Handler):
             raise MalformedRowError("the last message is not from the assistant")
         for message in conversation.messages[1::2]:
             if not message.content.strip() and not message.calls:
-                raise DroppedRowError(EMPTY_ANSWER)
+                raise DroppedRowError(DropReason.EMPTY_ANSWER)
         if not any(message.content.strip() for message in conversation.messages[::2]):
-            raise DroppedRowError(EMPTY_PROMPT)
+            raise DroppedRowError(DropReason.EMPTY_PROMPT)
         return Draft((self.render_conversation(conversation),))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         (turns,) = encoded
         seq_length = self.settings.seq_length
-        budget = DEFAULT_CUTOFF_TOKENS
+        budget = self.max_tokens
         efficient_eos = draft.renderings[0].efficient_eos
         if seq_length is not None:
             closes = efficient_eos or (self.settings.append_eod and not ends_with(turns, self.encoder.eos_id))
             total = sum(len(source) + len(target) for source, target in turns) + closes
-            # MindSpeed-LLM's rule, so that files come out alike: dropped at seq_length, with neat_pack cut to one less
+            # MindSpeed-LLM's rule, so that the files are equal: dropped at seq_length, with neat_pack cut to one less
             if total >= seq_length and not self.settings.neat_pack:
-                raise DroppedRowError(TOO_LONG)
+                raise DroppedRowError(DropReason.TOO_LONG)
             budget = seq_length - 1
         input_ids, labels, truncated = join_turns(
             turns,
@@ -85,7 +81,7 @@ class InstructionHandler(Handler):
 
 
 def alpaca_question(handler: Handler, row: Row) -> tuple[list[Message], str | None, str]:
-    """(messages of the history, system, question) of an Alpaca row; the question is `prompt` and `query` on separate lines.
+    """Read (messages of the history, system, question) of an Alpaca row; the question is `prompt` and `query`, a line each.
 
     Raises:
         MalformedRowError: a column is missing or has the wrong form.
@@ -117,29 +113,6 @@ class AlpacaStyleInstructionHandler(InstructionHandler):
         return Conversation([*messages, user(question), assistant(answer)], system)
 
 
-_DEFAULT_TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
-
-
-def sharegpt_tags(given: Mapping[str, str] | None) -> dict[str, str]:
-    """The tag names; those the user left out keep their defaults.
-
-    Raises:
-        ValueError: an unknown tag.
-    """
-    unknown = sorted(set(given or ()) - set(_DEFAULT_TAGS))
-    if unknown:
-        raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(_DEFAULT_TAGS)}")
-    return {**_DEFAULT_TAGS, **(given or {})}
-
-
 def _parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split a function turn into the text (a thought) before the JSON and the calls in it.
 
@@ -160,11 +133,11 @@ def _parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     return text[:start].strip(), calls
 
 
-def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, list[Message]]:
-    """(system, messages) of a ShareGPT list; a leading system turn is taken out.
+def sharegpt_messages(turns: object, tags: Mapping[str, str]) -> tuple[str | None, list[Message]]:
+    """Read (system, messages) of a ShareGPT list; a leading system turn becomes `system`.
 
     Raises:
-        MalformedRowError: not a list of turns, or an unknown speaker.
+        MalformedRowError: not a list of turns, or an unknown role.
     """
     if not isinstance(turns, (list, tuple)) or not turns:
         raise MalformedRowError("the conversation must be a list of turns")
@@ -198,17 +171,13 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
     default_map: ClassVar = {"messages": "conversations", "system": "system", "tools": "tools", "tags": None}
 
-    def __init__(self, settings: HandlerSettings) -> None:
-        super().__init__(settings)
-        self.tags = sharegpt_tags(self.map["tags"])
-
     def conversation(self, row: Row) -> Conversation:
         system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
         return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
 
 
-def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
-    """(system, messages) of an OpenAI list; the results of parallel calls become one observation, user messages in a row one.
+def openai_messages(entries: object) -> tuple[str | None, list[Message]]:
+    """Read (system, messages) of an OpenAI list; results of parallel calls are joined, and so are user messages in a row.
 
     Raises:
         MalformedRowError: not a list of messages, or an unknown role.
@@ -231,7 +200,7 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
         if role in ("system", "developer") and index == 0:
             system = content
         elif role == "user":
-            # between two answers templates have one turn
+            # templates have one user turn between two answers
             if messages and messages[-1].role == "user":
                 messages[-1] = user(join_lines(messages[-1].content, content))
             else:
@@ -252,8 +221,8 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
     return system, messages
 
 
-def _openai_text(content: Any, index: int) -> str:
-    # null beside tool_calls, as OpenAI's answers have it
+def _openai_text(content: object, index: int) -> str:
+    # null next to tool_calls, as in OpenAI's answers
     if content is None:
         return ""
     if isinstance(content, str):
@@ -266,7 +235,7 @@ def _openai_text(content: Any, index: int) -> str:
 
 
 class OpenAIInstructionHandler(InstructionHandler):
-    """`messages`: a list of {role, content, tool_calls, reasoning_content}; optional tools; the assistant speaks last."""
+    """`messages`: a list of {role, content, tool_calls, reasoning_content}, the assistant's last; optional tools."""
 
     default_map: ClassVar = {"messages": "messages", "system": "system", "tools": "tools"}
 
@@ -283,7 +252,7 @@ class HunyuanInstructionHandler(OpenAIInstructionHandler):
     def conversation(self, row: Row) -> Conversation:
         entries = self.column(row, "messages", required=True)
         if isinstance(entries, (list, tuple)):
-            # looked at as written: openai_messages joins user messages in a row, which would hide a wrong order
+            # checked before openai_messages, which joins user messages in a row and so hides a wrong order
             turns = [entry.get("role") for entry in entries if isinstance(entry, Mapping)]
             turns = turns[1:] if turns[:1] == ["system"] else turns
             for index, role in enumerate(turns):

@@ -1,4 +1,4 @@
-"""Datasets described in a LlamaFactory `dataset_info.json`, one or several mixed into one."""
+"""Datasets of a LlamaFactory `dataset_info.json`: one, or a mixture of several."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.conversation import JsonObject, MalformedRowError
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings
 from mindspeed_rl.data.handlers.instruction import (
@@ -22,26 +22,28 @@ from mindspeed_rl.data.handlers.instruction import (
 )
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 
+if TYPE_CHECKING:
+    from mindspeed_rl.data.preprocess import PreprocessConfig
+
 _INFO_FILE = "dataset_info.json"
-MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
 # dataset_info.json writes OpenAI data as sharegpt with these tags.
 _OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
 @dataclass(frozen=True)
 class _DatasetEntry:
-    """One entry of dataset_info.json that is in use."""
+    """An entry of dataset_info.json that the run reads."""
 
     name: str
     handler: type[InstructionHandler]
-    map_keys: dict[str, Any]
+    map_keys: dict[str, object]
     source: Source
 
 
 def _dataset_entries(
     names: str, dataset_dir: str | None, *, cache_dir: str | None = None, max_rows: int | None = None
 ) -> list[_DatasetEntry]:
-    """Look the comma-separated names up in `<dataset_dir>/dataset_info.json`; `max_rows` limits each of them.
+    """Find the comma-separated names in `<dataset_dir>/dataset_info.json`; `max_rows` limits each of them.
 
     Raises:
         ValueError: the file or a name is missing, or an entry has a form that is not supported.
@@ -65,7 +67,7 @@ def _dataset_entries(
     return entries
 
 
-def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | None) -> _DatasetEntry:
+def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) -> _DatasetEntry:
     if value.get("ranking"):
         raise ValueError(f"dataset {name!r} is a ranking dataset; use a pairwise handler on its file")
     if "file_name" in value:
@@ -97,10 +99,10 @@ def _is_openai(tags: Mapping[str, str] | None) -> bool:
 
 
 class _MixedSource:
-    """Several datasets as one stream of rows that know their dataset.
+    """A mixture of datasets as one stream of rows, each tagged with its dataset.
 
-    concat: one after the other. interleave_under: rows are drawn in turn until a dataset is used up. interleave_over: until
-    each has been used up once, short ones starting over. With probabilities, the dataset of each row is drawn at random.
+    concat: one after the other. interleave_under: a row of each in turn until a dataset is used up. interleave_over: until
+    each has been used up once; short ones start again. With probabilities, the dataset of each row is sampled.
     """
 
     ignored: tuple[str, ...] = ()
@@ -108,26 +110,24 @@ class _MixedSource:
     def __init__(
         self, sources: Sequence[Source], *, strategy: str, probabilities: Sequence[float] = (), seed: int = 1234
     ) -> None:
-        if strategy not in MIX_STRATEGIES:
-            raise ValueError(f"mix_strategy={strategy!r} is unknown; allowed: {', '.join(MIX_STRATEGIES)}")
         if probabilities and strategy == "concat":
             raise ValueError("interleave_probs have no meaning for mix_strategy='concat'")
         if probabilities and (len(probabilities) != len(sources) or min(probabilities) <= 0):
-            raise ValueError(f"interleave_probs must hold a positive share for each of the {len(sources)} datasets")
+            raise ValueError(f"interleave_probs must hold a positive value for each of the {len(sources)} datasets")
         self._sources = list(sources)
         self._strategy = strategy
         self._probabilities = list(probabilities)
         self._seed = seed
 
     def total_weight(self) -> int | None:
-        """Sum over the datasets where they follow each other; unknown for interleaving."""
+        """Return the sum over the datasets; None for interleaving, where it is unknown."""
         weights = [source.total_weight() for source in self._sources]
         if self._strategy != "concat" or any(weight is None for weight in weights):
             return None
         return sum(weight for weight in weights if weight is not None)
 
-    def fingerprint(self) -> list[Any]:
-        """As Source.fingerprint, of all datasets."""
+    def fingerprint(self) -> list[object]:
+        """Return the fingerprints of all datasets."""
         return [source.fingerprint() for source in self._sources]
 
     def chunks(self) -> Iterator[Chunk]:
@@ -141,38 +141,38 @@ class _MixedSource:
         for row in self._interleaved():
             rows.append(row)
             if len(rows) == DEFAULT_CHUNK_SIZE.num_rows:
-                # without weight: how many rows a mixture has shows at its end
+                # without weight: the number of rows of a mixture is known only at its end
                 yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
                 first, rows = first + len(rows), []
         yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
 
     def _interleaved(self) -> Iterator[TaggedRow]:
         streams = [read_rows(source) for source in self._sources]
-        waiting = [next(stream, None) for stream in streams]
-        if any(row is None for row in waiting):
+        upcoming = [next(stream, None) for stream in streams]
+        if any(row is None for row in upcoming):
             raise ValueError(f"mix_strategy={self._strategy!r} needs rows in every dataset, but one is empty")
         used_up = [False] * len(streams)
         random = np.random.RandomState(self._seed)
-        shares = np.array(self._probabilities) / sum(self._probabilities) if self._probabilities else None
+        fractions = np.array(self._probabilities) / sum(self._probabilities) if self._probabilities else None
         turn = 0
         while True:
-            tag = turn % len(streams) if shares is None else int(random.choice(len(streams), p=shares))
+            tag = turn % len(streams) if fractions is None else int(random.choice(len(streams), p=fractions))
             turn += 1
-            following = waiting[tag]
-            assert following is not None  # used-up streams begin again, or the mixture has ended
-            path, number, row = following
-            yield TaggedRow(tag, row, f"{path}, row {number}")
-            waiting[tag] = next(streams[tag], None)
-            if waiting[tag] is None:
+            row = upcoming[tag]
+            assert row is not None  # used-up streams start again, or the mixture has ended
+            path, number, values = row
+            yield TaggedRow(tag, values, f"{path}, row {number}")
+            upcoming[tag] = next(streams[tag], None)
+            if upcoming[tag] is None:
                 used_up[tag] = True
                 streams[tag] = read_rows(self._sources[tag])
-                waiting[tag] = next(streams[tag])
+                upcoming[tag] = next(streams[tag])
             if all(used_up) if self._strategy == "interleave_over" else any(used_up):
                 return
 
 
 class LlamaFactoryInstructionHandler(Handler):
-    """`--input` names entries of dataset_info.json (comma between them); each is read as its entry says."""
+    """Reader of the entries of dataset_info.json that `--input` names, separated by commas."""
 
     can_pack = True
     can_append_eod = True
@@ -182,11 +182,11 @@ class LlamaFactoryInstructionHandler(Handler):
         super().__init__(settings)
         self._handlers: list[InstructionHandler] = []
 
-    def open_source(self, config: Any) -> _MixedSource:
+    def open_source(self, config: PreprocessConfig) -> _MixedSource:
         """Open the datasets and return their mixture.
 
         Raises:
-            ValueError: an unknown dataset name, a file that is missing, or wrong shares.
+            ValueError: an unknown dataset name, a missing file, or wrong probabilities.
         """
         entries = _dataset_entries(config.input, config.dataset_dir, cache_dir=config.cache_dir, max_rows=config.max_samples)
         self._handlers = []
@@ -210,5 +210,5 @@ class LlamaFactoryInstructionHandler(Handler):
             raise MalformedRowError(f"{row.origin}: {error}" if row.origin else str(error)) from error
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        # any of them will do: they differ in how they read a row, not in what becomes of its tokens
+        # any of them: they read rows differently and assemble tokens alike
         return self._handlers[0].assemble(draft, encoded)

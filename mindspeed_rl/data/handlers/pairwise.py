@@ -11,6 +11,7 @@ from mindspeed_rl.data.conversation import (
     SOURCE_ROLES,
     Conversation,
     DroppedRowError,
+    DropReason,
     MalformedRowError,
     Message,
     Row,
@@ -20,16 +21,11 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
-    DEFAULT_CUTOFF_TOKENS,
-    EMPTY_ANSWER,
-    EMPTY_PROMPT,
-    TOO_LONG,
     Draft,
     EncodedRow,
     Handler,
-    HandlerSettings,
 )
-from mindspeed_rl.data.handlers.instruction import alpaca_question, sharegpt_messages, sharegpt_tags
+from mindspeed_rl.data.handlers.instruction import alpaca_question, sharegpt_messages
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 
 
@@ -58,16 +54,15 @@ class PairwiseHandler(Handler):
             raise MalformedRowError("the prompt's last message is not from the user")
         for answer in (chosen, rejected):
             if not answer.content.strip() and not answer.calls:
-                raise DroppedRowError(EMPTY_ANSWER)
+                raise DroppedRowError(DropReason.EMPTY_ANSWER)
         if not prompt.messages[-1].content.strip():
-            raise DroppedRowError(EMPTY_PROMPT)
+            raise DroppedRowError(DropReason.EMPTY_PROMPT)
         if chosen == rejected:
             raise DroppedRowError("chosen equals rejected")
         full = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
         return Draft(tuple(self.render_conversation(conversation) for conversation in full))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        limit = self.settings.seq_length or DEFAULT_CUTOFF_TOKENS
         columns: dict[str, np.ndarray | list[int]] = {}
         for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
             answers = [number for number, (_, target) in enumerate(turns) if target]
@@ -83,8 +78,8 @@ class PairwiseHandler(Handler):
                 keeps_fitting_half=False,
                 append_eod=self.settings.append_eod,
             )
-            if len(input_ids) >= limit:
-                raise DroppedRowError(TOO_LONG)
+            if len(input_ids) >= self.max_tokens:
+                raise DroppedRowError(DropReason.TOO_LONG)
             labels[:prompt_tokens] = IGNORE_INDEX
             columns[f"{side}_input_ids"] = input_ids
             columns[f"{side}_labels"] = labels
@@ -137,10 +132,6 @@ class SharegptStylePairwiseHandler(PairwiseHandler):
         "tools": "tools",
         "tags": None,
     }
-
-    def __init__(self, settings: HandlerSettings) -> None:
-        super().__init__(settings)
-        self.tags = sharegpt_tags(self.map["tags"])
 
     def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
         system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)

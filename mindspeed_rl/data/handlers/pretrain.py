@@ -7,12 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError, Row
+from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
 from mindspeed_rl.data.templates import Rendering, Turn
-
-EMPTY_TEXT = "empty text"
 
 
 class _PretrainHandler(Handler):
@@ -43,7 +41,7 @@ class _PretrainHandler(Handler):
     def render(self, row: Row) -> Draft:
         texts = self.texts(row)
         if not all(texts):
-            raise DroppedRowError(EMPTY_TEXT)
+            raise DroppedRowError(DropReason.EMPTY_TEXT)
         return Draft(tuple(Rendering((Turn((text,), ()),)) for text in texts))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
@@ -102,7 +100,7 @@ class AlpacaPretrainHandler(SingleTextHandler):
         question = join_lines(self.text_column(row, "prompt", required=True), self.text_column(row, "query"))
         answer = self.text_column(row, "response", required=True)
         if not question or not answer:
-            raise DroppedRowError(EMPTY_TEXT)
+            raise DroppedRowError(DropReason.EMPTY_TEXT)
         return [f"{self.opening} USER: {question} ASSISTANT: {answer}"]
 
 

@@ -7,12 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import DroppedRowError, MalformedRowError, Row
+from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
-    DEFAULT_CUTOFF_TOKENS,
-    EMPTY_PROMPT,
-    TOO_LONG,
     Draft,
     EncodedRow,
     Handler,
@@ -63,7 +60,7 @@ class AlpacaStyleProcessRewardHandler(Handler):
         if not isinstance(values, (list, tuple)) or not values:
             raise MalformedRowError(f"column {self.map['response']!r} must be a list of reward tokens")
         if not text.strip():
-            raise DroppedRowError(EMPTY_PROMPT)
+            raise DroppedRowError(DropReason.EMPTY_PROMPT)
         return Draft((Rendering((Turn((text,), ()),)),), note=[self._reward_id(value) for value in values])
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
@@ -73,8 +70,8 @@ class AlpacaStyleProcessRewardHandler(Handler):
             raise MalformedRowError(
                 f"has {len(places)} placeholders {self.settings.placeholder_token!r}, but {len(draft.note)} rewards"
             )
-        if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
-            raise DroppedRowError(TOO_LONG)
+        if len(input_ids) >= self.max_tokens:
+            raise DroppedRowError(DropReason.TOO_LONG)
         labels = np.full_like(input_ids, IGNORE_INDEX)
         labels[places] = draft.note
         return EncodedRow({"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels})

@@ -1,34 +1,30 @@
-"""Prompts for RL: only the question is rendered; the reference answer and other columns travel beside it."""
+"""Prompts for RL: only the question is rendered; the reference answer and other columns are kept next to it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Message, Row, user
+from mindspeed_rl.data.conversation import Conversation, DroppedRowError, DropReason, MalformedRowError, Message, Row, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
-    DEFAULT_CUTOFF_TOKENS,
-    EMPTY_ANSWER,
-    EMPTY_PROMPT,
-    TOO_LONG,
     Draft,
     EncodedRow,
     Handler,
     HandlerSettings,
 )
-from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages, sharegpt_tags
+from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
 
 
 def as_text(value: object) -> str:
-    """A column's value as text; what is not text becomes JSON."""
+    """Return a column's value as text; other types become JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -60,17 +56,17 @@ class PromptHandler(Handler):
         messages, system, question = alpaca_question(self, row)
         return Conversation([*messages, user(question)], system)
 
-    def label(self, row: Row) -> Any:
-        """The reference answer."""
+    def label(self, row: Row) -> object:
+        """Read the reference answer."""
         return self.column(row, "response", required=True)
 
-    def extra_values(self, row: Row) -> dict[str, Any]:
-        """Values of the label and the additional columns, as they are in the row.
+    def extra_values(self, row: Row) -> dict[str, object]:
+        """Return the values of the label and the additional columns, as they are in the row.
 
         Raises:
             MalformedRowError: a column is missing.
         """
-        values = {}
+        values: dict[str, object] = {}
         for name in self.extra_columns:
             if name == LABELS:
                 values[name] = self.label(row)
@@ -88,21 +84,24 @@ class PromptHandler(Handler):
         if self.settings.tools and not conversation.tools and template is not None and template.writes_tools:
             conversation = replace(conversation, tools=tuple(map(dict, self.settings.tools)))
         if not conversation.messages[-1].content.strip():
-            raise DroppedRowError(EMPTY_PROMPT)
+            raise DroppedRowError(DropReason.EMPTY_PROMPT)
         values = self.extra_values(row)
         if LABELS in values and values[LABELS] in (None, ""):
-            raise DroppedRowError(EMPTY_ANSWER)
+            raise DroppedRowError(DropReason.EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
         return Draft((self.render_conversation(conversation), *extra), note=values)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
-        if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
-            raise DroppedRowError(TOO_LONG)
-        columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int32)}
+        if len(input_ids) >= self.max_tokens:
+            raise DroppedRowError(DropReason.TOO_LONG)
+        columns: dict[str, np.ndarray | list[int]] = {
+            "input_ids": input_ids,
+            "attention_mask": np.ones(len(input_ids), dtype=np.int32),
+        }
         for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
             if not turns[0][0]:
-                raise DroppedRowError(EMPTY_ANSWER if name == LABELS else f"empty {name}")
+                raise DroppedRowError(DropReason.EMPTY_ANSWER if name == LABELS else f"empty {name}")
             columns[name] = turns[0][0]
         return EncodedRow(columns)
 
@@ -117,13 +116,13 @@ _ALPACA_PROMPT_MAP = {
 
 
 class PPOAlpacaStyleInstructionHandler(PromptHandler):
-    """The prompt alone, for training against a reward model (and `labels`, if dataset_additional_keys asks for them)."""
+    """The prompt alone, for training with a reward model (and `labels`, if dataset_additional_keys has them)."""
 
     default_map: ClassVar = _ALPACA_PROMPT_MAP
 
 
 class R1AlpacaStyleInstructionHandler(PromptHandler):
-    """The prompt, and the reference answer as the tokens of `labels`, for training against verifiers."""
+    """The prompt, and the reference answer as the tokens of `labels`, for training with verifiers."""
 
     writes_label = True
     default_map: ClassVar = _ALPACA_PROMPT_MAP
@@ -135,10 +134,6 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
     writes_label = True
     default_map: ClassVar = {"messages": "conversations", "response": "conversations", "system": "system", "tags": None}
 
-    def __init__(self, settings: HandlerSettings) -> None:
-        super().__init__(settings)
-        self.tags = sharegpt_tags(self.map["tags"])
-
     def conversation(self, row: Row) -> Conversation:
         system, messages = self._messages(row, "messages")
         if messages[-1].role == "assistant":
@@ -147,18 +142,18 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
             raise MalformedRowError("the prompt's last message is not from the user")
         return Conversation(messages, self.text_column(row, "system") or system)
 
-    def label(self, row: Row) -> Any:
+    def label(self, row: Row) -> object:
         value = self.column(row, "response", required=True)
         if not isinstance(value, (list, tuple)):
             return value
         _, messages = self._messages(row, "response")
-        # without an answer the row is dropped and counted as such
+        # a row without an answer is dropped and counted
         return messages[-1].content if messages[-1].role == "assistant" else None
 
     def _messages(self, row: Row, key: str) -> tuple[str | None, list[Message]]:
         system, messages = sharegpt_messages(self.column(row, key, required=True), self.tags)
         if not messages:
-            raise MalformedRowError("the conversation holds no message but the system's")
+            raise MalformedRowError("the conversation has only a system message")
         return system, messages
 
 
@@ -178,7 +173,7 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
             raise MalformedRowError("the prompt's last message is not from the user")
         return conversation
 
-    def label(self, row: Row) -> Any:
+    def label(self, row: Row) -> object:
         value = self.column(row, "response", required=True)
         if isinstance(value, Mapping):
             if "ground_truth" not in value:

@@ -1,34 +1,43 @@
-"""Published data sets in layouts of their own, as MindSpeed-LLM names them: Belle, MOSS, Leetcode, Stack Overflow.
+"""Handlers of published data sets, under the names of MindSpeed-LLM: Belle, MOSS, Leetcode, Stack Overflow.
 
-Facts on the columns: MindSpeed-LLM's preprocessing (its older instruction handlers) and the data sets' own pages. Those
-handlers write the Alpaca prompt; here that is the template where `prompt_type` names no other.
+Sources of the columns: MindSpeed-LLM's preprocessing (its older instruction handlers) and the data sets' own pages. Those
+handlers write the Alpaca prompt; here it is the default template.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Message, Row, assistant, user
+from mindspeed_rl.data.conversation import (
+    Conversation,
+    DroppedRowError,
+    DropReason,
+    MalformedRowError,
+    Message,
+    Row,
+    assistant,
+    user,
+)
 from mindspeed_rl.data.encoding import TurnIds
-from mindspeed_rl.data.handlers.base import TOO_LONG, Draft, EncodedRow
+from mindspeed_rl.data.handlers.base import Draft, EncodedRow
 from mindspeed_rl.data.handlers.instruction import AlpacaStyleInstructionHandler, InstructionHandler
-from mindspeed_rl.data.handlers.pretrain import EMPTY_TEXT, SingleTextHandler
+from mindspeed_rl.data.handlers.pretrain import SingleTextHandler
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 
 
 class GeneralInstructionHandler(AlpacaStyleInstructionHandler):
-    """instruction (+ input) and output under the Alpaca prompt; of several turns only the last answer trains."""
+    """instruction (+ input) and output under the Alpaca prompt; of several turns only the last answer is trained."""
 
     default_template = "alpaca"
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         row = super().assemble(draft, encoded)
         if row.truncated:
-            raise DroppedRowError(TOO_LONG)  # the answer that trains would be the one that is cut
+            raise DroppedRowError(DropReason.TOO_LONG)  # the cut would be in the only trained answer
         (turns,) = encoded
         labels = np.array(row.columns["labels"])
         labels[: sum(len(source) + len(target) for source, target in turns) - len(turns[-1][1])] = IGNORE_INDEX
@@ -44,14 +53,12 @@ class BelleMultiTurnInstructionHandler(GeneralInstructionHandler):
     def conversation(self, row: Row) -> Conversation:
         text = self.text_column(row, "prompt", required=True)
         answer = self.text_column(row, "response", required=True).strip()
-        before, *pieces = self._SPEAKER.split(text)
+        before, *turn_texts = self._SPEAKER.split(text)
         if before.strip():
-            if pieces:
-                raise MalformedRowError(
-                    f"column {self.map['prompt']!r} has text in front of the first 'Human:' or 'Assistant:'"
-                )
+            if turn_texts:
+                raise MalformedRowError(f"column {self.map['prompt']!r} has text before the first 'Human:' or 'Assistant:'")
             return Conversation([user(before.strip()), assistant(answer)])
-        turns = [(speaker, content.strip()) for speaker, content in zip(pieces[::2], pieces[1::2])]
+        turns = [(speaker, content.strip()) for speaker, content in zip(turn_texts[::2], turn_texts[1::2])]
         if turns and turns[-1] == ("Assistant", ""):
             turns.pop()
         messages: list[Message] = [user(content) if speaker == "Human" else assistant(content) for speaker, content in turns]
@@ -59,10 +66,10 @@ class BelleMultiTurnInstructionHandler(GeneralInstructionHandler):
 
 
 class MOSSInstructionHandler(InstructionHandler):
-    """chat: {turn_1: {Human, MOSS, ...}, ...} with the marks of MOSS left out; every answer trains.
+    """chat: {turn_1: {Human, MOSS, ...}, ...} with the marks of MOSS left out; every answer is trained.
 
-    MindSpeed-LLM makes a sample of each beginning of a conversation and trains its last answer; one sample with all answers
-    has the same tokens and labels, each once.
+    MindSpeed-LLM makes a sample of each prefix of a conversation and trains its last answer; one sample with all answers has
+    the same tokens and labels, each once.
     """
 
     default_template = "alpaca"
@@ -88,14 +95,14 @@ class MOSSInstructionHandler(InstructionHandler):
 class MOSSMultiTurnHandler(MOSSInstructionHandler):
     """The same conversations in the template that `prompt_type` names.
 
-    MindSpeed-LLM writes Baichuan's token ids 195 and 196 between the turns whatever the tokenizer; a template says them.
+    MindSpeed-LLM writes Baichuan's token ids 195 and 196 between the turns for every tokenizer; here the template has them.
     """
 
     default_template = None
 
 
 class LeetcodePythonInstructionHandler(GeneralInstructionHandler):
-    """The problem in front of the code in code_with_problem; the answer is code_only and explanation_only."""
+    """The question is the text before the code in code_with_problem, the answer code_only and explanation_only."""
 
     default_map: ClassVar = {"prompt": "code_with_problem", "code": "code_only", "explanation": "explanation_only"}
 
@@ -115,13 +122,13 @@ class StackOverflowPythonPretrainHandler(SingleTextHandler):
     def texts(self, row: Row) -> list[str]:
         title, question, answer = (self.text_column(row, key, required=True) for key in ("title", "question", "answer"))
         if not question.strip() or not answer.strip():
-            raise DroppedRowError(EMPTY_TEXT)
+            raise DroppedRowError(DropReason.EMPTY_TEXT)
         return [f"In python, {title}\n### Question:\n{question}\n### Response:\n{answer}\n"]
 
 
-def _parse_turn_index(name: Any) -> int:
-    """12 of "turn_12"."""
+def _parse_turn_index(name: object) -> int:
+    """Return 12 for "turn_12"."""
     digits = re.search(r"\d+\Z", str(name))
     if digits is None:
-        raise MalformedRowError(f"{name!r} is no turn_N")
+        raise MalformedRowError(f"{name!r} is not turn_N")
     return int(digits[0])

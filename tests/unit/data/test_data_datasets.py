@@ -426,7 +426,7 @@ def test_a_slice_behind_the_path_reads_these_rows_alone(tmp_path, tokenizer, suf
 
 def test_a_slice_without_rows_is_refused(tokenizer, write_jsonl):
     path = write_jsonl([{"prompt": "Q", "labels": "1"}])
-    with pytest.raises(ValueError, match="rows from 3 to before 2: there is none"):
+    with pytest.raises(ValueError, match="selects no row: 2 is not after 3"):
         open_prompts(f"{path}[3:2]", tokenizer, max_prompt_length=9)
 
 

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from byte_tokenizer import Trained as T
-from byte_tokenizer import build_tokenizer
+from byte_tokenizer import Trained, build_tokenizer
 
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import HANDLERS, handler_class
@@ -43,31 +42,31 @@ def sft(columns):
 
 
 ALPACA = [
-    ({"instruction": "Add", "input": "1 and 2", "output": "3"}, ["Human: Add\n1 and 2\nAssistant:", T("3</s>")]),
-    ({"instruction": "Hi", "input": "", "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
-    ({"instruction": "Hi", "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
-    ({"instruction": "Hi", "input": None, "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
-    ({"instruction": "", "input": "only this", "output": "x"}, ["Human: only this\nAssistant:", T("x</s>")]),
-    ({"instruction": "你好", "output": "再见"}, ["Human: 你好\nAssistant:", T("再见</s>")]),
-    ({"instruction": "a\nb", "input": "c\n", "output": " d\n"}, ["Human: a\nb\nc\n\nAssistant:", T(" d\n</s>")]),
-    ({"instruction": "n", "output": 42}, ["Human: n\nAssistant:", T("42</s>")]),
-    ({"instruction": "s", "output": "o", "system": "Be short."}, ["Be short.\nHuman: s\nAssistant:", T("o</s>")]),
+    ({"instruction": "Add", "input": "1 and 2", "output": "3"}, ["Human: Add\n1 and 2\nAssistant:", Trained("3</s>")]),
+    ({"instruction": "Hi", "input": "", "output": "Hello"}, ["Human: Hi\nAssistant:", Trained("Hello</s>")]),
+    ({"instruction": "Hi", "output": "Hello"}, ["Human: Hi\nAssistant:", Trained("Hello</s>")]),
+    ({"instruction": "Hi", "input": None, "output": "Hello"}, ["Human: Hi\nAssistant:", Trained("Hello</s>")]),
+    ({"instruction": "", "input": "only this", "output": "x"}, ["Human: only this\nAssistant:", Trained("x</s>")]),
+    ({"instruction": "你好", "output": "再见"}, ["Human: 你好\nAssistant:", Trained("再见</s>")]),
+    ({"instruction": "a\nb", "input": "c\n", "output": " d\n"}, ["Human: a\nb\nc\n\nAssistant:", Trained(" d\n</s>")]),
+    ({"instruction": "n", "output": 42}, ["Human: n\nAssistant:", Trained("42</s>")]),
+    ({"instruction": "s", "output": "o", "system": "Be short."}, ["Be short.\nHuman: s\nAssistant:", Trained("o</s>")]),
     (
         {"instruction": "q3", "output": "a3", "history": [["q1", "a1"], ["q2", "a2"]]},
         [
             "Human: q1\nAssistant:",
-            T("a1</s>"),
+            Trained("a1</s>"),
             "\nHuman: q2\nAssistant:",
-            T("a2</s>"),
+            Trained("a2</s>"),
             "\nHuman: q3\nAssistant:",
-            T("a3</s>"),
+            Trained("a3</s>"),
         ],
     ),
     (
         {"instruction": "q2", "input": "i", "output": "a2", "system": "S", "history": [["q1", "a1"]]},
-        ["S\nHuman: q1\nAssistant:", T("a1</s>"), "\nHuman: q2\ni\nAssistant:", T("a2</s>")],
+        ["S\nHuman: q1\nAssistant:", Trained("a1</s>"), "\nHuman: q2\ni\nAssistant:", Trained("a2</s>")],
     ),
-    ({"instruction": "{{content}}", "output": "<s>"}, ["Human: {{content}}\nAssistant:", T("<s></s>")]),
+    ({"instruction": "{{content}}", "output": "<s>"}, ["Human: {{content}}\nAssistant:", Trained("<s></s>")]),
 ]
 
 
@@ -80,33 +79,33 @@ def test_alpaca_map_keys_rename_and_switch_off_columns(preprocess, expected):
     rows = [{"question": "Q", "input": "not used", "answer": "A", "persona": "P", "system": "not used"}]
     keys = {"prompt": "question", "query": "", "response": "answer", "system": "persona"}
     columns = preprocess("AlpacaStyleInstructionHandler", rows, "--map-keys", json.dumps(keys))
-    assert sft(columns) == [expected("P\nHuman: Q\nAssistant:", T("A</s>"))]
+    assert sft(columns) == [expected("P\nHuman: Q\nAssistant:", Trained("A</s>"))]
 
 
 SHAREGPT = [
-    ([("human", "Q"), ("gpt", "A")], None, ["Human: Q\nAssistant:", T("A</s>")]),
-    ([("system", "S"), ("human", "Q"), ("gpt", "A")], None, ["S\nHuman: Q\nAssistant:", T("A</s>")]),
-    ([("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", T("A</s>")]),
-    ([("system", "S"), ("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", T("A</s>")]),
+    ([("human", "Q"), ("gpt", "A")], None, ["Human: Q\nAssistant:", Trained("A</s>")]),
+    ([("system", "S"), ("human", "Q"), ("gpt", "A")], None, ["S\nHuman: Q\nAssistant:", Trained("A</s>")]),
+    ([("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", Trained("A</s>")]),
+    ([("system", "S"), ("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", Trained("A</s>")]),
     (
         [("human", "1"), ("gpt", "2"), ("human", "3"), ("gpt", "4")],
         None,
-        ["Human: 1\nAssistant:", T("2</s>"), "\nHuman: 3\nAssistant:", T("4</s>")],
+        ["Human: 1\nAssistant:", Trained("2</s>"), "\nHuman: 3\nAssistant:", Trained("4</s>")],
     ),
     (
         [("human", "W?"), ("function_call", '{"name": "f", "arguments": {"c": 1}}'), ("observation", "9"), ("gpt", "9!")],
         None,
         [
             "Human: W?\nAssistant:",
-            T('Action: f\nAction Input: {"c": 1}</s>'),
+            Trained('Action: f\nAction Input: {"c": 1}</s>'),
             "\nHuman: 9\nAssistant:",
-            T("9!</s>"),
+            Trained("9!</s>"),
         ],
     ),
     (
         [("human", "W?"), ("function_call", 'Look. [{"name": "f", "arguments": "{}"}, {"name": "g"}]')],
         None,
-        ["Human: W?\nAssistant:", T("Look.\nAction: f\nAction Input: {}\nAction: g\nAction Input: {}</s>")],
+        ["Human: W?\nAssistant:", Trained("Look.\nAction: f\nAction Input: {}\nAction: g\nAction Input: {}</s>")],
     ),
 ]
 
@@ -123,7 +122,7 @@ def test_sharegpt_tags_left_out_keep_their_defaults(preprocess, expected):
     rows = [{"talk": [{"who": "me", "value": "Q"}, {"who": "gpt", "value": "A"}]}]
     keys = {"messages": "talk", "tags": {"role_tag": "who", "user_tag": "me"}}
     columns = preprocess("SharegptStyleInstructionHandler", rows, "--map-keys", json.dumps(keys))
-    assert sft(columns) == [expected("Human: Q\nAssistant:", T("A</s>"))]
+    assert sft(columns) == [expected("Human: Q\nAssistant:", Trained("A</s>"))]
 
 
 def test_sharegpt_tools_are_written(preprocess):
@@ -135,18 +134,18 @@ def test_sharegpt_tools_are_written(preprocess):
 
 
 OPENAI = [
-    ([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], ["Human: Q\nAssistant:", T("A</s>")]),
+    ([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], ["Human: Q\nAssistant:", Trained("A</s>")]),
     (
         [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
-        ["S\nHuman: Q\nAssistant:", T("A</s>")],
+        ["S\nHuman: Q\nAssistant:", Trained("A</s>")],
     ),
     (
         [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}, {"role": "assistant", "content": "A"}],
-        ["Human: Q\nR\nAssistant:", T("A</s>")],
+        ["Human: Q\nR\nAssistant:", Trained("A</s>")],
     ),
     (
         [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": "A"}],
-        ["Human: Q\nAssistant:", T("A</s>")],
+        ["Human: Q\nAssistant:", Trained("A</s>")],
     ),
     (
         [
@@ -160,7 +159,12 @@ OPENAI = [
             {"role": "tool", "content": "9"},
             {"role": "assistant", "content": "17"},
         ],
-        ["Human: W?\nAssistant:", T('Action: f\nAction Input: {"c": 1}</s>'), "\nHuman: 8\n9\nAssistant:", T("17</s>")],
+        [
+            "Human: W?\nAssistant:",
+            Trained('Action: f\nAction Input: {"c": 1}</s>'),
+            "\nHuman: 8\n9\nAssistant:",
+            Trained("17</s>"),
+        ],
     ),
 ]
 
@@ -174,7 +178,7 @@ def test_openai_reasoning_content_becomes_a_thought(preprocess, expected):
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm"}]
     columns = preprocess("OpenAIInstructionHandler", [{"messages": messages}], template="qwen3")
     read = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
-    assert sft(columns) == [expected(read, T("<think>\nhm\n</think>\n\nA<|im_end|>\n"))]
+    assert sft(columns) == [expected(read, Trained("<think>\nhm\n</think>\n\nA<|im_end|>\n"))]
 
 
 def test_hunyuan_uses_the_tokenizers_chat_template(preprocess, expected, chat_tokenizer_folder):
@@ -184,9 +188,9 @@ def test_hunyuan_uses_the_tokenizers_chat_template(preprocess, expected, chat_to
     assert sft(columns) == [
         expected(
             "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n",
-            T("a<|im_end|>"),
+            Trained("a<|im_end|>"),
             "\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n",
-            T("a<|im_end|>"),
+            Trained("a<|im_end|>"),
             "\n",
         )
     ]
@@ -223,7 +227,7 @@ def pairs(columns):
 def test_alpaca_pairs_train_the_last_answer_only(preprocess, expected):
     columns = preprocess("AlpacaStylePairwiseHandler", [row for row, _ in PAIRS])
     assert sorted(set(columns) - {"summary"}) == ["chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"]
-    wanted = [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>"))) for _, prompt in PAIRS]
+    wanted = [(expected(prompt, Trained("good</s>")), expected(prompt, Trained("bad</s>"))) for _, prompt in PAIRS]
     assert pairs(columns) == wanted
 
 
@@ -241,7 +245,7 @@ def test_sharegpt_pairs(preprocess, expected):
         },
     ]
     prompts = ["Human: Q\nAssistant:", "Human: 1\nAssistant:2</s>\nHuman: Q\nAssistant:"]
-    wanted = [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>"))) for prompt in prompts]
+    wanted = [(expected(prompt, Trained("good</s>")), expected(prompt, Trained("bad</s>"))) for prompt in prompts]
     assert pairs(preprocess("SharegptStylePairwiseHandler", rows)) == wanted
 
 
@@ -249,7 +253,7 @@ def test_pairs_with_efficient_eos_end_with_one_trained_end_token(preprocess, exp
     rows = [{"instruction": "Q", "chosen": "good", "rejected": "bad", "history": [["h", "a"]]}]
     columns = preprocess("AlpacaStylePairwiseHandler", rows, template="baichuan2")
     prompt = "<reserved_106>h<reserved_107>a<reserved_106>Q<reserved_107>"
-    assert pairs(columns) == [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>")))]
+    assert pairs(columns) == [(expected(prompt, Trained("good</s>")), expected(prompt, Trained("bad</s>")))]
 
 
 def test_equal_or_empty_answers_are_dropped_and_counted(preprocess):
@@ -364,9 +368,9 @@ OPENAI_PAIR = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistan
 @pytest.mark.parametrize(
     ("template", "pieces"),
     [
-        ("empty", ["Q", T("A</s>")]),  # ends no turn itself
-        ("default", ["Human: Q\nAssistant:", T("A</s>")]),  # ends with the end token already: no second one
-        ("chatglm3", ["[gMASK]sop<|user|>\nQ<|assistant|>", T("\nA</s>")]),
+        ("empty", ["Q", Trained("A</s>")]),  # ends no turn itself
+        ("default", ["Human: Q\nAssistant:", Trained("A</s>")]),  # ends with the end token already: no second one
+        ("chatglm3", ["[gMASK]sop<|user|>\nQ<|assistant|>", Trained("\nA</s>")]),
     ],
 )
 def test_append_eod_closes_a_supervised_sample_with_one_trained_end_token(template, pieces, preprocess, expected):
@@ -378,7 +382,7 @@ def test_append_eod_closes_both_answers_of_a_pair(preprocess, expected):
     row = {"instruction": "Q", "chosen": "A", "rejected": "B"}
     got = preprocess("AlpacaStylePairwiseHandler", [row], "--append-eod", template="empty")
     for side, answer in (("chosen", "A"), ("rejected", "B")):
-        assert (got[f"{side}_input_ids"][0], got[f"{side}_labels"][0]) == expected("Q", T(answer + "</s>"))
+        assert (got[f"{side}_input_ids"][0], got[f"{side}_labels"][0]) == expected("Q", Trained(answer + "</s>"))
 
 
 def test_the_appended_end_token_counts_in_the_length(preprocess):
@@ -550,6 +554,6 @@ def test_interleaving_with_shares_is_repeatable_and_depends_on_the_seed(mix):
 def test_wrong_mixtures_are_errors(mix):
     assert "input='alpaka' is not in" in mix("alpaka") and "did you mean 'alpaca'" in mix("alpaka")
     assert "ranking dataset" in mix("ranked")
-    assert "share for each of the 2 datasets" in mix(
+    assert "a positive value for each of the 2 datasets" in mix(
         "alpaca,share", "--mix-strategy", "interleave_under", "--interleave-probs", "1"
     )

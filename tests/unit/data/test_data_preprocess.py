@@ -15,9 +15,9 @@ import pytest
 import yaml
 from byte_tokenizer import TEST_DATA
 
-from mindspeed_rl.cli.preprocess import build_config, load_dataset_config, main
+from mindspeed_rl.cli.preprocess import _build_config, _load_dataset_config, main
 from mindspeed_rl.data import HANDLERS
-from mindspeed_rl.data.preprocess import _numbered_parts
+from mindspeed_rl.data.parts import _numbered_parts
 from mindspeed_rl.data.sources import ChunkSize, open_source, read_rows
 from mindspeed_rl.data.summary import _histogram
 
@@ -447,7 +447,7 @@ def test_the_shipped_dataset_configs_name_known_handlers_and_templates():
     names = sorted(path.stem for path in (ROOT / "configs" / "datasets").glob("*.yaml"))
     assert {"deepscaler", "math_17k", "orca_rlhf"} <= set(names)
     for name in names:
-        config = build_config(load_dataset_config(name, ROOT / "configs" / "datasets"))
+        config = _build_config(_load_dataset_config(name, ROOT / "configs" / "datasets"))
         assert config.handler_name in HANDLERS and config.prompt_type in _list_template_names()
 
 
@@ -548,11 +548,11 @@ def test_flags_of_other_suites_that_change_nothing_are_taken(tmp_path, tokenizer
 
 def test_unknown_config_keys_name_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="'handler_nam' is no key of a dataset config; did you mean 'handler_name'"):
-        build_config({"handler_nam": "x"})
+        _build_config({"handler_nam": "x"})
     with pytest.raises(ValueError, match="input is missing"):
-        build_config({"output_prefix": "x"})
+        _build_config({"output_prefix": "x"})
     with pytest.raises(ValueError, match="config_name='nothing': .* does not exist"):
-        load_dataset_config("nothing", tmp_path)
+        _load_dataset_config("nothing", tmp_path)
 
 
 def test_preprocessing_of_nothing_usable_is_an_error(tmp_path, tokenizer_folder, write_jsonl, capsys):
@@ -571,8 +571,8 @@ def test_a_settings_file_in_the_current_folder_is_found_and_shipped_ones_from_an
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text("input: mine.jsonl\n")
     (tmp_path / "gsm8k.yaml").write_text("input: mine_too.jsonl\n")
-    assert load_dataset_config("own.yaml") == load_dataset_config("own") == {"input": "mine.jsonl"}
-    assert load_dataset_config("gsm8k.yaml") == {"input": "mine_too.jsonl"}
-    assert "handler_name" in load_dataset_config("gsm8k")  # a bare name is a shipped one first
+    assert _load_dataset_config("own.yaml") == _load_dataset_config("own") == {"input": "mine.jsonl"}
+    assert _load_dataset_config("gsm8k.yaml") == {"input": "mine_too.jsonl"}
+    assert "handler_name" in _load_dataset_config("gsm8k")  # a bare name is a shipped one first
     with pytest.raises(ValueError, match=r"config_name='nothing': nothing.yaml does not exist \(existing: .*gsm8k.*own"):
-        load_dataset_config("nothing")
+        _load_dataset_config("nothing")

@@ -25,9 +25,9 @@ from mindspeed_rl.data.templates import (
     load_template,
 )
 from mindspeed_rl.data.turns import ChatTurns, _build_conversation
-from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
+from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits, _turn_seed
 from mindspeed_rl.rollout.protocol import Generated
-from mindspeed_rl.rollout.requests import Sampling, turn_seed
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 
 ROOM = 10**6
@@ -159,7 +159,7 @@ def test_no_drawn_token_is_ever_changed_and_masks_and_log_probs_line_up(kind: st
         assert all(trajectory.log_probs[place] == 0.0 and trajectory.versions[place] == NO_VERSION for place in told)
         lengths = trajectory.sequence_lengths
         assert sum(lengths) == len(trajectory.input_ids) and sum(lengths[1::2]) == len(trajectory.token_ids)
-        assert engine.seeds == [turn_seed(7, turn) for turn in range(count + 1)]
+        assert engine.seeds == [_turn_seed(7, turn) for turn in range(count + 1)]
         assert len(set(engine.seeds)) == count + 1
 
 

@@ -120,7 +120,7 @@ def test_r1_sharegpt_keeps_the_turns_and_takes_the_last_answer_as_label(preproce
 @pytest.mark.parametrize(
     ("handler", "row", "problem"),
     [
-        ("BelleMultiTurnInstructionHandler", {"instruction": "hm\nHuman: a", "output": "b"}, "text in front of the first"),
+        ("BelleMultiTurnInstructionHandler", {"instruction": "hm\nHuman: a", "output": "b"}, "text before the first"),
         ("MOSSInstructionHandler", {"chat": ["a"]}, "column 'chat' must be an object of turns, not list"),
         ("MOSSInstructionHandler", {"chat": {"turn_1": {"Human": "a"}}}, "turn_1 of column 'chat' needs the texts"),
         ("LeetcodePythonInstructionHandler", {"code_only": "x"}, "has no column 'code_with_problem'"),

@@ -57,7 +57,7 @@ def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
     assert labels("split='100,0,0'") == [everything]
     assert labels("split='70,20,10'") == [everything[:7], everything[7:9]]
     assert labels("split='70,20,10'", f"eval_data_path={path}") == [everything[:7], everything]
-    with pytest.raises(ValueError, match="split: the share from 0.99 to 1 of 10 prompts is none"):
+    with pytest.raises(ValueError, match="split: no prompt of 10 is between the fractions 0.99 and 1"):
         labels("split='99,1,0'")
 
 
@@ -67,7 +67,7 @@ def test_a_malformed_row_stops_the_run_unless_it_is_to_be_skipped(questions, tin
 
 
 def test_the_handler_is_named_in_the_run_file(questions, tiny_model):
-    with pytest.raises(ValueError, match="handler_name='AlpacaStyleInstructionHandler' reads no prompts"):
+    with pytest.raises(ValueError, match="handler_name='AlpacaStyleInstructionHandler' is not for prompts"):
         open_prompts(tiny_model, questions, "handler_name=AlpacaStyleInstructionHandler")
 
 
