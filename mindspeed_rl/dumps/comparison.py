@@ -119,7 +119,7 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class Difference:
+class _Difference:
     """A tensor that is not the same in both.
 
     Attributes:
@@ -140,7 +140,7 @@ class Difference:
 
 
 @dataclass
-class Findings:
+class _Findings:
     """The result of a comparison.
 
     Attributes:
@@ -149,7 +149,7 @@ class Findings:
         notes: parts that could not be compared, and why.
     """
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[_Difference] = field(default_factory=list)
     compared: int = 0
     by_statistics: int = 0
     notes: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Findings:
         yield f"{len(self.differences)} of {self.compared} tensors differ{how}"
 
 
-def compare(first: Dump, second: Dump, tolerance: float | None = None) -> Findings:
+def compare(first: Dump, second: Dump, tolerance: float | None = None) -> _Findings:
     """Compare every tensor that both have.
 
     Parts of ranks are joined, so the two may have been cut differently. Data-parallel and context-parallel ranks have different
@@ -178,7 +178,7 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> Findin
     Args:
         tolerance: difference, relative to a tensor's largest number, that does not count; None for that of the type.
     """
-    findings = Findings()
+    findings = _Findings()
     skipped = _skip_other_rows(first, second, findings)
     for key in sorted(first.entries.keys() & second.entries.keys(), key=first.sort_key):
         ours, theirs = first.entries[key], second.entries[key]
@@ -193,7 +193,7 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> Findin
     return findings
 
 
-def _skip_other_rows(first: Dump, second: Dump, findings: Findings) -> set[tuple[int, str, str]]:
+def _skip_other_rows(first: Dump, second: Dump, findings: _Findings) -> set[tuple[int, str, str]]:
     """Return the phases in which ranks of the two had other rows; note it once for each pair of layouts."""
     skipped: set[tuple[int, str, str]] = set()
     for phase in sorted(first.sizes.keys() & second.sizes.keys()):
@@ -212,7 +212,7 @@ def _skip_other_rows(first: Dump, second: Dump, findings: Findings) -> set[tuple
     return skipped
 
 
-def _compare_tensor(findings: Findings, ours: Sequence[_Entry], theirs: Sequence[_Entry], tolerance: float | None) -> None:
+def _compare_tensor(findings: _Findings, ours: Sequence[_Entry], theirs: Sequence[_Entry], tolerance: float | None) -> None:
     sides: list[list[_Entry]] = []
     for entries in (ours, theirs):
         # falling ranks: of those that repeat a part the lowest stays
@@ -241,7 +241,7 @@ def _compare_tensor(findings: Findings, ours: Sequence[_Entry], theirs: Sequence
         kind = kinds[0] if len(kinds) == 1 else f"{sides[0][0].dtype} against {sides[1][0].dtype}"
         rank_pair = tuple(part.rank for part in sides[0]), tuple(part.rank for part in sides[1])
         findings.differences.append(
-            Difference(first.step, first.role, first.phase, first.name, f"{what} ({kind}, {allowed:g} allowed)", rank_pair)
+            _Difference(first.step, first.role, first.phase, first.name, f"{what} ({kind}, {allowed:g} allowed)", rank_pair)
         )
 
 
@@ -300,7 +300,7 @@ def _describe_statistics(a: Statistics, b: Statistics, allowed: float) -> str:
     return ""
 
 
-def compare_folders(first: Path, second: Path, tolerance: float | None, limit: int) -> tuple[Findings, list[str]]:
+def compare_folders(first: Path, second: Path, tolerance: float | None, limit: int) -> tuple[_Findings, list[str]]:
     """Compare the dumps in two folders; return the findings and the lines that show at most `limit` of them.
 
     Raises:

@@ -261,7 +261,7 @@ class Platform(ABC):
         """Return the index of the device that Ray assigned, in this process' numbering."""
         return 0
 
-    def profiler_activities(self, settings: ProfileSettings) -> list[Any]:
+    def profiler_activities(self, settings: ProfileSettings) -> list[torch.profiler.ProfilerActivity]:
         """Return the activities of the settings that torch's profiler can record."""
         return [torch.profiler.ProfilerActivity.CPU] if settings.host else []
 

@@ -25,7 +25,7 @@ class CudaPlatform(Platform):
     def is_available(cls) -> bool:
         return torch.version.cuda is not None and torch.cuda.is_available()
 
-    def profiler_activities(self, settings: ProfileSettings) -> list[Any]:
+    def profiler_activities(self, settings: ProfileSettings) -> list[torch.profiler.ProfilerActivity]:
         host = super().profiler_activities(settings)
         return host + [torch.profiler.ProfilerActivity.CUDA] if settings.device else host
 
