@@ -43,14 +43,9 @@ def _megatron() -> ModuleType:
         return megatron_datasets.indexed_dataset()
 
 
-def packed_prefix(prefix: str | Path, column: str) -> str:
-    """Return the path without suffix of one column of a tuning or RL dataset."""
-    return f"{prefix}_packed_{column}_document"
-
-
-def pretrain_prefix(prefix: str | Path, key: str) -> str:
-    """Return the path without suffix of one text key of a pretraining dataset."""
-    return f"{prefix}_{key}_document"
+def column_prefix(prefix: str | Path, column: str, *, packed: bool = True) -> str:
+    """Return the path without suffix of a column; `packed` of a tuning or RL dataset, else of a text key of pretraining."""
+    return f"{prefix}{'_packed' if packed else ''}_{column}_document"
 
 
 class IndexedWriter:
@@ -146,7 +141,7 @@ class IndexedColumns:
                 f"data_path={self.prefix!r} lacks {', '.join(f'{self.prefix}_packed_{m}_document.idx' for m in missing)}"
                 f" (found: {existing}); give the --output-prefix of preprocessing, without _packed"
             )
-        self.columns: Mapping[str, IndexedDataset] = {name: open_indexed(packed_prefix(prefix, name)) for name in names}
+        self.columns: Mapping[str, IndexedDataset] = {name: open_indexed(column_prefix(prefix, name)) for name in names}
         counts = {name: len(dataset) for name, dataset in self.columns.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the columns of {self.prefix!r} have different numbers of rows: {counts}; write them again")

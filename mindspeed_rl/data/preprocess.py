@@ -24,7 +24,7 @@ import numpy as np
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, column_prefix, open_indexed
 from mindspeed_rl.data.parts import join_parts, publish, work_folder, write_parts
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import Counts, format_summary, render_columns
@@ -168,13 +168,6 @@ def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) 
         template.drop_thinking = config.drop_thinking
 
 
-def _final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
-    """Return the path without suffix of each column's finished files."""
-    if handler.packed:
-        return {name: packed_prefix(config.output_prefix, name) for name in handler.columns}
-    return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
-
-
 def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> _Report:
     """Write the dataset and return the report.
 
@@ -192,7 +185,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
     source = _open_input(config, handler, chunk_size)
     for path in source.ignored:
         print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
-    names = _final_names(config, handler)
+    names = {name: column_prefix(config.output_prefix, name, packed=handler.packed) for name in handler.columns}
     total_weight = source.total_weight()
     # a single part is complete only at the end, so there is nothing to resume from
     resume = config.n_subs > 1

@@ -14,7 +14,7 @@ from ranks import Ranks
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.data.indexed import IndexedWriter, packed_prefix, pretrain_prefix
+from mindspeed_rl.data.indexed import IndexedWriter, column_prefix
 from mindspeed_rl.observability.metrics import merge
 
 STEPS, PAD, EOS, STEP, GOOD, BAD = 3, 0, 1, 90, 91, 92
@@ -29,7 +29,7 @@ def _write(path: str, rows: Sequence[Sequence[int]]) -> None:
 
 def _write_columns(prefix: Path, rows: Sequence[Mapping[str, Sequence[int]]]) -> str:
     for column in rows[0]:
-        _write(packed_prefix(prefix, column), [row[column] for row in rows])
+        _write(column_prefix(prefix, column), [row[column] for row in rows])
     return str(prefix)
 
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_columns(folder / "pairs", pairs)
     _write_columns(folder / "packs", packs)
     _write_columns(folder / "steps", steps)
-    _write(pretrain_prefix(folder / "documents", "text"), [[*tokens(2, 30), EOS] for _ in range(200)])
+    _write(column_prefix(folder / "documents", "text", packed=False), [[*tokens(2, 30), EOS] for _ in range(200)])
     return folder
 
 

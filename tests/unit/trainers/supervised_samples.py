@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mindspeed_rl.data.indexed import IndexedWriter, packed_prefix
+from mindspeed_rl.data.indexed import IndexedWriter, column_prefix
 
 VOCAB, PAD, EOS = 128, 0, 1
 NETWORK = {
@@ -34,7 +34,7 @@ def text(number: int) -> str:
 def write_columns(prefix: Path, rows: Sequence[Mapping[str, Sequence[int]]]) -> Path:
     """The rows stand in <prefix>_packed_<column>_document; returns the prefix."""
     for column in rows[0]:
-        writer = IndexedWriter(packed_prefix(prefix, column))
+        writer = IndexedWriter(column_prefix(prefix, column))
         for row in rows:
             writer.add_documents(np.array(row[column], dtype=np.int32), [len(row[column])])
         writer.close()

@@ -12,7 +12,7 @@ import torch
 from supervised_samples import EOS, NETWORK, answers, instruction_row, log_probs, pair_row, text, write_columns
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from mindspeed_rl.data.indexed import IndexedWriter, pretrain_prefix
+from mindspeed_rl.data.indexed import IndexedWriter, column_prefix
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +108,11 @@ def test_padding_to_seq_length_changes_no_figure(start: Callable[..., Any], tmp_
 
 
 def write_documents(prefix: Path, documents: list[list[int]]) -> str:
-    writer = IndexedWriter(pretrain_prefix(prefix, "text"))
+    writer = IndexedWriter(column_prefix(prefix, "text", packed=False))
     for document in documents:
         writer.add_documents(np.array(document, dtype=np.int32), [len(document)])
     writer.close()
-    return pretrain_prefix(prefix, "text")
+    return column_prefix(prefix, "text", packed=False)
 
 
 @pytest.mark.parametrize("reset", [True, False])
