@@ -50,28 +50,6 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: boo
     return [members for _, members in heap[0][2]]
 
 
-def balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Give each rank equally many sequences with close sums: in falling order of length, to the lightest rank with room.
-
-    Returns:
-        `num_ranks` lists of indices in rising order, all of the same size.
-
-    Raises:
-        ValueError: the count is not a multiple of `num_ranks`.
-    """
-    if len(lengths) % num_ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be given to {num_ranks} ranks in equal counts.")
-    room = len(lengths) // num_ranks
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    heap = [(0, rank) for rank in range(num_ranks)]
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        load, rank = heapq.heappop(heap)
-        ranks[rank].append(index)
-        if len(ranks[rank]) < room:
-            heapq.heappush(heap, (load + lengths[index], rank))
-    return [sorted(indices) for indices in ranks]
-
-
 def pack_within_budget(
     lengths: Sequence[int], budget: int, *, min_bins: int = 1, max_rows: int | None = None
 ) -> list[list[int]]:

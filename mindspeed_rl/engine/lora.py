@@ -18,10 +18,11 @@ A starts from a generator that is seeded by the run's seed and the layer's name,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
@@ -44,6 +46,7 @@ from mindspeed_rl.engine.lora_layers import (
 from mindspeed_rl.models import specs
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.specs import Part
 from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:  # build.py imports this module
@@ -67,6 +70,16 @@ _ADAPTED: dict[type, type] = {
 }
 
 
+def _add_arguments(part: object, **arguments: object) -> Part:
+    """Return the part with more arguments for its class."""
+    if isinstance(part, ModuleSpec):
+        return dataclasses.replace(part, params={**part.params, **arguments})
+    if isinstance(part, functools.partial):
+        return functools.partial(part, **arguments)
+    assert isinstance(part, type)
+    return ModuleSpec(module=part, params=arguments)
+
+
 def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gated: bool) -> None:
     """Replace the targeted layers in a block's spec by their adapted forms.
 
@@ -80,12 +93,12 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
     def adapt(name: str, part: specs.Part) -> specs.Part:
         module = specs.get_class(part)
         if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
-            return specs.add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
+            return _add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
         if name not in settings.targets or not isinstance(part, type):
             return part
         if part not in _ADAPTED:
             raise ValueError(f"lora_target_modules: {name} is a {part.__name__} here, which has no adapted form.")
-        return specs.add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
+        return _add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
 
     specs.substitute_layers(spec, adapt)
 
@@ -159,16 +172,6 @@ def adapters_disabled(model: BuiltModel) -> Iterator[None]:
     finally:
         for module in adapted:
             module.adapter_enabled = True
-
-
-def list_merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return for each adapted parameter of an unwrapped model, by name, the function that computes it with its adapter."""
-    return {
-        f"{name}.{weight}": partial(module.merge, weight)
-        for name, module in model.named_modules()
-        if isinstance(module, AdaptedModule)
-        for weight in module.adapted_weights
-    }
 
 
 def _map_ops(model: BuiltModel) -> dict[str, WeightOp]:

@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.vocab import compute_choice_logits, compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_vocab_log_probs
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
@@ -75,6 +79,31 @@ class _ResponseAligned:
         return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
 
 
+def _compute_choice_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    choices: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute [len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
+
+    Arguments and the gradient of `hidden` as in `compute_vocab_log_probs`.
+    """
+    vocab = weight.size(0)
+    local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)
+    mine = (local >= 0) & (local < vocab)
+    # a rank without the token adds 0
+    logits = (hidden @ weight.index_select(0, local.clamp(0, vocab - 1)).t()).float() * mine
+    if group is not None and group.size() > 1:
+        logits = reduce_from_tensor_model_parallel_region(logits, group=group)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (logits / temperature).t()
+
+
 class PolicyModel(_ResponseAligned, GPTModel):
     """GPTModel whose last stage returns log-probs and entropies instead of logits.
 
@@ -119,7 +148,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None  # the last stage has it
         if labels.choices is not None:
-            logits = compute_choice_logits(
+            logits = _compute_choice_logits(
                 hidden,
                 weight,
                 labels.choices,

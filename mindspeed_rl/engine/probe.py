@@ -30,28 +30,6 @@ _EMBEDDING, _LAYERS, _PER_LAYER, _FINAL_NORM, _HEAD, _INPUTS, _LOSS = 0, 10, 4, 
 _PER_MICRO_BATCH, _MICRO_BATCHES = 100_000, 10_000
 
 
-def get_coordinates() -> tuple[dict[str, int], dict[str, int]]:
-    """Return this rank's index on each axis of the training layout, and the number of ranks of each axis."""
-    state = parallel_state
-    indices = {
-        "rank": dist.get_rank(),
-        "tp": state.get_tensor_model_parallel_rank(),
-        "pp": state.get_pipeline_model_parallel_rank(),
-        "dp": state.get_data_parallel_rank(),
-        "cp": state.get_context_parallel_rank(),
-        "ep": state.get_expert_model_parallel_rank(),
-    }
-    sizes = {
-        "rank": dist.get_world_size(),
-        "tp": state.get_tensor_model_parallel_world_size(),
-        "pp": state.get_pipeline_model_parallel_world_size(),
-        "dp": state.get_data_parallel_world_size(),
-        "cp": state.get_context_parallel_world_size(),
-        "ep": state.get_expert_model_parallel_world_size(),
-    }
-    return indices, sizes
-
-
 class ModelProbe:
     """Recorder of the passes of one engine inside `recording`. Outside of it the model has no hooks.
 

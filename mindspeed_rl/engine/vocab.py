@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 
@@ -152,28 +150,3 @@ def compute_vocab_log_probs(
         log_probs [n] float32 and entropy [n] float32.
     """
     return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, group)
-
-
-def compute_choice_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    choices: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Compute [len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
-
-    Arguments and the gradient of `hidden` as in `compute_vocab_log_probs`.
-    """
-    vocab = weight.size(0)
-    local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)
-    mine = (local >= 0) & (local < vocab)
-    # a rank without the token adds 0
-    logits = (hidden @ weight.index_select(0, local.clamp(0, vocab - 1)).t()).float() * mine
-    if group is not None and group.size() > 1:
-        logits = reduce_from_tensor_model_parallel_region(logits, group=group)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return (logits / temperature).t()

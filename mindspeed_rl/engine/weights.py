@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.lora import list_merged_weights
+from mindspeed_rl.engine.lora_layers import AdaptedModule
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.weights import TensorSource, WeightOp
 
@@ -47,6 +48,16 @@ def list_model_ops(model: BuiltModel) -> list[WeightOp]:
     return model.plan.architecture.weight_ops(model.plan.model_config, packing)
 
 
+def _list_merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return for each adapted parameter of an unwrapped model, by name, the function that computes it with its adapter."""
+    return {
+        f"{name}.{weight}": partial(module.merge, weight)
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedModule)
+        for weight in module.adapted_weights
+    }
+
+
 def list_local_weights(model: BuiltModel) -> list[LocalWeight]:
     """Return the weights of this rank, in forward order.
 
@@ -59,7 +70,7 @@ def list_local_weights(model: BuiltModel) -> list[LocalWeight]:
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
     weights: list[LocalWeight] = []
     for stage, module in enumerate(model.models):
-        merged = list_merged_weights(module)
+        merged = _list_merged_weights(module)
         # the router's expert bias is the only buffer in checkpoints
         for name, tensor in [
             *module.named_parameters(),
@@ -82,24 +93,6 @@ def list_local_weights(model: BuiltModel) -> list[LocalWeight]:
             weights.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name), tensor))
     order = {name: index for index, name in enumerate(by_name)}
     return sorted(weights, key=lambda weight: order[weight.op.mcore])
-
-
-@dataclass(frozen=True)
-class WithFreshHead:
-    """Tensors of a language model and a score head of zeros: every value is 0 before the first update, under any layout."""
-
-    source: TensorSource
-    hidden_size: int
-    name: str = "score.weight"
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return (1, self.hidden_size) if name == self.name else self.source.shape(name)
-
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        if name != self.name:
-            return self.source.read(name, dim, start, stop)
-        zeros = torch.zeros(1, self.hidden_size)
-        return zeros if stop is None else zeros.narrow(dim, start, stop - start)
 
 
 @torch.no_grad()

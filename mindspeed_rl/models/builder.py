@@ -15,14 +15,18 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl.models.layers import NoopLayer, SandwichNormLayer, WindowedAttention
+from mindspeed_rl.models.layers import NoopLayer, WindowedAttention
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 from mindspeed_rl.models.names import get_fused_norm_prefixes
@@ -243,6 +247,34 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(nn.Module, norm))
 
 
+class _SandwichNormLayer(TransformerLayer):
+    """A decoder layer that also normalizes the outputs of attention and MLP, before the residual (Gemma 2, GLM-4-0414)."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, post_norm: type[nn.Module], **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, **kwargs)
+        shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_attn_norm = cast(nn.Module, build_module(post_norm, **shape))
+        self.post_mlp_layernorm = cast(nn.Module, build_module(post_norm, **shape))
+        # the bias-dropout-add is the only step between the output of a sublayer and the residual
+        self.self_attn_bda = _normalize_before(self.self_attn_bda, self.post_attn_norm)
+        self.mlp_bda = _normalize_before(self.mlp_bda, self.post_mlp_layernorm)
+
+
+def _normalize_before(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
+    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = bias_dropout_add(training, fused)
+
+        def apply(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return apply
+
+    return build
+
+
 def _one_layer(
     model_config: ModelConfig,
     config: TransformerConfig,
@@ -281,7 +313,7 @@ def _one_layer(
         )
     layer.sharded_state_dict_keys_map = get_fused_norm_prefixes(model_config, moe)
     if model_config.post_norm:
-        spec.module = SandwichNormLayer
+        spec.module = _SandwichNormLayer
         spec.params = {"post_norm": norm}
     return spec
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -16,13 +15,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     BaseTransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
@@ -57,34 +53,6 @@ class NoopLayer(MegatronModule, BaseTransformerLayer):
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         return {}
-
-
-class SandwichNormLayer(TransformerLayer):
-    """A decoder layer that also normalizes the outputs of attention and MLP, before the residual (Gemma 2, GLM-4-0414)."""
-
-    def __init__(
-        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, post_norm: type[nn.Module], **kwargs: Any
-    ) -> None:
-        super().__init__(config, submodules, **kwargs)
-        shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_attn_norm = cast(nn.Module, build_module(post_norm, **shape))
-        self.post_mlp_layernorm = cast(nn.Module, build_module(post_norm, **shape))
-        # the bias-dropout-add is the only step between the output of a sublayer and the residual
-        self.self_attn_bda = _normalize_before(self.self_attn_bda, self.post_attn_norm)
-        self.mlp_bda = _normalize_before(self.mlp_bda, self.post_mlp_layernorm)
-
-
-def _normalize_before(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
-    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
-        add = bias_dropout_add(training, fused)
-
-        def apply(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            output, bias = output_with_bias
-            return add((norm(output if bias is None else output + bias), None), residual, dropout)
-
-        return apply
-
-    return build
 
 
 class WindowedAttention(nn.Module):

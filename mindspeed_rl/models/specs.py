@@ -50,16 +50,6 @@ def replace_class(part: object, module: type) -> Part:
     return module
 
 
-def add_arguments(part: object, **arguments: object) -> Part:
-    """Return the part with more arguments for its class."""
-    if isinstance(part, ModuleSpec):
-        return dataclasses.replace(part, params={**part.params, **arguments})
-    if isinstance(part, functools.partial):
-        return functools.partial(part, **arguments)
-    assert isinstance(part, type)
-    return ModuleSpec(module=part, params=arguments)
-
-
 def _get_submodules(part: object) -> object:
     """Return the dataclass of a part's inner parts, None where it has none."""
     if isinstance(part, ModuleSpec):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TypedDict
 
 #: tokens that one character may be spread over: UTF-8 has at most four bytes
@@ -121,27 +119,3 @@ def decode_tokens(decode: Callable[[list[int]], str], ids: Sequence[int]) -> lis
 def is_due(iteration: int, interval: int) -> bool:
     """Return True in the first iteration, which is 1, and every `interval`-th; never where that is 0."""
     return interval > 0 and (iteration == 1 or iteration % interval == 0)
-
-
-@dataclass(frozen=True)
-class CompletionWriter:
-    """Append completions of every `interval`-th iteration to a JSONL file.
-
-    Attributes:
-        path: the file; lines of an earlier part of the run stay.
-        interval: iterations between two writes; 0 writes none.
-        limit: completions of one iteration; all when None.
-    """
-
-    path: Path
-    interval: int = 1
-    limit: int | None = None
-
-    def write(self, iteration: int, completions: Sequence[Completion]) -> None:
-        """Append the iteration's completions where it is one to be written."""
-        if not is_due(iteration, self.interval):
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            for completion in completions[: self.limit]:
-                file.write(json.dumps({"iteration": iteration, **completion.to_record()}, ensure_ascii=False) + "\n")

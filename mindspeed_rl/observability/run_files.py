@@ -159,23 +159,3 @@ class LineWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def cut_back(path: Path, iteration: int) -> None:
-    """Move records of later iterations, which the run repeats, to `<name>.superseded.jsonl`, and half a line too."""
-    if not path.is_file():
-        return
-    earlier, later = [], []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            is_earlier = line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration
-        except (ValueError, TypeError, KeyError):
-            is_earlier = False
-        (earlier if is_earlier else later).append(line)
-    if not later:
-        return
-    with path.with_name(f"{path.stem}.superseded.jsonl").open("ab") as file:
-        file.writelines(later)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(earlier))
-    os.replace(temporary, path)

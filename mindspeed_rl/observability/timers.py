@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +100,6 @@ def compute_timings(intervals: Sequence[Interval]) -> dict[str, float]:
         start_s, end_s = min(i.start_s for i in group), max(i.end_s for i in group)
         metrics[f"timing/non_overlap_{name}"] = max(end_s - max(max(i.end_s for i in fence), start_s), 0.0)
     return metrics
-
-
-def compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
-    """Return tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
-    phases = {"e2e_tps": "timing/all", "update_tps": "timing/update", "vllm_tps": "timing/rollout"}
-    return {name: num_tokens / num_devices / timing[phase] for name, phase in phases.items() if timing.get(phase, 0.0) > 0.0}
 
 
 class Timeline:

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.run_files import CONSUMED, LineWriter, cut_back
+from mindspeed_rl.observability.run_files import CONSUMED, LineWriter
 
 #: name of a tracker -> its class, called with (rl_config, run_dir, config) and imported on use
 TRACKERS = {
@@ -399,6 +399,26 @@ class Trackers:
         self.lines.close()
 
 
+def _cut_back(path: Path, iteration: int) -> None:
+    """Move records of later iterations, which the run repeats, to `<name>.superseded.jsonl`, and half a line too."""
+    if not path.is_file():
+        return
+    earlier, later = [], []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            is_earlier = line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration
+        except (ValueError, TypeError, KeyError):
+            is_earlier = False
+        (earlier if is_earlier else later).append(line)
+    if not later:
+        return
+    with path.with_name(f"{path.stem}.superseded.jsonl").open("ab") as file:
+        file.writelines(later)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(b"".join(earlier))
+    os.replace(temporary, path)
+
+
 def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, object], *, last_iteration: int = 0) -> Trackers:
     """Start the trackers that the run file names, metrics.jsonl always among them; each has its own thread.
 
@@ -429,7 +449,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
         classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
     # before the tracker, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):
-        cut_back(run_dir / name, last_iteration)
+        _cut_back(run_dir / name, last_iteration)
 
     def convert(value: object) -> object:
         return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

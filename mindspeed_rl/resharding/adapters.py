@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mindspeed_rl.config.placement import engine_adapter_rank
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -102,11 +101,6 @@ _WRAPPED = "base_layer"
 
 #: HF module -> sums over the bits of A and of B
 _AdapterSums = Mapping[str, tuple[int, int]]
-
-
-def build_adapter_arguments(rank: int) -> dict[str, int | bool]:
-    """Return the arguments with which vLLM's engine takes one adapter of this rank at a time."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
 
 
 class BaseLoader:

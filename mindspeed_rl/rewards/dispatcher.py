@@ -21,7 +21,6 @@ from mindspeed_rl.rewards import spawner
 from mindspeed_rl.rewards.channel import Channel, Message, pack
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
-from mindspeed_rl.rewards.totals import compute_overlong_penalty, compute_weighted_total
 from mindspeed_rl.rewards.worker import Kind
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
@@ -37,6 +36,23 @@ _Call = tuple[int, int]
 """Row of the batch, index of the function."""
 _Failure = tuple[State, str]
 """State and error message."""
+
+
+def _compute_weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
+    """Return the sum of weight times score over the functions that had an opinion."""
+    return sum(weight * parts[name] for name, weight in zip(functions, weights) if name in parts)
+
+
+def _compute_overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
+    """Return MindSpeed-RL's length penalty: 0 up to the buffer, then linear down to minus the factor.
+
+    exceed = min(length - (rollout_max_tokens - overlong_buffer), overlong_buffer); min(-exceed / overlong_buffer * factor, 0).
+    """
+    if not settings.overlong_buffer_enable:
+        return 0.0
+    buffer = settings.overlong_buffer
+    exceed = min(num_tokens - (settings.rollout_max_tokens - buffer), buffer)
+    return min(-exceed / buffer * settings.overlong_buffer_penalty_factor, 0.0)
 
 
 @dataclass(eq=False)
@@ -75,13 +91,13 @@ class Batch:
             if failure is None and (row, index) in self.failures:
                 state, text = self.failures[row, index]
                 failure = (state, f"{name}: {text}")
-        penalty = compute_overlong_penalty(len(self.samples[row].response_ids), settings)
+        penalty = _compute_overlong_penalty(len(self.samples[row].response_ids), settings)
         if failure is not None:
             total = 0.0 if settings.reward_failure_policy == "zero" else None
             return RewardResult(total, parts, failure[0], failure[1], penalty, notes)
         if not parts:
             return RewardResult(None, {}, "skipped", "", penalty, notes)
-        return RewardResult(compute_weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
+        return RewardResult(_compute_weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
 
 
 @dataclass(eq=False)

@@ -7,51 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from mindspeed_rl.rewards.samples import FAILURES, RewardResult, RewardSettings
+from mindspeed_rl.rewards.samples import FAILURES, RewardResult
 
 MODEL_PART = "reward_model"
 """Part of a result: the reward model's score."""
 TRAJECTORY_PART = "trajectory"
 """Part of a result: the rewards of tools and environments."""
-
-
-def compute_weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
-    """Return the sum of weight times score over the functions that had an opinion."""
-    return sum(weight * parts[name] for name, weight in zip(functions, weights) if name in parts)
-
-
-def compute_overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
-    """Return MindSpeed-RL's length penalty: 0 up to the buffer, then linear down to minus the factor.
-
-    exceed = min(length - (rollout_max_tokens - overlong_buffer), overlong_buffer); min(-exceed / overlong_buffer * factor, 0).
-    """
-    if not settings.overlong_buffer_enable:
-        return 0.0
-    buffer = settings.overlong_buffer
-    exceed = min(num_tokens - (settings.rollout_max_tokens - buffer), buffer)
-    return min(-exceed / buffer * settings.overlong_buffer_penalty_factor, 0.0)
-
-
-def add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0) -> list[RewardResult]:
-    """Return the results with a reward model's scores as an additional part; a row without rule scores has only this part.
-
-    A failed sample stays failed.
-
-    Raises:
-        ValueError: not one score for each result.
-    """
-    if len(results) != len(scores):
-        raise ValueError(f"there are {len(results)} samples but {len(scores)} reward model scores")
-    new_results = []
-    for result, score in zip(results, scores):
-        parts = {**result.parts, MODEL_PART: float(score)}
-        if result.failed:
-            new_results.append(RewardResult(result.total, parts, result.state, result.error, result.penalty))
-            continue
-        # a row that the rules skipped has no total that could include its penalty
-        base = result.penalty if result.total is None else result.total
-        new_results.append(RewardResult(base + weight * float(score), parts, "ok", "", result.penalty))
-    return new_results
 
 
 def add_trajectory_rewards(

@@ -5,7 +5,6 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import vllm
-from vllm import EngineArgs, SamplingParams, envs
+from vllm import SamplingParams, envs
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import platform
@@ -85,21 +83,6 @@ def build_engine_arguments(
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
     return arguments | dict(changes or {})
-
-
-def build_routing_arguments(key: str) -> EngineArguments:
-    """Return the arguments with which an engine reports the experts of each token.
-
-    Args:
-        key: of the run file that needs it, for the error.
-
-    Raises:
-        ValueError: this vLLM cannot report them.
-    """
-    name = "enable_return_routed_experts"
-    if name not in inspect.signature(EngineArgs).parameters:
-        raise ValueError(f"{key} needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}.")
-    return {name: True}
 
 
 def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: RequestOutputKind) -> SamplingParams:

@@ -35,19 +35,6 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """A request for one response.
-
-    Attributes:
-        prompt_ids: tokens of the prompt.
-        seed: of this response alone: results do not depend on other requests in the batch.
-    """
-
-    prompt_ids: list[int]
-    seed: int
-
-
-@dataclass(frozen=True)
 class Completion:
     """One generated response.
 
@@ -75,15 +62,4 @@ def sample_seed(run_seed: int, iteration: int, prompt: int, sample: int) -> int:
         sample: index of the response to that prompt.
     """
     digest = hashlib.blake2b(f"{run_seed}/{iteration}/{prompt}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn of the model, from that of its sample and from the turns before it.
-
-    The first turn has the sample's own seed: an agent of one turn samples what a single response would be.
-    """
-    if not turn:
-        return seed
-    digest = hashlib.blake2b(f"{seed}#{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33

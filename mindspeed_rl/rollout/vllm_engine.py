@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, cast
@@ -34,7 +35,20 @@ from mindspeed_rl.rollout.arguments import (
     use_socket_folder,
 )
 from mindspeed_rl.rollout.protocol import LoadsWeights
-from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
+from mindspeed_rl.rollout.requests import Completion, Sampling
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one response.
+
+    Attributes:
+        prompt_ids: tokens of the prompt.
+        seed: of this response alone: results do not depend on other requests in the batch.
+    """
+
+    prompt_ids: list[int]
+    seed: int
 
 
 class VllmEngine:

@@ -32,16 +32,6 @@ class DeviceMemoryError(RuntimeError):
         return type(self), (self.phase, self.owners)
 
 
-def find_memory_error(error: BaseException | None) -> DeviceMemoryError | None:
-    """Return the memory error among the causes of an error, also inside Ray's error of a worker."""
-    while error is not None:
-        for cause in (error, getattr(error, "cause", None)):
-            if isinstance(cause, DeviceMemoryError):
-                return cause
-        error = error.__cause__
-    return None
-
-
 @contextlib.contextmanager
 def convert_memory_errors() -> Iterator[None]:
     """Convert the device's error while models and engine are built, before their owners are known.

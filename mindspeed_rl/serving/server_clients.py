@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from ray.actor import ActorHandle
 
-from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.serving.server_process import ServerProcess
 
-#: the servers' token, where no file has it
-_TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
 #: path of the calls of `RolloutService`
 CALLS_PATH = "/rollout"
-
-
-def read_server_token(config: GenerateConfig) -> str:
-    """Read the token of standalone servers.
-
-    Raises:
-        ValueError: neither the file nor the variable has it.
-    """
-    path = config.vllm_server_token_file
-    try:
-        token = os.environ.get(_TOKEN_VARIABLE, "") if path is None else Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"generate_config.vllm_server_token_file: {path} cannot be read ({error.strerror}).") from None
-    if not token.strip():
-        problem = f"the variable {_TOKEN_VARIABLE} is not set" if path is None else f"{path} is empty"
-        raise ValueError(f"generate_config.vllm_server_token_file: {problem}; it holds the token of `mindspeed-rl rollout`.")
-    return token.strip()
 
 
 class RayServerClient:

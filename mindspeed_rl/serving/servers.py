@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import ray
@@ -14,22 +16,42 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.config import Run
+from mindspeed_rl.config import GenerateConfig, Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
-from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient, read_server_token
+from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
 from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+#: the servers' token, where no file has it
+_TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
+
 _LOG = logging.getLogger(__name__)
 #: errors of Ray's calls about a process or a placement that is gone
 _RAY_ERRORS = (RayError, RuntimeError, ValueError)
+
+
+def _read_server_token(config: GenerateConfig) -> str:
+    """Read the token of standalone servers.
+
+    Raises:
+        ValueError: neither the file nor the variable has it.
+    """
+    path = config.vllm_server_token_file
+    try:
+        token = os.environ.get(_TOKEN_VARIABLE, "") if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"generate_config.vllm_server_token_file: {path} cannot be read ({error.strerror}).") from None
+    if not token.strip():
+        problem = f"the variable {_TOKEN_VARIABLE} is not set" if path is None else f"{path} is empty"
+        raise ValueError(f"generate_config.vllm_server_token_file: {problem}; it holds the token of `mindspeed-rl rollout`.")
+    return token.strip()
 
 
 class RolloutServers:
@@ -71,7 +93,7 @@ class RolloutServers:
         )
         num_devices = run.placement.dedicated.get("rollout")
         if num_devices is None:
-            token = read_server_token(run.generate)
+            token = _read_server_token(run.generate)
             clients = [HttpServerClient(host, port, token) for host, port in run.placement.servers]
             self._standalone = {client.name: client for client in clients}
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 
 from mindspeed_rl import registry
@@ -10,7 +11,7 @@ from mindspeed_rl.rewards.channel import Message
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, RunIn
-from mindspeed_rl.tools.schemas import derive_schema, validate_schema
+from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import (
     AcceptedOptions,
     CallSettings,
@@ -43,6 +44,23 @@ def decode_result(message: Message) -> ToolResult:
     return ToolResult(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])
 
 
+def _derive_schema(function: Callable[..., object], where: str) -> JsonObject:
+    """Return the schema of a Python function, from its type hints and its Google-style docstring.
+
+    Raises:
+        ValueError: a parameter has no type or no description.
+    """
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(f"{where}: no schema can be derived from the function ({error}); give it as tool_schema") from None
+    schema["function"].pop("return", None)  # no chat template uses it
+    return validate_schema(schema, where)
+
+
 class FunctionTool(PythonTool):
     """A function with the name module:function; it has no state that a trajectory could depend on.
 
@@ -66,7 +84,7 @@ class FunctionTool(PythonTool):
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
         self.modules = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function
-        derived = derive_schema(function, where) if schema is None else validate_schema(schema, where)
+        derived = _derive_schema(function, where) if schema is None else validate_schema(schema, where)
         super().__init__(derived, settings, {"execute_kwargs": list_parameters(function)})
 
     def open(self, options: RowOptions) -> Session:

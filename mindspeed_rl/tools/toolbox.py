@@ -11,15 +11,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
 from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.processes import ProcessPool
-from mindspeed_rl.tools.schemas import find_problem
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
 
+_MAX_VALUE_LENGTH = 120
+
 _LOG = logging.getLogger(__name__)
-#: columns of a data set that may change the tools of its row
-TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
 _OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _FIRST_PAUSE_S = 0.1
 _CLOSE_LIMIT_S = 15.0
@@ -156,9 +158,23 @@ class Toolbox:
         for tool in self._tools:
             try:
                 await asyncio.wait_for(tool.close(), _CLOSE_LIMIT_S)
-            except Exception as error:  # noqa: BLE001 (whatever a tool raises, the others must be closed)
+            except Exception as error:  # noqa: BLE001 (whatever a tool raises is a reply for the model)
                 _LOG.warning("a tool did not end well: %s: %s", type(error).__name__, error)
         await self._processes.close()
+
+
+def _find_problem(schema: JsonObject, arguments: Mapping[str, object]) -> str | None:
+    """Return a sentence for the model about arguments that do not match a function's schema; None if they match."""
+    try:
+        error = best_match(Draft202012Validator(schema["function"]["parameters"]).iter_errors(dict(arguments)))
+    except RecursionError:
+        return "the arguments are nested too deeply"
+    if error is None:
+        return None
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
+    # the message repeats the value, which may be the whole text of the model
+    message = error.message if len(error.message) <= 300 else f"{error.message[:_MAX_VALUE_LENGTH]}... {error.message[-80:]}"
+    return f"argument {path}: {message}" if path else message
 
 
 class Tools:
@@ -232,7 +248,7 @@ class Tools:
             hint = registry.did_you_mean(call.name, self._functions)
             known = ", ".join(self._functions) or "none"
             raise ToolError(f"there is no tool {call.name[:80]!r}{hint}; there are: {known}", "unknown_tool")
-        if problem := find_problem(function.schema, call.arguments):
+        if problem := _find_problem(function.schema, call.arguments):
             raise ToolError(problem, "bad_arguments")
         self.num_calls += 1
         retries = function.tool.settings.retries
@@ -259,7 +275,7 @@ class Tools:
                 return await _await_within(session.call(call, timeout_s), timeout_s, session.grace_s)
             except ToolError:
                 raise
-            except Exception as error:  # noqa: BLE001 (whatever a tool raises is a reply for the model)
+            except Exception as error:
                 _LOG.debug("tool %s failed", call.name, exc_info=True)
                 raise ToolError(f"{type(error).__name__}: {str(error)[:1000]}") from error
 

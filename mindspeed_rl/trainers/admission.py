@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.config import Run
-
 
 @dataclass(frozen=True)
 class InFlight:
@@ -101,15 +99,3 @@ class Admission:
                 taken += candidates[: max(0, missing)]
         taken += [prompt for prompt in ready if prompt not in taken][: count - len(taken)]
         return sorted(prompt.index for prompt in taken)
-
-
-def resolve_admission(run: Run) -> Admission:
-    """Return how far the rollout of this run may be ahead of training."""
-    rl, batch = run.rl, run.plan.num_train_prompts
-    if rl.trainer_mode == "async":
-        return Admission(rl.max_off_policy_strategy, rl.max_off_policy_threshold, batch, rl.parameter_sync_step)
-    if rl.trainer_mode == "one_step_off":
-        return Admission("wait", 1.0, batch)
-    # a response has ended after so many rollouts, and twice as many prompts as train are under way
-    split = rl.partial_rollout_max_split
-    return Admission("pace", float(split) if split > 1 else 0.0, batch)

@@ -20,9 +20,12 @@ from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import select_reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, compute_reward_metrics
+from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
+from mindspeed_rl.trainers.staleness import check_versions
+
+_PERCENTILES = (50, 90, 99)
 
 #: prefix of the score metrics by stage
 _SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
@@ -52,6 +55,37 @@ class TrainBatch:
     has_old_log_probs: bool
     has_ref_log_probs: bool
     has_ratios: bool
+
+
+def _staleness_metrics(versions: Sequence[Tensor], version: int) -> Metrics:
+    """Return rollout/staleness_* and rollout/mixed_fraction.
+
+    A token's staleness is the number of versions by which it is older than the weights that train: percentiles (p50, p90, p99),
+    mean and maximum. mixed_fraction: rows with tokens of several versions.
+    """
+    metrics = Metrics()
+    versions = [row[row != NO_VERSION] for row in versions]
+    ages = version - torch.cat([row.to(torch.int64) for row in versions])
+    if not len(ages):
+        return metrics
+    ordered = ages.sort().values
+    for percentile in _PERCENTILES:
+        # the smallest age that so many percent of the tokens do not exceed
+        index = -(-percentile * len(ordered) // 100) - 1
+        metrics.add_last(f"rollout/staleness_p{percentile}", float(ordered[index]))
+    metrics.add_mean("rollout/staleness_mean", float(ages.sum()), len(ages))
+    metrics.add_max("rollout/staleness_max", float(ordered[-1]))
+    mixed = [int(row.min()) != int(row.max()) for row in versions if len(row)]
+    metrics.add_mean("rollout/mixed_fraction", sum(mixed), len(mixed))
+    return metrics
+
+
+def _young_tokens(versions: Sequence[Tensor], version: int, limit: float | None, width: int) -> Tensor:
+    """Return [rows, width] bool; True on tokens that are at most `limit` versions older than the weights that train."""
+    young = torch.zeros(len(versions), width, dtype=torch.bool)
+    for index, row in enumerate(versions):
+        young[index, : len(row)] = True if limit is None else version - row <= limit
+    return young
 
 
 class Advantages:
@@ -115,9 +149,9 @@ class Advantages:
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)
-        loss_mask = young = response_mask & young_tokens(versions, version, self._rl.off_policy_token_limit, width)
+        loss_mask = young = response_mask & _young_tokens(versions, version, self._rl.off_policy_token_limit, width)
         if admission.bound:
-            metrics.merge(staleness_metrics(versions, version))
+            metrics.merge(_staleness_metrics(versions, version))
             metrics.add_mean("rollout/old_tokens_masked", (response_mask & ~young).sum().item(), response_mask.sum().item())
         if objective.overlong_filter:
             loss_mask = filter_overlong(loss_mask, ragged(batch["truncated"]).tensor().bool())

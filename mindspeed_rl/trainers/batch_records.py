@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import platform as machine
-import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -27,8 +21,6 @@ from mindspeed_rl.trainers.advantages import TrainBatch
 _ROLLOUT_COLUMNS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "entropy": "entropies"}
 #: columns of a dump, in the order in which they are computed
 _DUMP_COLUMNS = ("prompt_ids", "responses", "rollout_log_probs", "rewards")
-#: names of environment variables that may hold a secret
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def batch_recorders(run: Run, plane: DataPlane) -> Iterator[Callable[[TrainBatch], None]]:
@@ -72,27 +64,6 @@ class _BatchDump:
         record.add("advantages", len(columns), batch.advantages)
         record.add("loss_mask", len(columns) + 1, batch.loss_mask)
         record.write()
-
-
-def dump_configuration(run: Run) -> None:
-    """Write `configurations.json` of the dump where it is asked for: run file, all keys, versions and environment.
-
-    Values of variables whose names suggest a secret are left out.
-    """
-    config = run.config.msprobe_config
-    if not (config.msprobe and config.configurations_dump):
-        return
-    content = {
-        "run_file": run.config.as_written(),
-        "configuration": dataclasses.asdict(run.config),
-        "versions": {dist.metadata["Name"]: dist.version for dist in metadata.distributions()},
-        "machine": {"python": sys.version, "system": machine.platform(), "torch": torch.__config__.show()},
-        "environment": {name: "(left out)" if _SECRET.search(name) else value for name, value in sorted(os.environ.items())},
-    }
-    folder = Path(config.dump_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, default=str, sort_keys=True)
-    (folder / "configurations.json").write_text(text + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,53 @@ from mindspeed_rl.observability.run_files import CONSUMED
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.group_sources import PartialSource, StreamingSource
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
-from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups, write_record
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
-from mindspeed_rl.workers.responses import compute_response_metrics
+from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 _IN_FLIGHT = "in_flight"
+
+
+def _response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
+    """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
+    columns = build_response_columns([trajectory for group in groups for trajectory in group.trajectories])
+    if all(group.results is not None for group in groups):
+        results = [result for group in groups for result in group.results or ()]
+        columns["rewards"] = reward_totals(results)
+        columns["reward_results"] = results
+    return columns
+
+
+def _version_spans(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (version, number of tokens) of each run of equal versions."""
+    return [(version, len(list(same))) for version, same in itertools.groupby(versions)]
+
+
+def _write_record(path: Path, iteration: int, version: int, groups: Sequence[PromptGroup]) -> None:
+    """Add a line with the groups that this iteration trains on, in its order.
+
+    Args:
+        iteration: the first is 1, as in the metrics.
+        version: of the weights that train.
+    """
+    line = {
+        "iteration": iteration,
+        "version": version,
+        "prompts": [
+            {
+                "prompt": group.index,
+                "samples": [
+                    {"versions": _version_spans(sample.sampled_versions), "finish": sample.finish}
+                    for sample in group.trajectories
+                ],
+            }
+            for group in groups
+        ],
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class GroupRollout(Rollout):
@@ -84,7 +126,7 @@ class GroupRollout(Rollout):
         else:
             groups, reports = self._source.take(iteration, expected)
             reports = reports + self._put(groups)
-        write_record(self._record, iteration + 1, self._source.admission.version(iteration), groups)
+        _write_record(self._record, iteration + 1, self._source.admission.version(iteration), groups)
         return reports
 
     def _take_filtered(
@@ -129,7 +171,7 @@ class GroupRollout(Rollout):
     def _put(self, groups: list[PromptGroup]) -> list[WorkerReport]:
         """Replace the rows of the data plane by those of these groups, scored."""
         repeat = self._plan.n_samples_per_prompt
-        columns = prompt_rows([group.item for group in groups], repeat) | response_rows(groups)
+        columns = prompt_rows([group.item for group in groups], repeat) | _response_rows(groups)
         self._plane.clear(len(groups))
         self._plane.put(columns, range(len(groups) * repeat))
         scored = [] if "rewards" in columns else self._rewards.start(len(groups) * repeat).wait()

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import platform as machine
+import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mindspeed_rl.config import MegatronConfig, RLConfig, Run
 from mindspeed_rl.config.explain.effects import find_warnings
@@ -15,7 +23,6 @@ from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.cluster import connect_cluster
-from mindspeed_rl.trainers.batch_records import dump_configuration
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
 from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, report_outcome
@@ -23,6 +30,30 @@ from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.sft_setup import build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Terminated, Termination
+
+#: names of environment variables that may hold a secret
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def _dump_configuration(run: Run) -> None:
+    """Write `configurations.json` of the dump where it is asked for: run file, all keys, versions and environment.
+
+    Values of variables whose names suggest a secret are left out.
+    """
+    config = run.config.msprobe_config
+    if not (config.msprobe and config.configurations_dump):
+        return
+    content = {
+        "run_file": run.config.as_written(),
+        "configuration": dataclasses.asdict(run.config),
+        "versions": {dist.metadata["Name"]: dist.version for dist in metadata.distributions()},
+        "machine": {"python": sys.version, "system": machine.platform(), "torch": torch.__config__.show()},
+        "environment": {name: "(left out)" if _SECRET.search(name) else value for name, value in sorted(os.environ.items())},
+    }
+    folder = Path(config.dump_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, default=str, sort_keys=True)
+    (folder / "configurations.json").write_text(text + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -51,7 +82,7 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
         beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
         make_paths_absolute(cfg, run.models)
-        dump_configuration(run)
+        _dump_configuration(run)
         trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
         rows = _plan_rows(run, inputs.num_devices)

@@ -11,9 +11,31 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rewards.totals import add_model_scores
+from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.fleet import Fleet
+
+
+def _add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0) -> list[RewardResult]:
+    """Return the results with a reward model's scores as an additional part; a row without rule scores has only this part.
+
+    A failed sample stays failed.
+
+    Raises:
+        ValueError: not one score for each result.
+    """
+    if len(results) != len(scores):
+        raise ValueError(f"there are {len(results)} samples but {len(scores)} reward model scores")
+    new_results = []
+    for result, score in zip(results, scores):
+        parts = {**result.parts, MODEL_PART: float(score)}
+        if result.failed:
+            new_results.append(RewardResult(result.total, parts, result.state, result.error, result.penalty))
+            continue
+        # a row that the rules skipped has no total that could include its penalty
+        base = result.penalty if result.total is None else result.total
+        new_results.append(RewardResult(base + weight * float(score), parts, "ok", "", result.penalty))
+    return new_results
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class ModelRewards:
         rows = range(num_rows)
         batch, _ = self.plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self.timeout_s)
         scores = ragged(batch["rm_scores"]).tensor().tolist()
-        results = add_model_scores(objects(batch["reward_results"]), scores, weight=self.weight)
+        results = _add_model_scores(objects(batch["reward_results"]), scores, weight=self.weight)
         # the reward functions have filled these cells before
         self.plane.put({"rewards": reward_totals(results), "reward_results": results}, rows, overwrite=True)
         metrics = Metrics()
@@ -57,7 +79,7 @@ class ModelRewards:
         scores = [0.0] * len(prompts)
         for replica, part in enumerate(replicas):
             scores[replica :: len(replicas)] = part
-        return add_model_scores(results, scores, weight=self.weight)
+        return _add_model_scores(results, scores, weight=self.weight)
 
 
 def reward_totals(results: Sequence[RewardResult]) -> list[float]:

@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
-from mindspeed_rl.trainers.model_rewards import reward_totals
-from mindspeed_rl.workers.responses import build_response_columns
 
 _FORMAT = "mindspeed_rl.in_flight"
 
@@ -58,46 +56,6 @@ class PromptGroup:
         ended = [sample for sample in self.samples if sample is not None]
         assert len(ended) == len(self.samples), self.index
         return ended
-
-
-def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
-    columns = build_response_columns([trajectory for group in groups for trajectory in group.trajectories])
-    if all(group.results is not None for group in groups):
-        results = [result for group in groups for result in group.results or ()]
-        columns["rewards"] = reward_totals(results)
-        columns["reward_results"] = results
-    return columns
-
-
-def _version_spans(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (version, number of tokens) of each run of equal versions."""
-    return [(version, len(list(same))) for version, same in itertools.groupby(versions)]
-
-
-def write_record(path: Path, iteration: int, version: int, groups: Sequence[PromptGroup]) -> None:
-    """Add a line with the groups that this iteration trains on, in its order.
-
-    Args:
-        iteration: the first is 1, as in the metrics.
-        version: of the weights that train.
-    """
-    line = {
-        "iteration": iteration,
-        "version": version,
-        "prompts": [
-            {
-                "prompt": group.index,
-                "samples": [
-                    {"versions": _version_spans(sample.sampled_versions), "finish": sample.finish}
-                    for sample in group.trajectories
-                ],
-            }
-            for group in groups
-        ],
-    }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 # ---------------------------------------------------------------------- in a checkpoint

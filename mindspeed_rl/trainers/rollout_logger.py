@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +17,7 @@ from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
-from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, decode_tokens, is_due
-from mindspeed_rl.observability.timers import compute_throughput
+from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 
@@ -24,6 +25,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _CompletionWriter:
+    """Append completions of every `interval`-th iteration to a JSONL file.
+
+    Attributes:
+        path: the file; lines of an earlier part of the run stay.
+        interval: iterations between two writes; 0 writes none.
+        limit: completions of one iteration; all when None.
+    """
+
+    path: Path
+    interval: int = 1
+    limit: int | None = None
+
+    def write(self, iteration: int, completions: Sequence[Completion]) -> None:
+        """Append the iteration's completions where it is one to be written."""
+        if not is_due(iteration, self.interval):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            for completion in completions[: self.limit]:
+                file.write(json.dumps({"iteration": iteration, **completion.to_record()}, ensure_ascii=False) + "\n")
+
+
+def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
+    """Return tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
+    phases = {"e2e_tps": "timing/all", "update_tps": "timing/update", "vllm_tps": "timing/rollout"}
+    return {name: num_tokens / num_devices / timing[phase] for name, phase in phases.items() if timing.get(phase, 0.0) > 0.0}
 
 
 class RolloutLogger(RunLogger):
@@ -34,7 +65,7 @@ class RolloutLogger(RunLogger):
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
-        self._writer = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
+        self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
@@ -46,7 +77,7 @@ class RolloutLogger(RunLogger):
         kind = "max" if self._run.rl.log_max_throughput and self._run.stage == "ray_grpo" else "mean"
         length = results.get(f"response_length/{kind}", 0.0) + results.get(f"prompt_length/{kind}", 0.0)
         plan = self._run.plan
-        throughput = compute_throughput(results, length * plan.num_samples, plan.world_size)
+        throughput = _compute_throughput(results, length * plan.num_samples, plan.world_size)
         return ({} if sync is None else {"timing/update_weights": sync}) | throughput
 
     def on_batch(self, batch: TrainBatch) -> None:

@@ -21,7 +21,7 @@ from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
-from mindspeed_rl.runtime.device_memory import find_memory_error
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated
 
@@ -136,13 +136,23 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_Run
         report.finish(outcome)
 
 
+def _find_memory_error(error: BaseException | None) -> DeviceMemoryError | None:
+    """Return the memory error among the causes of an error, also inside Ray's error of a worker."""
+    while error is not None:
+        for cause in (error, getattr(error, "cause", None)):
+            if isinstance(cause, DeviceMemoryError):
+                return cause
+        error = error.__cause__
+    return None
+
+
 @contextlib.contextmanager
 def _advise_on_memory(advisor: RunAdvisor | None) -> Iterator[None]:
     """Add settings with more room to the error of a worker that ran out of device memory in the block."""
     try:
         yield
     except WorkerError as error:
-        failure = find_memory_error(error)
+        failure = _find_memory_error(error)
         if failure is None or advisor is None:
             raise
         raise WorkerError(f"{error} {advisor.suggest_settings(failure.phase)}") from error

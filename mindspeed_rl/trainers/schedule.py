@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mindspeed_rl.algorithms.kl import build_kl_controller
 from mindspeed_rl.config import Run
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.trainers.admission import resolve_admission
-from mindspeed_rl.workers.update_plan import UpdatePlan, plan_mini_batches
+from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.workers.update_plan import UpdatePlan
 
 
 class DisagreementError(RuntimeError):
     """Trainer and rollout engine disagree about the log-probs of the same tokens."""
+
+
+def _resolve_admission(run: Run) -> Admission:
+    """Return how far the rollout of this run may be ahead of training."""
+    rl, batch = run.rl, run.plan.num_train_prompts
+    if rl.trainer_mode == "async":
+        return Admission(rl.max_off_policy_strategy, rl.max_off_policy_threshold, batch, rl.parameter_sync_step)
+    if rl.trainer_mode == "one_step_off":
+        return Admission("wait", 1.0, batch)
+    # a response has ended after so many rollouts, and twice as many prompts as train are under way
+    split = rl.partial_rollout_max_split
+    return Admission("pace", float(split) if split > 1 else 0.0, batch)
+
+
+def _plan_mini_batches(
+    num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
+) -> list[list[int]]:
+    """Return the rows of each optimizer step of an iteration, in order.
+
+    Args:
+        num_rows: rows of the rollout.
+        mini_batch_size: rows of a step.
+        epochs: passes over the rows.
+        group_size: shuffling moves complete groups, so that a group stays in one step.
+        shuffle_seed: None keeps the order.
+    """
+    steps = []
+    for epoch in range(epochs):
+        order = np.arange(num_rows)
+        if shuffle_seed is not None:
+            # numpy keeps the stream of RandomState over releases, and does not promise so for its newer generators
+            groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
+                num_rows // group_size
+            )
+            order = (groups[:, None] * group_size + np.arange(group_size)[None, :]).flatten()
+        steps += [order[first : first + mini_batch_size].tolist() for first in range(0, num_rows, mini_batch_size)]
+    return steps
 
 
 class Schedule:
@@ -35,7 +74,7 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self.kl = build_kl_controller(objective)
-        self.admission = resolve_admission(run)
+        self.admission = _resolve_admission(run)
         # the tokens are sampled from the weights that train on them
         self._on_policy = plan.on_policy and self.admission.bound == 0
         self.needs_reference = objective.needs_reference
@@ -46,7 +85,7 @@ class Schedule:
 
     def steps(self, iteration: int) -> list[list[int]]:
         """Return the rows of each optimizer step of the iteration."""
-        return plan_mini_batches(
+        return _plan_mini_batches(
             self._plan.num_train_samples,
             self._plan.mini_batch_size,
             self._plan.epochs,

@@ -26,7 +26,7 @@ from mindspeed_rl.runtime.reports import DataSummary
 from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
-from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
+from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
 
@@ -107,11 +107,26 @@ def start_workers(inputs: _SupervisedInputs, stack: contextlib.ExitStack, steps:
     return _SupervisedServices(workers, resumed, data.num_held_out > 0)
 
 
+def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
+    """Return samples and tokens a second over all devices, and model operations a second and device.
+
+    They are those of the update alone: saving and evaluating do not count.
+    """
+    seconds = results.get("timing/update", 0.0)
+    if not seconds:
+        return {}
+    return {
+        "train/samples_per_s": results["train/samples"] / seconds,
+        "train/tokens_per_s": results["train/tokens"] / seconds,
+        "train/tflops_per_device": results["train/model_tflop"] / seconds / num_devices,
+    }
+
+
 def build_supervised_trainer(
     inputs: _SupervisedInputs, services: _SupervisedServices, outputs: LogOutputs, termination: Termination
 ) -> SupervisedTrainer:
     """Build the loop on workers that run."""
-    logger = RunLogger(outputs, partial(derive_throughput, num_devices=inputs.num_devices))
+    logger = RunLogger(outputs, partial(_derive_throughput, num_devices=inputs.num_devices))
     start = services.resumed.get("iteration", 0)
     return SupervisedTrainer(
         inputs.run, services.workers, logger, termination, evaluates=services.has_held_out, start_iteration=start

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
@@ -63,18 +61,3 @@ class SupervisedTrainer(TrainingLoop):
         """Return True every `interval` iterations and after the last, if it is enabled at all; the first iteration is 1."""
         is_last = iteration == self.train_iters
         return is_enabled and (is_last or bool(interval and iteration % interval == 0))
-
-
-def derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
-    """Return samples and tokens a second over all devices, and model operations a second and device.
-
-    They are those of the update alone: saving and evaluating do not count.
-    """
-    seconds = results.get("timing/update", 0.0)
-    if not seconds:
-        return {}
-    return {
-        "train/samples_per_s": results["train/samples"] / seconds,
-        "train/tokens_per_s": results["train/tokens"] / seconds,
-        "train/tflops_per_device": results["train/model_tflop"] / seconds / num_devices,
-    }

@@ -19,11 +19,14 @@ from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTu
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, Toolbox
+from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
 from mindspeed_rl.workers.responses import get_sampling_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: columns of a data set that may change the tools of its row
+_TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
 
 _Result = TypeVar("_Result")
 
@@ -131,7 +134,7 @@ def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
         ValueError: a row names a tool, an option or an argument that does not exist; with its place, and those that do.
     """
     columns = set(prompts[0]["columns"])  # as those of all rows
-    if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
+    if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(_TOOL_COLUMNS):
         return
 
     async def check(toolbox: Toolbox) -> None:

@@ -8,16 +8,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+
 from mindspeed_rl.config import MsprobeConfig
 from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dumps.record import Record
-from mindspeed_rl.engine.probe import ModelProbe, get_coordinates
+from mindspeed_rl.engine.probe import ModelProbe
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.workers.device_worker import LossObserver
 from mindspeed_rl.workers.roles import Role
 
 if TYPE_CHECKING:  # it imports vLLM, and workers without a rollout dump too
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
+
+
+def _get_coordinates() -> tuple[dict[str, int], dict[str, int]]:
+    """Return this rank's index on each axis of the training layout, and the number of ranks of each axis."""
+    state = parallel_state
+    indices = {
+        "rank": dist.get_rank(),
+        "tp": state.get_tensor_model_parallel_rank(),
+        "pp": state.get_pipeline_model_parallel_rank(),
+        "dp": state.get_data_parallel_rank(),
+        "cp": state.get_context_parallel_rank(),
+        "ep": state.get_expert_model_parallel_rank(),
+    }
+    sizes = {
+        "rank": dist.get_world_size(),
+        "tp": state.get_tensor_model_parallel_world_size(),
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "dp": state.get_data_parallel_world_size(),
+        "cp": state.get_context_parallel_world_size(),
+        "ep": state.get_expert_model_parallel_world_size(),
+    }
+    return indices, sizes
 
 
 class PhaseDumps:
@@ -74,7 +99,7 @@ class PhaseDumps:
         if iteration is None:
             iteration = self._first + self._runs[f"{role}_{phase}"]
             self._runs[f"{role}_{phase}"] += 1
-        return self._record(iteration, role, phase, *get_coordinates()) if enabled else None
+        return self._record(iteration, role, phase, *_get_coordinates()) if enabled else None
 
     def _record_rollout(self, replica: RolloutReplica) -> Record | None:
         """Return the record of a rollout, or of one part where the responses of an iteration grow in several."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
@@ -36,7 +37,7 @@ from mindspeed_rl.engine.checkpoint import (
 from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import WithFreshHead, load_weights
+from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -81,6 +82,24 @@ class PassSettings:
     temperature: float
     fixed_width: int = 0
     shares_prefixes: bool = False
+
+
+@dataclass(frozen=True)
+class _WithFreshHead:
+    """Tensors of a language model and a score head of zeros: every value is 0 before the first update, under any layout."""
+
+    source: TensorSource
+    hidden_size: int
+    name: str = "score.weight"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (1, self.hidden_size) if name == self.name else self.source.shape(name)
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        if name != self.name:
+            return self.source.read(name, dim, start, stop)
+        zeros = torch.zeros(1, self.hidden_size)
+        return zeros if stop is None else zeros.narrow(dim, start, stop - start)
 
 
 class Role:
@@ -162,7 +181,7 @@ class Role:
             stored = replace(plan.model_config, head="lm") if fresh_head else plan.model_config
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
-        load_weights(self.model, WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+        load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
 
     def save(self, iteration: int, run_state: dict[str, object]) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
@@ -248,22 +267,6 @@ class Roles:
     def all(self) -> list[Role]:
         """Return the models of this worker."""
         return [role for role in (self.actor, self.critic, self.reference, self.reward) if role is not None]
-
-
-def build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
-    """Build the models that share the actor's devices, with their weights; collective over the training world.
-
-    Args:
-        run: with its models.
-        tokenizer: of the actor.
-    """
-    shared = build_pass_settings(run, tokenizer)
-    # the actor is the first of the run's models
-    roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
-    built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
-    if "reward" in run.models and "reward" not in run.placement.dedicated:
-        built.reward, built.scoring = build_reward_model(run, tokenizer, shared)
-    return built
 
 
 def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:

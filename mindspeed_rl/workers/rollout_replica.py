@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+import vllm
 from torch import nn
+from vllm import EngineArgs
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config.placement import engine_adapter_rank
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
@@ -25,7 +29,6 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import (
     AdapterFolder,
     BaseLoader,
-    build_adapter_arguments,
     find_differing_adapters,
     sum_loaded_adapters,
     sum_sent_adapters,
@@ -35,7 +38,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.arguments import build_routing_arguments
+from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
@@ -48,6 +51,26 @@ from mindspeed_rl.workers.routing import build_routing_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def _build_adapter_arguments(rank: int) -> dict[str, int | bool]:
+    """Return the arguments with which vLLM's engine takes one adapter of this rank at a time."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
+
+
+def _build_routing_arguments(key: str) -> EngineArguments:
+    """Return the arguments with which an engine reports the experts of each token.
+
+    Args:
+        key: of the run file that needs it, for the error.
+
+    Raises:
+        ValueError: this vLLM cannot report them.
+    """
+    name = "enable_return_routed_experts"
+    if name not in inspect.signature(EngineArgs).parameters:
+        raise ValueError(f"{key} needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}.")
+    return {name: True}
 
 
 class RolloutReplica:
@@ -88,8 +111,8 @@ class RolloutReplica:
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, self.dtype.itemsize),
             engine_arguments={
-                **(build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+                **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
+                **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
             },
         )
         # each of the actor's pipeline stages gets the experts of its own layers

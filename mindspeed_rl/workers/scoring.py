@@ -11,7 +11,7 @@ from torch import Tensor
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.rewards.process_rewards import aggregate, mark_steps, split_steps
+from mindspeed_rl.rewards.process_rewards import aggregate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,24 @@ class OutcomeScoring:
     def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
         """Return one score a row from the outputs of `TrainEngine.forward` for the rows."""
         return [float(value) for value in outputs[0]]
+
+
+def _split_steps(response: str, separator: str = "\n\n") -> list[str]:
+    """Split the response after each separator; blank steps join the step before. The steps concatenate to the response."""
+    steps: list[str] = []
+    chunks = response.split(separator)
+    for index, chunk in enumerate(chunks):
+        text = chunk + (separator if index < len(chunks) - 1 else "")
+        if steps and not chunk.strip():
+            steps[-1] += text
+        elif text:
+            steps.append(text)
+    return steps
+
+
+def _mark_steps(steps: Sequence[str], placeholder: str) -> str:
+    """Return the input of a process reward model: each step is followed by the placeholder token at which it is scored."""
+    return "".join(f"{step.rstrip()} {placeholder}\n" for step in steps)
 
 
 class ProcessScoring(OutcomeScoring):
@@ -71,7 +89,7 @@ class ProcessScoring(OutcomeScoring):
             # a mark that the response itself contains would be judged as the end of a step
             text = self._tokenizer.decode(response.tolist(), skip_special_tokens=True)
             assert isinstance(text, str)  # a list for batches
-            marked = mark_steps(split_steps(text.replace(self._mark, "")) or [""], self._mark)
+            marked = _mark_steps(_split_steps(text.replace(self._mark, "")) or [""], self._mark)
             ids = torch.tensor(self._tokenizer.encode(marked, add_special_tokens=False))
             is_mark = ids == self._mark_id
             first = int(is_mark.nonzero()[0])

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
+from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
+from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
@@ -24,7 +25,17 @@ from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.roles import PassSettings, Role, build_micro_batching
-from mindspeed_rl.workers.stages.stage import make_stage, split_batches
+from mindspeed_rl.workers.stages import STAGES
+from mindspeed_rl.workers.stages.stage import Stage, split_batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def _make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage[Any]:
+    """Make the stage that the run file names."""
+    assert config.stage is not None  # a run file that trains without rollouts names one
+    return registry.load(STAGES[config.stage], f"stage {config.stage}")(config, tokenizer)
 
 
 class SupervisedWorker(DeviceWorker):
@@ -41,7 +52,7 @@ class SupervisedWorker(DeviceWorker):
         config = self.config = cfg.actor_config
         model_plan = run.models["actor"].plan
         tokenizer = load_tokenizer_of(config, run.models["actor"].source)
-        self.stage = make_stage(config, tokenizer)
+        self.stage = _make_stage(config, tokenizer)
         init_distributed(config, model_plan.layout.vpp)
         self.flops = ModelFlops.count(model_plan.architecture, model_plan.model_config)
         self.is_output = is_output_source()

@@ -29,7 +29,7 @@ from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, add_step
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.roles import Role, build_roles
+from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role
 from mindspeed_rl.workers.routing import REPLAYS
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
@@ -39,6 +39,22 @@ if TYPE_CHECKING:
     from mindspeed_rl.models.plan import ModelSource
 
 _Result = TypeVar("_Result")
+
+
+def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
+    """Build the models that share the actor's devices, with their weights; collective over the training world.
+
+    Args:
+        run: with its models.
+        tokenizer: of the actor.
+    """
+    shared = build_pass_settings(run, tokenizer)
+    # the actor is the first of the run's models
+    roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
+    built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
+    if "reward" in run.models and "reward" not in run.placement.dedicated:
+        built.reward, built.scoring = build_reward_model(run, tokenizer, shared)
+    return built
 
 
 class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
@@ -60,7 +76,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         self.source = model.source
         init_distributed(model.config, model.plan.layout.vpp)
         self.tokenizer = load_tokenizer_of(model.config, self.source)
-        self.roles = build_roles(run, self.tokenizer)
+        self.roles = _build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor = self.roles.actor
         self.connect(plane)

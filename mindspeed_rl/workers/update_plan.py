@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-
-from mindspeed_rl.engine.balance import balance_ranks
 
 
 @dataclass(frozen=True)
@@ -31,29 +28,26 @@ class UpdatePlan:
     records_log_probs: bool = False
 
 
-def plan_mini_batches(
-    num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
-) -> list[list[int]]:
-    """Return the rows of each optimizer step of an iteration, in order.
+def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Give each rank equally many sequences with close sums: in falling order of length, to the lightest rank with room.
 
-    Args:
-        num_rows: rows of the rollout.
-        mini_batch_size: rows of a step.
-        epochs: passes over the rows.
-        group_size: shuffling moves complete groups, so that a group stays in one step.
-        shuffle_seed: None keeps the order.
+    Returns:
+        `num_ranks` lists of indices in rising order, all of the same size.
+
+    Raises:
+        ValueError: the count is not a multiple of `num_ranks`.
     """
-    steps = []
-    for epoch in range(epochs):
-        order = np.arange(num_rows)
-        if shuffle_seed is not None:
-            # numpy keeps the stream of RandomState over releases, and does not promise so for its newer generators
-            groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
-                num_rows // group_size
-            )
-            order = (groups[:, None] * group_size + np.arange(group_size)[None, :]).flatten()
-        steps += [order[first : first + mini_batch_size].tolist() for first in range(0, num_rows, mini_batch_size)]
-    return steps
+    if len(lengths) % num_ranks:
+        raise ValueError(f"{len(lengths)} sequences cannot be given to {num_ranks} ranks in equal counts.")
+    room = len(lengths) // num_ranks
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    heap = [(0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        load, rank = heapq.heappop(heap)
+        ranks[rank].append(index)
+        if len(ranks[rank]) < room:
+            heapq.heappush(heap, (load + lengths[index], rank))
+    return [sorted(indices) for indices in ranks]
 
 
 def split_rows(
@@ -74,5 +68,5 @@ def split_rows(
     if len(rows) % (group_size * num_ranks):
         group_size = 1
     sums = [sum(lengths[first : first + group_size]) for first in range(0, len(rows), group_size)]
-    groups = balance_ranks(sums, num_ranks)[rank]
+    groups = _balance_ranks(sums, num_ranks)[rank]
     return [rows[group * group_size + offset] for group in groups for offset in range(group_size)]

@@ -15,7 +15,8 @@ from vllm import SamplingParams
 
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, _continuation_seed
-from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
+from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.rollout.vllm_engine import GenerationRequest
 
 SAMPLING = Sampling(0.9, 24, (1,))
 

@@ -38,9 +38,9 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.arguments import build_routing_arguments
-from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling, sample_seed
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.requests import Completion, Sampling, sample_seed
+from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+from mindspeed_rl.workers.rollout_replica import _build_routing_arguments
 
 TEMPERATURE = 0.9
 
@@ -139,7 +139,7 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
             Sampling(TEMPERATURE, 8, (1,)),
             run_id=run_id,
             kv_bytes_per_token=4096,
-            engine_arguments=build_routing_arguments("router_replay.mode") if routed else None,
+            engine_arguments=_build_routing_arguments("router_replay.mode") if routed else None,
         )
     return _engines[folder]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
-from mindspeed_rl.rollout.requests import Sampling, turn_seed
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -51,6 +52,17 @@ class Turn:
     ended: bool
     prompt_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn of the model, from that of its sample and from the turns before it.
+
+    The first turn has the sample's own seed: an agent of one turn samples what a single response would be.
+    """
+    if not turn:
+        return seed
+    digest = hashlib.blake2b(f"{seed}#{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33
 
 
 class AgentConversation:
@@ -126,7 +138,7 @@ class AgentConversation:
         room = room if max_tokens is None else min(room, max_tokens)
         # without any room the engine raises that the prompt is too long
         sampling = replace(self._sampling, max_tokens=max(1, room))
-        seed = turn_seed(self._seed, self.num_turns)
+        seed = _turn_seed(self._seed, self.num_turns)
         response: Generated | None = None
         while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
             response = await self._engine.generate(context, sampling, seed, response)

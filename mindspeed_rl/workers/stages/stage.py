@@ -5,18 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
 import torch
 from torch.utils import data
 
-from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:
@@ -95,12 +93,6 @@ class Stage(ABC, Generic[_Item]):
         sampler = BatchSampler(num_items * epochs, seed=config.seed, shuffle=not config.no_shuffle)
         for batch in sampler.batches(start, plan.num_samples):
             yield [index % num_items for index in batch]
-
-
-def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage[Any]:
-    """Make the stage that the run file names."""
-    assert config.stage is not None  # a run file that trains without rollouts names one
-    return registry.load(STAGES[config.stage], f"stage {config.stage}")(config, tokenizer)
 
 
 def split_batches(

@@ -53,8 +53,8 @@ def main() -> None:
     device.set_device(rank)
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
-    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+    from mindspeed_rl.rollout.requests import Sampling
+    from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 
     torch_dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{rank}")

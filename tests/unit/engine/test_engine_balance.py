@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from mindspeed_rl.engine.balance import _karmarkar_karp, balance_ranks, pack_families, pack_within_budget
+from mindspeed_rl.engine.balance import _karmarkar_karp, pack_families, pack_within_budget
+from mindspeed_rl.workers.update_plan import _balance_ranks
 
 LENGTHS = [10, 9, 8, 7, 6, 5, 4, 3]
 
@@ -33,9 +34,9 @@ def test_largest_differencing_gives_the_known_sums() -> None:
 
 
 def test_rank_balance_gives_the_expected_subsets() -> None:
-    assert sums(balance_ranks(LENGTHS, 2)) == [26, 26]
-    assert sums(balance_ranks(LENGTHS, 4)) == [13, 13, 13, 13]
-    assert balance_ranks([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+    assert sums(_balance_ranks(LENGTHS, 2)) == [26, 26]
+    assert sums(_balance_ranks(LENGTHS, 4)) == [13, 13, 13, 13]
+    assert _balance_ranks([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -46,7 +47,7 @@ def test_every_subset_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> No
         if len(lengths) % parts == 0:
             equal = _karmarkar_karp(lengths, parts, equal_size=True)
             assert_partition(equal, len(lengths))
-            shares = balance_ranks(lengths, parts)
+            shares = _balance_ranks(lengths, parts)
             assert_partition(shares, len(lengths))
             assert {len(part) for part in equal} == {len(part) for part in shares} == {len(lengths) // parts}
 
@@ -74,7 +75,7 @@ def test_counts_that_do_not_divide_are_errors() -> None:
     with pytest.raises(ValueError, match="5 sequences cannot be split in 2 parts of equal count"):
         _karmarkar_karp([1] * 5, 2, equal_size=True)
     with pytest.raises(ValueError, match="5 sequences cannot be given to 2 ranks in equal counts"):
-        balance_ranks([1] * 5, 2)
+        _balance_ranks([1] * 5, 2)
 
 
 def test_the_case_in_which_plain_differencing_overshoots_keeps_the_budget() -> None:

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron_release import GROUPED_EXPERTS
 
+from mindspeed_rl.engine.lora import _add_arguments
 from mindspeed_rl.models import specs
 
 
@@ -61,7 +62,7 @@ def built(part: Any, **arguments: Any) -> Part:
 def test_another_class_is_built_with_the_same_arguments_and_some_more(form: str) -> None:
     part = FORMS[form]
     assert specs.get_class(part) is Part
-    changed = specs.add_arguments(specs.replace_class(part, Other), shift=3)
+    changed = _add_arguments(specs.replace_class(part, Other), shift=3)
     result = built(changed, size=4)
     assert type(result) is Other is specs.get_class(changed)
     assert result.built_with == {"size": 4, "shift": 3} | ({} if form == "class" else {"factor": 2})

@@ -10,8 +10,8 @@ import pytest
 
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.observability.run_files import LineWriter, cut_back, read_lines
-from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.observability.run_files import LineWriter, read_lines
+from mindspeed_rl.observability.trackers import _cut_back, make_trackers
 
 
 def iterations(path: Path) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.
 def test_half_a_line_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2, "lo')
-    cut_back(path, 5)
+    _cut_back(path, 5)
     assert path.read_text() == '{"iteration": 1}\n'
 
 

@@ -2,10 +2,11 @@
 
 import json
 
-from mindspeed_rl.observability.completions import Completion, CompletionWriter, is_due
+from mindspeed_rl.observability.completions import Completion, is_due
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.trainers.rollout_logger import _CompletionWriter
 
 
 def test_the_report_sums_up_the_metrics_file(tmp_path):
@@ -46,7 +47,7 @@ def test_a_repeated_iteration_counts_once_and_its_records_join(tmp_path):
 
 
 def test_completions_are_written_every_n_iterations(tmp_path):
-    writer = CompletionWriter(tmp_path / "completions.jsonl", interval=2, limit=1)
+    writer = _CompletionWriter(tmp_path / "completions.jsonl", interval=2, limit=1)
     one = Completion("3+4=", "7", 1.0, {"acc": 1.0}, 0.5, {"label": "7"})
     for iteration in (1, 2, 3, 4):
         writer.write(iteration, [one, one])
@@ -59,7 +60,7 @@ def test_completions_are_written_every_n_iterations(tmp_path):
 
 
 def test_interval_zero_writes_nothing(tmp_path):
-    writer = CompletionWriter(tmp_path / "completions.jsonl", interval=0)
+    writer = _CompletionWriter(tmp_path / "completions.jsonl", interval=0)
     assert not is_due(1, writer.interval)
     writer.write(1, [Completion("a", "b", 0.0)])
     assert not (tmp_path / "completions.jsonl").exists()

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_throughput, compute_timings
+from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_timings
+from mindspeed_rl.trainers.rollout_logger import _compute_throughput
 
 
 def test_a_timer_stamps_start_and_end_also_when_the_block_fails():
@@ -54,7 +55,7 @@ def test_without_old_log_probs_the_reference_pass_is_the_fence():
 
 def test_throughput_is_tokens_a_second_and_device():
     timing = {"timing/all": 4.0, "timing/update": 2.0}
-    assert compute_throughput(timing, num_tokens=800, num_devices=2) == {"e2e_tps": 100.0, "update_tps": 200.0}
+    assert _compute_throughput(timing, num_tokens=800, num_devices=2) == {"e2e_tps": 100.0, "update_tps": 200.0}
 
 
 def test_the_trace_shows_each_phase_on_its_worker_in_microseconds(tmp_path):

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.resharding.adapters import (
-    BaseLoader,
-    build_adapter_arguments,
-    find_differing_adapters,
-    sum_loaded_adapters,
-    sum_sent_adapters,
-)
+from mindspeed_rl.resharding.adapters import BaseLoader, find_differing_adapters, sum_loaded_adapters, sum_sent_adapters
+from mindspeed_rl.workers.rollout_replica import _build_adapter_arguments
 
 
 class Wrapped(nn.Module):
@@ -95,4 +90,4 @@ def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
 def test_an_engine_has_room_for_the_next_larger_rank(rank: int, room: int) -> None:
-    assert build_adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    assert _build_adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from mindspeed_rl.rewards.dispatcher import _compute_overlong_penalty, _compute_weighted_total
 from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
 from mindspeed_rl.rewards.shaping import cosine, length, repetition, soft_overlong
-from mindspeed_rl.rewards.totals import add_model_scores, compute_overlong_penalty, compute_weighted_total
+from mindspeed_rl.trainers.model_rewards import _add_model_scores
 
 SETTINGS = RewardSettings(max_tokens=100)
 
@@ -80,12 +81,12 @@ def test_the_overlong_penalty_is_linear_in_the_buffer_and_ends_at_its_factor(num
     settings = RewardSettings(
         overlong_buffer_enable=True, overlong_buffer=30, overlong_buffer_penalty_factor=1.5, rollout_max_tokens=100
     )
-    assert compute_overlong_penalty(num_tokens, settings) == pytest.approx(penalty)
-    assert compute_overlong_penalty(num_tokens, SETTINGS) == 0.0
+    assert _compute_overlong_penalty(num_tokens, settings) == pytest.approx(penalty)
+    assert _compute_overlong_penalty(num_tokens, SETTINGS) == 0.0
 
 
 def test_totals_leave_out_functions_without_an_opinion() -> None:
-    assert compute_weighted_total({"a": 1.0, "c": -1.0, "c/x": 9.0}, ["a", "b", "c"], [0.5, 100.0, 2.0]) == -1.5
+    assert _compute_weighted_total({"a": 1.0, "c": -1.0, "c/x": 9.0}, ["a", "b", "c"], [0.5, 100.0, 2.0]) == -1.5
 
 
 def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_nothing() -> None:
@@ -94,12 +95,12 @@ def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_
         RewardResult(None, {}, "skipped", penalty=-0.5),
         RewardResult(None, {}, "timeout", "slow"),
     ]
-    added = add_model_scores(results, [2.0, 3.0, 4.0], weight=0.5)
+    added = _add_model_scores(results, [2.0, 3.0, 4.0], weight=0.5)
     assert [result.total for result in added] == [2.5, 1.0, None]
     assert [result.state for result in added] == ["ok", "ok", "timeout"]
     assert list(added[0].parts) == ["acc", "reward_model"]
     with pytest.raises(ValueError, match="3 samples but 1"):
-        add_model_scores(results, [2.0])
+        _add_model_scores(results, [2.0])
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import AGENT_LOOPS, load_agent_loop
-from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits, _turn_seed
 from mindspeed_rl.rollout.agents.loop import AgentLoop, AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.agents.scheduler import MultiTurnScheduler
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated
-from mindspeed_rl.rollout.requests import Sampling, turn_seed
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
@@ -112,7 +112,7 @@ def test_a_call_is_answered_and_the_model_goes_on() -> None:
     assert engine.asked[1].startswith(engine.asked[0] + f"Let me see. {CALL}<|im_end|>")
     assert found.finish == "stop" and found.metrics["turns"] == 2 and found.metrics["tool_call_num"] == 1
     assert found.metrics["tool_calls_failed"] == 0
-    assert engine.seeds == [5, turn_seed(5, 1)]
+    assert engine.seeds == [5, _turn_seed(5, 1)]
     assert found.reward_columns()["tool_call_num"] == 1
 
 

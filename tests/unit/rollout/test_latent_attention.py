@@ -44,8 +44,8 @@ from mindspeed_rl.resharding.layouts import relative_index, full_slice
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
-from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 
 sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=6, stop_token_ids=())
 settings = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=128, max_num_seqs=4, dtype="float32")

@@ -17,9 +17,9 @@ from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.planner.prediction import predict
-from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, convert_memory_errors, find_memory_error
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, convert_memory_errors
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.run_folder import _advise_on_memory
+from mindspeed_rl.trainers.run_folder import _advise_on_memory, _find_memory_error
 
 MIB = 1 << 20
 
@@ -132,4 +132,4 @@ def test_other_failures_of_workers_pass_as_they_are() -> None:
     error = WorkerError("worker 0 failed in generate: KeyError: 'x'")
     with pytest.raises(WorkerError) as raised, _advise_on_memory(predict(resolve(cfg, platform="cpu"))):
         raise error
-    assert raised.value is error and find_memory_error(error) is None
+    assert raised.value is error and _find_memory_error(error) is None

@@ -115,10 +115,9 @@ ELSEWHERE: dict[str, str] = {
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
-    "rewards/totals.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
+    "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
     "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
-    "trainers/admission.py": "max_off_policy_threshold max_off_policy_strategy parameter_sync_step",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "trainers/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
@@ -131,7 +130,8 @@ ELSEWHERE: dict[str, str] = {
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
-    "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch",
+    "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch max_off_policy_threshold "
+    "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length tool_response_truncate_side",
@@ -147,8 +147,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
-    "serving/server_clients.py": "vllm_server_token_file",
-    "serving/servers.py": "rollout_server_restarts",
+    "serving/servers.py": "rollout_server_restarts vllm_server_token_file",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",

@@ -17,13 +17,13 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.admission import Admission, resolve_admission
+from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
-from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.trainers.schedule import Schedule, _resolve_admission
 
 PROMPTS, GROUP = 4, 2
 KEYS = [
@@ -106,7 +106,7 @@ class Plane:
 
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
-    source, plane = Source(resolve_admission(run)), Plane()
+    source, plane = Source(_resolve_admission(run)), Plane()
     loader: Any = SimpleNamespace(item=prompt)
     rewards: Any = None  # every group has its scores
     no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
@@ -216,5 +216,5 @@ def test_a_run_that_had_another_mode_goes_on_with_the_next_prompts(tmp_path: Pat
 )
 def test_the_run_file_says_how_far_the_rollout_may_be_ahead(tmp_path: Path, keys: list[str], admission: Admission) -> None:
     run = run_of(tmp_path, *keys)
-    assert resolve_admission(run) == admission
+    assert _resolve_admission(run) == admission
     assert Schedule(run)._on_policy == (admission.bound == 0)

@@ -16,9 +16,11 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.advantages import _staleness_metrics, _young_tokens
+from mindspeed_rl.trainers.group_rollout import _response_rows
 from mindspeed_rl.trainers.group_sources import PartialSource, Requests
-from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups
-from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
+from mindspeed_rl.trainers.staleness import check_versions
 
 BATCH, GROUP, MOST, SPLIT = 2, 2, 12, 3
 
@@ -127,7 +129,7 @@ def test_rejected_prompts_make_room_for_further_ones_in_the_same_iteration() -> 
 def test_tokens_carry_their_versions_into_the_data_plane() -> None:
     response = Generated((5, 6, 9), (-0.5, -1.0, 0.0), (1, 1, 2), "stop")
     group = PromptGroup(7, prompt(7), 1, [Trajectory.from_response(prompt(7)["prompt_ids"], response)])
-    columns = response_rows([group])
+    columns = _response_rows([group])
     assert columns["weight_versions"][0].tolist() == [1, 1, 2]
     assert columns["input_ids"][0].tolist() == [7, 5, 6, 9]
     assert columns["sequence_lengths"][0].tolist() == [1, 3]
@@ -149,26 +151,26 @@ def test_tokens_of_the_future_and_of_the_far_past_are_refused() -> None:
 
 def test_staleness_is_measured_token_by_token() -> None:
     rows = [torch.tensor([5] * 6 + [4] * 3), torch.tensor([2])]
-    results = staleness_metrics(rows, 5).results()
+    results = _staleness_metrics(rows, 5).results()
     assert results["rollout/staleness_p50"] == 0
     assert results["rollout/staleness_p90"] == 1
     assert results["rollout/staleness_p99"] == results["rollout/staleness_max"] == 3
     assert results["rollout/staleness_mean"] == pytest.approx(6 / 10)
     assert results["rollout/mixed_fraction"] == 0.5
-    assert staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
+    assert _staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
 
 
 def test_what_nobody_drew_has_no_age() -> None:
     rows = [torch.tensor([5, -1, -1, 4]), torch.tensor([-1, 5])]
     check_versions(rows, 5, 1, iteration=5)
     drawn = [torch.tensor([5, 4]), torch.tensor([5])]
-    assert staleness_metrics(rows, 5).results() == staleness_metrics(drawn, 5).results()
+    assert _staleness_metrics(rows, 5).results() == _staleness_metrics(drawn, 5).results()
 
 
 @pytest.mark.parametrize(("limit", "young"), [(None, [1, 1, 1]), (2, [1, 1, 1]), (1.5, [0, 1, 1]), (0, [0, 0, 1])])
 def test_old_tokens_can_be_left_out(limit: float | None, young: list[int]) -> None:
     rows = [torch.tensor([3, 4, 5]), torch.tensor([5])]
-    assert young_tokens(rows, 5, limit, 4).int().tolist() == [[*young, 0], [1, 0, 0, 0]]
+    assert _young_tokens(rows, 5, limit, 4).int().tolist() == [[*young, 0], [1, 0, 0, 0]]
 
 
 def test_pieces_of_a_response_fit_together() -> None:

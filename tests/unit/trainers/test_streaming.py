@@ -18,8 +18,9 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents.loop import AgentRunner, SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.group_rollout import _write_record
 from mindspeed_rl.trainers.group_sources import Requests, StreamingSource
-from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups, write_record
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 
 BATCH, GROUP, TRAIN_S = 3, 2, 7.0
 
@@ -248,7 +249,7 @@ def test_samples_that_were_cut_are_written_down_with_what_they_have(tmp_path: Pa
 def test_the_record_says_which_prompts_trained_with_tokens_of_which_weights(tmp_path: Path) -> None:
     driver = Driver(Admission("pace", 3, BATCH), length=lambda seed: 20 if seed < 100 else 5).train(range(5))
     for iteration, groups in driver.batches:
-        write_record(tmp_path / "consumed.jsonl", iteration + 1, iteration, groups)
+        _write_record(tmp_path / "consumed.jsonl", iteration + 1, iteration, groups)
     lines = [json.loads(line) for line in (tmp_path / "consumed.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
     (long,) = [one for line in lines for one in line["prompts"] if one["prompt"] == 0]

@@ -18,8 +18,8 @@ from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
-from mindspeed_rl.trainers.sft_setup import _check_data
-from mindspeed_rl.trainers.supervised import SupervisedTrainer, derive_throughput
+from mindspeed_rl.trainers.sft_setup import _check_data, _derive_throughput
+from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
@@ -40,7 +40,7 @@ def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     config, plan = worker.config, worker.run.plan
     progress = IterationProgress(plan.train_iters, stream=console, every=config.log_interval)
     outputs = LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress)
-    logger = RunLogger(outputs, partial(derive_throughput, num_devices=1))
+    logger = RunLogger(outputs, partial(_derive_throughput, num_devices=1))
     evaluates = worker.held_out is not None
     SupervisedTrainer(worker.run, OneWorker(worker), logger, Termination(), evaluates=evaluates).fit()
     logger.close()

@@ -20,8 +20,9 @@ from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.group_rollout import _response_rows, _version_spans
 from mindspeed_rl.trainers.group_sources import Requests, StreamingSource
-from mindspeed_rl.trainers.prompt_groups import PromptGroup, _version_spans, load_groups, response_rows, save_groups
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 
 
@@ -83,7 +84,7 @@ def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path
     save_groups(tmp_path / "groups.safetensors", groups)
     assert load_groups(tmp_path / "groups.safetensors", prompt) == groups
     assert groups[0].oldest_version == 3 and _version_spans(SPLIT.sampled_versions) == [(3, 2), (4, 1), (3, 1)]
-    assert "rewards" not in response_rows([PromptGroup(4, prompt(4), 3, [SPLIT, SPLIT])])
+    assert "rewards" not in _response_rows([PromptGroup(4, prompt(4), 3, [SPLIT, SPLIT])])
 
 
 # --- what a trajectory earns ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl import registry
 from mindspeed_rl.config import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.workers.stages import STAGES
-from mindspeed_rl.workers.stages.stage import Stage, make_stage
+from mindspeed_rl.workers.stages.stage import Stage
+from mindspeed_rl.workers.supervised_worker import _make_stage
 
 ECHO = """
 from mindspeed_rl.workers.stages.instruction import Instruction
@@ -38,5 +39,5 @@ def test_a_stage_is_one_class_and_one_line(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(STAGES, "sft", "echo_stage:Echo")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    stage = make_stage(MegatronConfig(stage="sft"), tokenizer)
+    stage = _make_stage(MegatronConfig(stage="sft"), tokenizer)
     assert stage.unit == "echoes" and type(stage) is sys.modules["echo_stage"].Echo

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rl.workers.update_plan import plan_mini_batches, split_rows
+from mindspeed_rl.trainers.schedule import _plan_mini_batches
+from mindspeed_rl.workers.update_plan import split_rows
 
 
 def test_steps_are_consecutive_rows_and_every_epoch_sees_each_row_once() -> None:
-    assert plan_mini_batches(8, 4, 2, group_size=2, shuffle_seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert _plan_mini_batches(8, 4, 2, group_size=2, shuffle_seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
 
 def test_shuffling_keeps_groups_together_and_differs_between_epochs_and_seeds() -> None:
-    steps = plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
+    steps = _plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
     epochs = [sum(steps[:5], []), sum(steps[5:], [])]
     assert epochs[0] != epochs[1] != list(range(40))
     for rows in epochs:
         assert sorted(rows) == list(range(40))
         for first in range(0, 40, 4):
             assert rows[first : first + 4] == list(range(rows[first], rows[first] + 4)) and rows[first] % 4 == 0
-    assert steps == plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
-    assert steps != plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=4)
+    assert steps == _plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
+    assert steps != _plan_mini_batches(40, 8, 2, group_size=4, shuffle_seed=4)
 
 
 def test_ranks_get_consecutive_equal_shares() -> None:
