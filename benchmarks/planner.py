@@ -118,22 +118,22 @@ def published() -> Iterator[str]:
     """Each published figure against the fit to all others."""
     from mindspeed_rl.planner import published
 
-    found = list(published.leave_one_out())
+    found = list(published._leave_one_out())
     yield "| published run | phase | published s | predicted s | predicted / published |\n|---|---|---|---|---|"
     for one in found:
         for name, seconds in one.published.items():
             guess = one.predicted[name]
             yield f"| {one.name} | {name} | {_figure(seconds)} | {_figure(guess)} | {guess / seconds:.2f} |"
-    fit = published.fit_efficiency(range(len(published.FIGURES)))
+    fit = published.fit_efficiency(range(len(published._FIGURES)))
     values = ", ".join(f"{name} {getattr(fit, name):.3g}" for name in ("train", "prefill", "layer_s", "graph_layer_s"))
-    yield f"\nTwo thirds are within a factor of {published.compute_spread(found):.2f}. The fit to all: {values}."
+    yield f"\nTwo thirds are within a factor of {published._compute_spread(found):.2f}. The fit to all: {values}."
 
 
 def assumptions() -> Iterator[str]:
     """All numbers that plans take as given, by device."""
     from mindspeed_rl.config.loader import build_run_config
     from mindspeed_rl.config.run_files import compose, find_project_configs
-    from mindspeed_rl.planner.assumptions import UNVERIFIED, list_memory_assumptions, list_time_assumptions
+    from mindspeed_rl.planner.assumptions import _UNVERIFIED, list_memory_assumptions, list_time_assumptions
     from mindspeed_rl.planner.devices import DEVICES
     from mindspeed_rl.planner.seconds import plan_time
 
@@ -142,7 +142,7 @@ def assumptions() -> Iterator[str]:
     seen: dict[tuple[str, ...], list[str]] = {}
     for device in DEVICES.values():
         for one in [*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, plan_time(cfg, device))]:
-            row = (one.name, one.value, one.source, UNVERIFIED if one.is_unverified else "")
+            row = (one.name, one.value, one.source, _UNVERIFIED if one.is_unverified else "")
             seen.setdefault(row, []).append(device.name)
     for row, devices in sorted(seen.items(), key=lambda item: "cpu" in item[1] and len(item[1]) == 1):
         yield f"| {', '.join(devices)} | {' | '.join(row)} |"

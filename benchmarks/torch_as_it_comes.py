@@ -16,7 +16,7 @@ def torch_as_it_comes() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with cpu_halves.suspend():
+        with cpu_halves._suspend():
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -71,7 +71,7 @@ def apply(scope: Scope) -> None:
 
 
 #: (platform, function of this package) -> module that has the platform's own form of it
-KERNELS: dict[tuple[str, str], str] = {
+_KERNELS: dict[tuple[str, str], str] = {
     ("npu", "configure"): "mindspeed_rl.adaptors.mindspeed",
     ("npu", "fused_attention"): "mindspeed_rl.adaptors.npu_attention",
     ("npu", "transformer_settings"): "mindspeed_rl.adaptors.mindspeed",
@@ -82,7 +82,7 @@ KERNELS: dict[tuple[str, str], str] = {
 
 def _find_module(function: str) -> ModuleType | None:
     """Return the current platform's module for a function, None where it has none."""
-    name = KERNELS.get((platform.current().name, function))
+    name = _KERNELS.get((platform.current().name, function))
     return None if name is None else importlib.import_module(name)
 
 

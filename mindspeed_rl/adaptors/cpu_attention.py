@@ -103,10 +103,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     fast = q.size(1) >= _LONG and q.size(1) == k.size(1)
     if dropout or fast or not cpu_products.has_avx512():
         return torch_attention(q, k, v, scale, dropout).to(query.dtype)
-    return attention_in_blocks(q, k, v, scale).to(query.dtype)
+    return _attention_in_blocks(q, k, v, scale).to(query.dtype)
 
 
-def attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute `causal_attention` of float32 tensors by this module's products."""
     (b, s, n, d), groups = query.shape, key.size(2)
     shared = n // groups

@@ -49,7 +49,7 @@ def product_format(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def suspend() -> Iterator[None]:
+def _suspend() -> Iterator[None]:
     """Compute products by torch's own kernels in the block."""
     global _registration
     if _registration is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 _CHUNK = 1 << 20
 
 
-def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Write to output [n] the sum over the group of this rank's slot in source [ranks * n]; other slots stay.
 
     A sum starts with the rank's own values and adds the others in the order of their ranks. `output` may be the slot itself.
@@ -84,7 +84,7 @@ def adapt(module: Any) -> None:
     ) -> Any:
         if async_op or op != dist.ReduceOp.SUM:  # Megatron scales before, unless it is told to average
             return their_reduce_scatter(output, source, op=op, group=group, async_op=async_op)
-        return reduce_scatter(output, source, group)
+        return _reduce_scatter(output, source, group)
 
     def gather(output: Tensor, source: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> object:
         if async_op:

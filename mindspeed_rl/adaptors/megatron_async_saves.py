@@ -15,7 +15,7 @@ import importlib
 import importlib.metadata
 
 #: releases without a choice of strategies
-WITHOUT_STRATEGIES = ("0.16.",)
+_WITHOUT_STRATEGIES = ("0.16.",)
 _MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 
 
@@ -29,7 +29,7 @@ def _installed() -> str:
 def apply() -> None:
     """Makes Megatron's own writer the answer whatever strategy is asked for. Idempotent; after what adapts Megatron itself."""
     # nothing is imported for a release that needs nothing
-    if _installed().startswith(WITHOUT_STRATEGIES):
+    if _installed().startswith(_WITHOUT_STRATEGIES):
         return
     module = importlib.import_module(_MODULE)
     original = vars(module).get("get_async_strategy")

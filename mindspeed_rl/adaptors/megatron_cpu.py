@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_rl.adaptors import cpu_rope, gloo_exchange, packed_rope
 from mindspeed_rl.adaptors.torch_facade import facade
 
-SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18")
+_SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18")
 _PREFIX = "megatron.core"
 
 
@@ -285,7 +285,7 @@ def _rotary_embedding(module: Any) -> None:
     packed_rope.adapt(module)
 
 
-PATCHES: dict[str, Callable[[Any], None]] = {
+_PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
     "distributed.param_and_grad_buffer": gloo_exchange.adapt,
     "tensor_parallel.random": _random,
@@ -311,13 +311,13 @@ LAST_RELEASE = {
 }
 
 
-def patches_for(version: str) -> dict[str, Callable[[Any], None]]:
+def _patches_for(version: str) -> dict[str, Callable[[Any], None]]:
     """Module -> patch, of those that a release of megatron-core needs."""
-    release = SUPPORTED_VERSIONS.index(".".join(version.split(".")[:2]))
+    release = _SUPPORTED_VERSIONS.index(".".join(version.split(".")[:2]))
     return {
         name: patch
-        for name, patch in PATCHES.items()
-        if name not in LAST_RELEASE or release <= SUPPORTED_VERSIONS.index(LAST_RELEASE[name])
+        for name, patch in _PATCHES.items()
+        if name not in LAST_RELEASE or release <= _SUPPORTED_VERSIONS.index(LAST_RELEASE[name])
     }
 
 
@@ -386,10 +386,10 @@ def apply() -> None:
     import importlib.metadata
 
     version = importlib.metadata.version("megatron-core")
-    if not version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS)):
-        raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
+    if not version.startswith(tuple(f"{release}." for release in _SUPPORTED_VERSIONS)):
+        raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(_SUPPORTED_VERSIONS)}.x.")
     # modules of Megatron warn that packages for GPUs are missing
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
-    sys.meta_path.insert(0, _MegatronFinder(patches_for(version)))
+    sys.meta_path.insert(0, _MegatronFinder(_patches_for(version)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyrefly: ignore[method-assign]  (what this file is for)
     _applied = True

@@ -45,7 +45,7 @@ from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
-MEGATRON_KEYS = frozenset(
+_MEGATRON_KEYS = frozenset(
     "context_parallel_size expert_model_parallel_size micro_batch_size moe_grouped_gemm moe_token_dispatcher_type "
     "multi_latent_attention normalization num_attention_heads num_experts num_layers pipeline_model_parallel_size "
     "position_embedding_type recompute_granularity recompute_method recompute_num_layers reset_position_ids seq_length "
@@ -55,7 +55,7 @@ MEGATRON_KEYS = frozenset(
 
 #: run-file keys that go to MindSpeed under the same name. `npu_deterministic` does not: MindSpeed's part of it wraps
 #: megatron.training's start, and the engine asks torch and HCCL for the same itself.
-PASSED_KEYS = (
+_PASSED_KEYS = (
     "gemm_gradient_accumulation_fusion",
     "moe_alltoall_overlap_comm",
     "moe_permutation_async_comm",
@@ -190,7 +190,7 @@ def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict
     for name in ("num_attention_heads", "num_layers", "seq_length", "num_experts"):
         if getattr(config, name) is not None:
             keys[name] = getattr(config, name)
-    keys |= {name: getattr(config, name) for name in PASSED_KEYS if getattr(config, name) not in (None, False)}
+    keys |= {name: getattr(config, name) for name in _PASSED_KEYS if getattr(config, name) not in (None, False)}
     if config.moe_grouped_gemm and megatron_training:
         keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
     if not megatron_training:
@@ -221,13 +221,13 @@ def check(config: MegatronConfig) -> None:
         raise ValueError("reuse_fp32_param: needs bf16: true.")
 
 
-def check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
+def _check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
     """Raises ValueError for a `repatch` key that neither MindSpeed nor Megatron knows; `repatch` itself would keep it.
 
     Args:
         known: MindSpeed's arguments with their defaults (`get_mindspeed_args(get_defaults=True)`).
     """
-    names = [*known, *MEGATRON_KEYS]
+    names = [*known, *_MEGATRON_KEYS]
     for key in keys:
         if key not in names:
             raise ValueError(f"MindSpeed has no argument '{key}'{did_you_mean(key, names) or '.'}")
@@ -249,7 +249,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     from mindspeed.args_utils import get_mindspeed_args
     from mindspeed.megatron_adaptor import repatch
 
-    check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
+    _check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 #: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
 #: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
-ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
+_ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
     (0, 18): {"refresh": True},
     (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
 }
@@ -51,14 +51,14 @@ ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
 _KNOWN_RELEASES = ((0, 18), (0, 23))
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
-WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
+_WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
 
 #: looks for flash_attn by its spec when it is built
 _ROTARY_EMBEDDING = "vllm.model_executor.layers.rotary_embedding.common"
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
-def parse_release(version: str) -> tuple[int, int]:
+def _parse_release(version: str) -> tuple[int, int]:
     """Return (major, minor) of a version string.
 
     Raises:
@@ -71,7 +71,7 @@ def parse_release(version: str) -> tuple[int, int]:
         raise ValueError(f"'{version}' is not a vllm-ascend version like 0.23.0.") from None
 
 
-def row_for(table: dict[tuple[int, int], _T], release: tuple[int, int]) -> _T:
+def _row_for(table: dict[tuple[int, int], _T], release: tuple[int, int]) -> _T:
     """Return the newest row that is not newer than a release.
 
     Raises:
@@ -84,9 +84,9 @@ def row_for(table: dict[tuple[int, int], _T], release: tuple[int, int]) -> _T:
     return table[max(rows)]
 
 
-def installed_release() -> tuple[int, int]:
+def _installed_release() -> tuple[int, int]:
     """Return the release of the installed vllm-ascend."""
-    release = parse_release(importlib.metadata.version("vllm_ascend"))
+    release = _parse_release(importlib.metadata.version("vllm_ascend"))
     if release not in _KNOWN_RELEASES:
         known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
         warnings.warn(
@@ -158,7 +158,7 @@ class VllmAscendHooks(EngineHooks):
         module.find_spec = _find_real_spec
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        additional = dict(row_for(ADDITIONAL_CONFIG, self._release or installed_release()))
+        additional = dict(_row_for(_ADDITIONAL_CONFIG, self._release or _installed_release()))
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}

@@ -54,7 +54,7 @@ def apply() -> None:
         if expert_map is None:
             compute(output, hidden_states, topk_weights, topk_ids)
         else:
-            compute_local(compute, output, hidden_states, topk_weights, topk_ids, expert_map)
+            _compute_local(compute, output, hidden_states, topk_weights, topk_ids, expert_map)
 
     experts.apply = of_this_rank
     communicator: Any = CpuCommunicator
@@ -63,7 +63,7 @@ def apply() -> None:
     _applied = True
 
 
-def compute_local(
+def _compute_local(
     compute: Callable[[Tensor, Tensor, Tensor, Tensor], None],
     output: Tensor,
     hidden_states: Tensor,
@@ -90,7 +90,7 @@ def compute_local(
     output.copy_(total)
 
 
-def gather_rows(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _gather_rows(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Gather the rows of all ranks of the group, one rank's after the other's.
 
     Args:
@@ -105,7 +105,7 @@ def gather_rows(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) 
     return torch.cat([part[:size] for part, size in zip(gathered.split(max_rows), sizes)]) if max_rows else gathered
 
 
-def scatter_sum(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _scatter_sum(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Compute this rank's rows of the sum over the ranks of the group, added in rank order.
 
     Args:
@@ -130,11 +130,11 @@ def _all_gatherv(
     assert dim == 0, "vLLM exchanges tokens, which are rows"
     tensors = input_ if isinstance(input_, list) else [input_]
     counts = sizes or [len(tensors[0])] * self.world_size
-    gathered = [gather_rows(tensor, counts, self.device_group) for tensor in tensors]
+    gathered = [_gather_rows(tensor, counts, self.device_group) for tensor in tensors]
     return gathered if isinstance(input_, list) else gathered[0]
 
 
 def _reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
     assert dim == 0, "vLLM exchanges tokens, which are rows"
     counts = sizes or [len(input_) // self.world_size] * self.world_size
-    return scatter_sum(input_, counts, self.device_group)
+    return _scatter_sum(input_, counts, self.device_group)

@@ -26,7 +26,7 @@ from mindspeed_rl.config.placement import PACKED_ELEMENTS
 _KEPT_SHAPES = 32
 
 
-class LiveLinear:
+class _LiveLinear:
     """The product of one layer, vLLM's `cpu_linear`: x [..., k] with weight [n, k] and bias [n] or None, [..., n].
 
     The weight may change between `forget` and the next product, and at no other time.
@@ -84,21 +84,21 @@ def _is_packable(weight: Tensor, x: Tensor) -> bool:
 
 
 def apply() -> None:
-    """Give the linear layers that vLLM builds from now on a `LiveLinear` each. Imports vLLM."""
+    """Give the linear layers that vLLM builds from now on a `_LiveLinear` each. Imports vLLM."""
     import vllm.model_executor.layers.utils as layer_utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = LiveLinear()
+        layer.cpu_linear = _LiveLinear()
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
+def live_layers(model: nn.Module) -> Iterator[_LiveLinear]:
     """Yield the linear layers of an engine's model; a tied head is the embedding's, and comes once."""
     seen = set()
     for module in model.modules():
         found = getattr(module, "cpu_linear", None)
-        if isinstance(found, LiveLinear) and id(found) not in seen:
+        if isinstance(found, _LiveLinear) and id(found) not in seen:
             seen.add(id(found))
             yield found
 

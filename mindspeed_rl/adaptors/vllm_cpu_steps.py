@@ -7,7 +7,7 @@
 | room | Scheduler.num_lookahead_tokens | blocks for the tokens of a whole turn |
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
 
-Where a turn was one token of each request, the runner goes on with the tokens it has just drawn, up to STEPS of them, as
+Where a turn was one token of each request, the runner goes on with the tokens it has just drawn, up to _STEPS of them, as
 long as few requests have come to their end; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
 cuts off the tokens after a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 #: tokens of a request in a turn
-STEPS = 16
+_STEPS = 16
 #: executors whose workers are where their scheduler is
 _ONE_PROCESS = ("uni", "external_launcher")
 #: a turn ends when so large a part of its requests has ended: what they compute beyond is thrown away
@@ -65,7 +65,7 @@ def apply() -> None:
     def build_with_room(self: Any, *others: object, **keywords: object) -> None:
         build(self, *others, **keywords)
         if _steps_ahead(self.vllm_config):
-            self.num_lookahead_tokens = STEPS - 1
+            self.num_lookahead_tokens = _STEPS - 1
 
     def update_from_output(self: Any, scheduled: object, output: Any) -> object:
         if _steps_ahead(self.vllm_config):
@@ -157,7 +157,7 @@ class _Turn:
         batch = self._runner.input_batch
         # of a request that has as many tokens as the model takes, the last is not computed
         free = self._runner.max_model_len - int(batch.num_tokens_no_spec[: self._requests].max())
-        return 1 + min(STEPS - 1, int(self._left.max()), free)
+        return 1 + min(_STEPS - 1, int(self._left.max()), free)
 
     def _step(self, tokens: np.ndarray) -> Any:
         """Sample the next token of each request, after these; what the runner prepares for a turn is moved on by one."""

@@ -305,7 +305,7 @@ class Job:
         expected = self.load(transform)
         for name, tensor in expected.items():
             if not is_finite(tensor):
-                raise ValueError(f"verification: {name} holds {describe_non_finite(tensor)}")
+                raise ValueError(f"verification: {name} holds {_describe_non_finite(tensor)}")
         for group in result:
             for name, tensor in group.load(strict=True).items():
                 if name not in expected:
@@ -325,7 +325,7 @@ def _list_non_finite(chunks: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
     return tuple(name for name, parts in chunks.items() if not all(map(is_finite, parts)))
 
 
-def describe_non_finite(tensor: Tensor) -> str:
+def _describe_non_finite(tensor: Tensor) -> str:
     """Describe the elements that are not finite: their number and the first position."""
     non_finite = ~torch.isfinite(tensor.float())
     kind = "NaN" if tensor[non_finite][0].isnan() else "an infinity"

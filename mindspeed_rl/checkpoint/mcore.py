@@ -29,7 +29,7 @@ from mindspeed_rl.models.names import (
 )
 from mindspeed_rl.models.weights import WeightOp
 
-RANK_FILE = "model_optim_rng.pt"
+_RANK_FILE = "model_optim_rng.pt"
 # Megatron leaves a number out where its size is 1, so a single second number counts pipeline or expert ranks
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
 # no weights: state of 8-bit kernels, and rotary frequencies that every model computes from its config
@@ -165,7 +165,7 @@ class MegatronFolder:
 
     def _load(self, name: str) -> dict[str, Any]:
         if name not in self._content:
-            path = self.folder / name / RANK_FILE
+            path = self.folder / name / _RANK_FILE
             if not path.is_file():
                 raise ValueError(f"rank file {path} is missing")
             content = load_with_records(path)
@@ -244,7 +244,7 @@ class MegatronFolder:
         name, key = _rank_folder_name(rank, layout), _model_key(vp_stage, layout.vpp)
         content = self._load(name)
         if key not in content:
-            raise ValueError(f"{self.folder / name / RANK_FILE} has no {key!r}; it has {', '.join(sorted(map(str, content)))}")
+            raise ValueError(f"{self.folder / name / _RANK_FILE} has no {key!r}; it has {', '.join(sorted(map(str, content)))}")
         state = {}
         for keys, piece in walk_records(content[key]):
             joined = "/".join(keys)
@@ -367,7 +367,7 @@ class _Reader:
             if name in state:
                 self.used[rank, vp_stage].add(name)
                 return name, state[name]
-        where = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
+        where = self.folder.folder / _rank_folder_name(rank, self.layout) / _RANK_FILE
         raise ValueError(
             f"{where} lacks {names[0]!r}, which a {self.model_config.architecture} checkpoint"
             f" with num_hidden_layers {self.model_config.num_layers} has"
@@ -382,7 +382,7 @@ class _Reader:
             for rank in ranks:
                 name, piece = self._find(op, rank, where.vp_stage)
                 if tuple(piece.shape) != expected:
-                    file = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
+                    file = self.folder.folder / _rank_folder_name(rank, self.layout) / _RANK_FILE
                     raise ValueError(f"{file}: {name} has shape {list(piece.shape)}; expected {list(expected)}")
                 copies.append(piece)
             shards.append(tuple(copies))
@@ -420,7 +420,7 @@ class _Reader:
         for rank, vp_stage in self.states:
             extra = self._unused((rank, vp_stage))
             if extra:
-                file = self.folder.folder / _rank_folder_name(rank, self.layout) / RANK_FILE
+                file = self.folder.folder / _rank_folder_name(rank, self.layout) / _RANK_FILE
                 raise ValueError(
                     f"{file} holds {extra[0]!r}"
                     + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
@@ -482,7 +482,7 @@ def plan_ranks(
     for op in ops:  # before there is a file for every rank: far too many ranks are one error as well
         op.check_divisible(layout.expert_tp_size if op.axis == "etp" else layout.tp)
     tensors: dict[Path, dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]] = {
-        folder / _rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
+        folder / _rank_folder_name(rank, layout) / _RANK_FILE: {} for rank in layout.ranks()
     }
     places = []
     for op in _stored_ops(ops, layout, model_config):
@@ -498,7 +498,7 @@ def plan_ranks(
         for ranks in where.shards:
             copies = []
             for rank in ranks:
-                path = folder / _rank_folder_name(rank, layout) / RANK_FILE
+                path = folder / _rank_folder_name(rank, layout) / _RANK_FILE
                 tensors[path][keys] = (dtype, shape)
                 copies.append((path, keys))
             shards.append(tuple(copies))

@@ -20,7 +20,7 @@ from torch import Tensor
 _BLOCK_BYTES = 2 << 20
 
 
-def find_location(tensor: Tensor) -> tuple[str, int] | None:
+def _find_location(tensor: Tensor) -> tuple[str, int] | None:
     """Return file and first byte of a mapped tensor, or of a view of one, as long as it is unchanged.
 
     None for tensors in memory, and for those that are not contiguous.
@@ -84,7 +84,7 @@ class _BlockWriter:
         Raises:
             ValueError: the file that it is mapped from has become shorter.
         """
-        location = find_location(tensor)
+        location = _find_location(tensor)
         if location is None:
             self._add_from_memory(tensor)
         else:

@@ -113,7 +113,7 @@ def _read_piped_lines() -> list[str]:
     return texts
 
 
-def choose_methods(args: argparse.Namespace) -> list[Method]:
+def _choose_methods(args: argparse.Namespace) -> list[Method]:
     """Return the methods that --task names, each once.
 
     Raises:
@@ -133,7 +133,7 @@ def choose_methods(args: argparse.Namespace) -> list[Method]:
     return methods
 
 
-def build_generation_settings(
+def _build_generation_settings(
     method: Method, args: argparse.Namespace, stop_token_ids: tuple[int, ...], max_model_len: int
 ) -> GenerationSettings:
     """Build the settings of one method; sampling defaults are upstream's.
@@ -162,13 +162,13 @@ def _generate(argv: list[str]) -> int:
     check_common(args)
     if args.task == ["chat"]:
         raise ValueError("--task chat is a command of its own: mindspeed-rl chat")
-    methods = choose_methods(args)
+    methods = _choose_methods(args)
     prompts = _read_prompts(args)
     plain = methods in (["greedy"], ["do_sample"]) and args.num_return == 1 and not args.output and not args.stop
     if args.stream and not (plain and len(prompts) == 1):
         raise ValueError("--stream shows one greedy or sampled answer to one prompt, without --output, --num-return and --stop")
     for method in methods:  # wrong options are found before the model is opened
-        build_generation_settings(method, args, (), 1)
+        _build_generation_settings(method, args, (), 1)
     session = open_session(args)
     with open_agents(session, args) as agents:
         if agents is not None and any(method.startswith("beam") for method in methods):
@@ -185,7 +185,7 @@ def _generate_responses(
     if agents is not None:  # --max-new-tokens limits one turn
         max_model_len = max(max_model_len, compute_agent_length(session, args))
     settings = [
-        build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
+        _build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
     ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
     opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, agents=agents)

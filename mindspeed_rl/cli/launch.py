@@ -49,7 +49,7 @@ _CHECK_S, _HEAD_LOST_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
-class LaunchSettings:
+class _LaunchSettings:
     """Settings of this node.
 
     Attributes:
@@ -86,7 +86,7 @@ class LaunchSettings:
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class _Fingerprint:
     """Versions, code and files that must be equal on all nodes.
 
     Attributes:
@@ -125,7 +125,7 @@ def _is_local(host: str, addresses: set[str]) -> bool:
     return False
 
 
-def find_node_rank(hosts: Sequence[str], master: str, explicit: int | None) -> int | None:
+def _find_node_rank(hosts: Sequence[str], master: str, explicit: int | None) -> int | None:
     """Return this node's rank: as given, by its position in the hosts, or 0 on the master and None elsewhere.
 
     Raises:
@@ -156,7 +156,7 @@ def _compute_code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def compute_fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
+def _compute_fingerprint(paths: Sequence[str] = ()) -> _Fingerprint:
     """Compute this node's fingerprint; a path that ends with * matches any file with that prefix."""
     versions = {"python": host_platform.python_version()}
     for name in _PACKAGES:
@@ -165,7 +165,7 @@ def compute_fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     missing = [path for path in paths if not _exists(path)]
-    return Fingerprint(versions, _compute_code_digest(), missing)
+    return _Fingerprint(versions, _compute_code_digest(), missing)
 
 
 def _exists(path: str) -> bool:
@@ -175,7 +175,7 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
-def list_run_paths(command: Sequence[str]) -> list[str]:
+def _list_run_paths(command: Sequence[str]) -> list[str]:
     """List the files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
 
     A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is the first launch's checkpoint.
@@ -198,18 +198,18 @@ def list_run_paths(command: Sequence[str]) -> list[str]:
         weights = None if written_later else group.load
         paths += [path for path in (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
         for given in (group.data_path, group.eval_data_path):
-            paths += [f"{prefix}*" for prefix in list_data_prefixes(given)]
+            paths += [f"{prefix}*" for prefix in _list_data_prefixes(given)]
     return sorted(set(paths))
 
 
-def list_data_prefixes(given: object) -> Iterator[str]:
+def _list_data_prefixes(given: object) -> Iterator[str]:
     """Yield the prefixes of the files that a data path names, without weights, slices and datasets of the hub."""
     for item in given if isinstance(given, list) else [given]:
         if isinstance(item, str) and not is_weight(item) and not item.startswith(HUB):
             yield split_slice(item)[0]
 
 
-def compare_fingerprints(prints: dict[str, Fingerprint], reference: str) -> list[str]:
+def _compare_fingerprints(prints: dict[str, _Fingerprint], reference: str) -> list[str]:
     """Return a sentence for each difference of a node from the reference node."""
     expected = prints[reference]
     differences = []
@@ -226,7 +226,7 @@ def compare_fingerprints(prints: dict[str, Fingerprint], reference: str) -> list
 # ---------------------------------------------------------------- Ray
 
 
-def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
+def _ray_command(settings: _LaunchSettings, temp_dir: str) -> list[str]:
     resources: dict[str, float] = {"NPU": settings.npus_per_node}
     if settings.node_rank is not None:
         # the head sees only the resources of a node: this one shows which ranks are missing
@@ -246,7 +246,7 @@ def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
     return command
 
 
-def _environment(settings: LaunchSettings, done_file: Path) -> dict[str, str]:
+def _environment(settings: _LaunchSettings, done_file: Path) -> dict[str, str]:
     environment = {**os.environ, _DONE_FILE: str(done_file)}
     if settings.socket_ifname:
         # the three that upstream's scripts set by SOCKET_IFNAME
@@ -266,7 +266,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
     process.wait()
 
 
-def _check_port(settings: LaunchSettings) -> None:
+def _check_port(settings: _LaunchSettings) -> None:
     """Refuse a port of the head that is in use: Ray would join that cluster or end without a reason.
 
     Raises:
@@ -286,7 +286,7 @@ def _check_port(settings: LaunchSettings) -> None:
 
 
 @contextlib.contextmanager
-def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _ray_node(settings: _LaunchSettings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run this node's part of the cluster as a child process that ends with the block."""
     log = open(folder / "ray.log", "w+")
     process = subprocess.Popen(
@@ -319,7 +319,7 @@ def _name_live_nodes(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
     return names
 
 
-def describe_missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> str:
+def _describe_missing_nodes(settings: _LaunchSettings, joined: Sequence[str]) -> str:
     """Describe the nodes that have not joined, by rank if the ranks are known."""
     present = {name.split()[1] for name in joined}
     if "?" in present:
@@ -328,7 +328,7 @@ def describe_missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> s
     return ", ".join(f"node {rank}" + (f" ({settings.hosts[rank]})" if settings.hosts else "") for rank in absent)
 
 
-def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
+def _wait_for_nodes(settings: _LaunchSettings, process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
     """Connect to the cluster, wait for all nodes and return Ray's node id -> name.
 
     Raises:
@@ -349,7 +349,7 @@ def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen[bytes], 
         names = _name_live_nodes(ray.nodes()) if connected else {}
         if len(names) >= settings.nodes:
             return names
-        missing = describe_missing_nodes(settings, list(names.values()))
+        missing = _describe_missing_nodes(settings, list(names.values()))
         if time.monotonic() > deadline:
             raise LaunchError(f"after {settings.timeout_s:.0f} s these nodes are missing: {missing}.")
         if missing != reported:
@@ -386,18 +386,18 @@ def _write_done(code: int) -> bool:
     return path is not None
 
 
-def _check_agreement(settings: LaunchSettings, names: dict[str, str]) -> None:
-    paths = [*settings.check_paths, *list_run_paths(settings.command)]
+def _check_agreement(settings: _LaunchSettings, names: dict[str, str]) -> None:
+    paths = [*settings.check_paths, *_list_run_paths(settings.command)]
     prints = {
-        name: Fingerprint(**values) for name, values in _run_on_every_node(_compute_fingerprint_values, names, paths).items()
+        name: _Fingerprint(**values) for name, values in _run_on_every_node(_compute_fingerprint_values, names, paths).items()
     }
     head = next((name for name in prints if name.startswith("node 0 ")), next(iter(prints)))
-    if problems := compare_fingerprints(prints, head):
+    if problems := _compare_fingerprints(prints, head):
         raise LaunchError("the nodes do not agree:\n  " + "\n  ".join(problems))
 
 
 def _compute_fingerprint_values(paths: list[str]) -> dict[str, Any]:
-    return asdict(compute_fingerprint(paths))
+    return asdict(_compute_fingerprint(paths))
 
 
 # ---------------------------------------------------------------- the two roles
@@ -410,7 +410,7 @@ def _build_program(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mindspeed_rl.cli.main", *command]
 
 
-def _run_command(settings: LaunchSettings) -> int:
+def _run_command(settings: _LaunchSettings) -> int:
     environment = {**_environment(settings, Path("unused")), "RAY_ADDRESS": settings.address, "MASTER_ADDR": settings.master}
     environment.pop(_DONE_FILE)
     # a separate session, so that all processes of the run end with it
@@ -421,7 +421,7 @@ def _run_command(settings: LaunchSettings) -> int:
         _end(process)
 
 
-def _head(settings: LaunchSettings, folder: Path) -> int:
+def _head(settings: _LaunchSettings, folder: Path) -> int:
     import ray
 
     _check_port(settings)
@@ -443,7 +443,7 @@ def _head(settings: LaunchSettings, folder: Path) -> int:
     return code
 
 
-def _worker(settings: LaunchSettings, folder: Path) -> int:
+def _worker(settings: _LaunchSettings, folder: Path) -> int:
     """Wait until the head reports the end of the run, and return its exit code.
 
     Raises:
@@ -473,13 +473,13 @@ def _worker(settings: LaunchSettings, folder: Path) -> int:
         return int(done.read_text() or 1)
 
 
-def _is_head_reached(settings: LaunchSettings) -> bool:
+def _is_head_reached(settings: _LaunchSettings) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((settings.master, settings.port), 2):
         return True
     return False
 
 
-def parse(argv: list[str]) -> LaunchSettings:
+def parse(argv: list[str]) -> _LaunchSettings:
     """Parse the settings of this node.
 
     Raises:
@@ -512,13 +512,13 @@ def parse(argv: list[str]) -> LaunchSettings:
     if not command:
         parser.error("nothing to run: put the command after --, for example: -- train --config-name grpo_qwen25_7b_A3")
     try:
-        rank = find_node_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
+        rank = _find_node_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
     except ValueError as error:
         parser.error(str(error))
     token = Path(known.token_file)
     if known.token_file and not (token.is_file() and token.stat().st_size):
         parser.error(f"--token-file {known.token_file} is missing or empty")
-    return LaunchSettings(
+    return _LaunchSettings(
         nodes=known.nodes,
         npus_per_node=known.npus_per_node,
         hosts=hosts,
@@ -534,7 +534,7 @@ def parse(argv: list[str]) -> LaunchSettings:
     )
 
 
-def _authenticate(settings: LaunchSettings) -> None:
+def _authenticate(settings: _LaunchSettings) -> None:
     """Set how this cluster authenticates its processes; must run before Ray is imported.
 
     Without a token file a cluster of one node makes its own secret; several nodes have none in common, so any process that

@@ -16,7 +16,7 @@ from mindspeed_rl.rollout.requests import Sampling, sample_seed
 _QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
 _CLEAR_WORDS = ("clear", "new", "/clear", "/new")
 _HISTORY_WORD = "/history"
-_COMMANDS = ("/new", "/history", "/exit")
+COMMANDS = ("/new", "/history", "/exit")
 _ASK = "You >> "
 _ANSWER_HEADER = "MindSpeed-RL:"
 
@@ -130,7 +130,7 @@ def run_chat(
             write(history.render())
             continue
         if question.startswith("/") and question[1:].isalpha():
-            write(f"{question} is no command; there are {', '.join(_COMMANDS)}.\n")
+            write(f"{question} is no command; there are {', '.join(COMMANDS)}.\n")
             continue
         if not question:
             continue

@@ -98,7 +98,7 @@ class ExpertCounts:
 
 
 def _load_counts(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    counts = np.array(read_counts(path), dtype=np.int64)
+    counts = np.array(_read_counts(path), dtype=np.int64)
     if counts.shape != shape:
         raise ValueError(
             f"{_KEY}: {path} has counts of {counts.shape[0]} layers with {counts.shape[1]} experts, and this model has "
@@ -107,7 +107,7 @@ def _load_counts(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return counts
 
 
-def read_counts(path: Path) -> _Counts:
+def _read_counts(path: Path) -> _Counts:
     """Read a file.
 
     Raises:
@@ -140,7 +140,7 @@ def sum_counts(folder: Path) -> _Counts:
         raise ValueError(
             f"{folder} holds no {_NAME.format('<rank>')}; a run writes them with generate_config.eplb_token_collects: true."
         )
-    counts_by_rank = [read_counts(path) for path in paths]
+    counts_by_rank = [_read_counts(path) for path in paths]
     first = counts_by_rank[0]
     for path, counts in zip(paths, counts_by_rank):
         if (len(counts), len(counts[0])) != (len(first), len(first[0])):

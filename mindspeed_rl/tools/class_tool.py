@@ -113,7 +113,7 @@ class ClassTool(PythonTool):
             try:
                 self._tool = user_class(config=config, tool_schema=view)
                 user_schema = self._tool.get_openai_tool_schema() if view is None else view
-            except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+            except Exception as error:
                 raise ValueError(f"{where}: {target} cannot be created: {type(error).__name__}: {error}") from error
             if hasattr(user_schema, "model_dump"):
                 user_schema = user_schema.model_dump(exclude_unset=True, exclude_none=True)

@@ -196,7 +196,7 @@ class _Connection:
                 cursor = page.next_cursor
                 if not cursor:
                     return tools
-        except Exception as error:  # noqa: BLE001 (the library and its transports raise many types)
+        except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
             reason = _describe(error)
             raise ToolError(f"MCP server {self._server.name} does not list its tools: {reason}", "crashed") from None
 
@@ -222,7 +222,7 @@ class _Connection:
                 await self._reset(client)
                 raise ToolError(f"the server {self._server.name} has ended", "crashed") from None
             raise ToolError(error.message) from None
-        except Exception as error:  # noqa: BLE001 (the transports raise many types: closed streams, refused connections)
+        except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
             await self._reset(client)
             raise ToolError(f"the server {self._server.name} cannot be reached: {_describe(error)}", "crashed") from None
         text = _read_text(result)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from gloo_world import gloo_world
 
-from mindspeed_rl.adaptors.vllm_cpu_experts import gather_rows, scatter_sum
+from mindspeed_rl.adaptors.vllm_cpu_experts import _gather_rows, _scatter_sum
 
 
 def exchange(sizes: list[int], width: int, dtype: str) -> tuple[list[list[float]], list[list[float]]]:
@@ -17,8 +17,8 @@ def exchange(sizes: list[int], width: int, dtype: str) -> tuple[list[list[float]
     with gloo_world() as group:
         rank, kind = dist.get_rank(), getattr(torch, dtype)
         mine = torch.arange(sizes[rank], dtype=kind)[:, None].expand(-1, width) + 10 * rank
-        gathered = gather_rows(mine, sizes, group)
+        gathered = _gather_rows(mine, sizes, group)
         computed = torch.arange(sum(sizes), dtype=kind)[:, None].expand(-1, width) + rank
-        summed = scatter_sum(computed, sizes, group)
+        summed = _scatter_sum(computed, sizes, group)
         assert gathered.dtype == summed.dtype == kind
         return gathered.tolist(), summed.tolist()

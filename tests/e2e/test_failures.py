@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_command import ONE_PROCESS, running
 
-from mindspeed_rl.cli.doctor.logs import read_log
+from mindspeed_rl.cli.doctor.logs import _read_log
 
 PLUGIN = """
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_reward_function_that_starts_to_fail_is_named(task: Path, tmp_path: Pa
         assert "reward worker" in command.output and "ValueError: the examiner went home" in command.output
         assert "touchy" in command.output
         assert "Traceback" not in command.output and "Traceback" in (tmp_path / "run" / "run.log").read_text()
-        assert any("the examiner went home" in found.cause for found in read_log(tmp_path / "run" / "run.log"))
+        assert any("the examiner went home" in found.cause for found in _read_log(tmp_path / "run" / "run.log"))
         assert command.leftovers() == []
 
 

@@ -26,7 +26,7 @@ from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.engine.checkpoint import find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.engine.checkpoint import _find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
     assert found == expected, f"killed after {moment} records"
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
-    assert find_latest_iteration(tmp_path / "save") == 40
+    assert _find_latest_iteration(tmp_path / "save") == 40
 
 
 @pytest.mark.slow

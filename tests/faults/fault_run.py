@@ -14,7 +14,7 @@ from typing import Any
 from fault_table import Fault
 from grpo_command import Command
 
-from mindspeed_rl.runtime.cluster import set_environment
+from mindspeed_rl.runtime.cluster import _set_environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -38,7 +38,7 @@ class FaultRun(Command):
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
-        with set_environment(FAULTS=str(self.faults), PYTHONPATH=path):
+        with _set_environment(FAULTS=str(self.faults), PYTHONPATH=path):
             super().__init__(task, folder, *changes)
 
     def arm(self, fault: Fault) -> None:

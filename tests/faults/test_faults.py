@@ -25,7 +25,7 @@ from fault_run import LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, no
 from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
 from grpo_command import FIGURES, ONE_PROCESS, finished
 
-from mindspeed_rl.runtime.cluster import set_environment
+from mindspeed_rl.runtime.cluster import _set_environment
 
 PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
 REWARD = [
@@ -130,7 +130,7 @@ def test_a_run_goes_on_when_a_node_of_its_cluster_is_lost(
     try:
         nodes = [cluster.add_node(num_cpus=2, object_store_memory=128 << 20) for _ in range(2)]
         with (
-            set_environment(RAY_ADDRESS=cluster.address),
+            _set_environment(RAY_ADDRESS=cluster.address),
             struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH) as run,
         ):
             run.wait_until(lambda: run.metrics)
@@ -152,10 +152,10 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
     start = [Path(sys.executable).with_name("ray"), "start", "--address", cluster.address, "--num-cpus", "2", "--block"]
     # it sees an empty folder in the place of the model
     hidden = f"mount -t tmpfs none {task / 'model'} && exec {shlex.join(map(str, start))}"
-    with set_environment(PYTHONPATH=str(PLUGIN.parent), FAULTS=str(tmp_path / "none")):  # Ray imports what was injected
+    with _set_environment(PYTHONPATH=str(PLUGIN.parent), FAULTS=str(tmp_path / "none")):  # Ray imports what was injected
         node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        with set_environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
+        with _set_environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
             begun = time.monotonic()
             ends_without_a_trace(run, 2, OTHER_DISK.within_s)
             assert "libraries are loaded" not in run.output and "Traceback" not in run.output

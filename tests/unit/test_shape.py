@@ -16,10 +16,10 @@ MOST_DEFERRED = 20
 
 #: words that have a term of the field in their place, in names of files, classes, functions, attributes and parameters
 OWN_WORDS = frozenset(
-    "standing standings sign signs culprit meeting spanning apart kept mend mends mended repair nearest breach breaches mistake "
-    "mistakes piece pieces box boxes beginning ending begun began feed feeds draw draws drawn look looks looked said says told "
-    "tells tell asked asks ask wanted chip chips die dies network networks aside spelling spellings notice notices cure cures "
-    "usual facts trial trials declared dialogue dialogues".split()
+    "standing standings sign signs culprit meeting spanning apart kept mend mends mended repair nearest breach breaches "
+    "mistake mistakes piece pieces box boxes beginning ending begun began feed feeds draw draws drawn look looks looked said "
+    "says told tells tell asked asks ask wanted chip chips die dies network networks aside spelling spellings notice notices "
+    "cure cures usual facts trial trials declared dialogue dialogues".split()
 )
 #: name -> why it keeps such a word
 EXCEPTIONS: dict[str, str] = {

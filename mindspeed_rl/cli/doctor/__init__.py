@@ -63,7 +63,7 @@ class Report:
         return content
 
 
-def examine(platform: str, line: str, environment: Mapping[str, str], *, probe_torch: bool = True) -> Report:
+def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_torch: bool = True) -> Report:
     """Check this machine.
 
     Args:
@@ -99,7 +99,7 @@ def _judge(finding: Finding, platform: str, installed: Mapping[str, str | None])
     return finding
 
 
-def format_report(report: Report) -> str:
+def _format_report(report: Report) -> str:
     """Return the report as text."""
     lines: list[str] = []
     if report.findings:
@@ -240,9 +240,9 @@ def main(argv: list[str]) -> int:
             parser.error(str(error))
         report = Report("npu", "", failures=failures)
     else:
-        report = examine(arguments.platform, arguments.line, os.environ, probe_torch=not arguments.no_torch)
+        report = _examine(arguments.platform, arguments.line, os.environ, probe_torch=not arguments.no_torch)
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     else:
-        print(format_report(report))
+        print(_format_report(report))
     return 0 if report.ok else 1

@@ -63,7 +63,7 @@ def list_package_versions() -> dict[str, str | None]:
     return versions
 
 
-def read_cann_version(environment: Mapping[str, str]) -> str | None:
+def _read_cann_version(environment: Mapping[str, str]) -> str | None:
     """Return the version of the CANN toolkit, from the files it installs; None when there is none."""
     folders = [environment.get("ASCEND_HOME_PATH"), "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"]
     for folder in filter(None, folders):
@@ -128,7 +128,7 @@ def check_cann(line: stack.VersionLine, environment: Mapping[str, str]) -> list[
     """Compare CANN toolkit and driver with a line."""
     findings = []
     for name, version, expected in (
-        ("CANN", read_cann_version(environment), line.cann),
+        ("CANN", _read_cann_version(environment), line.cann),
         ("driver", _read_driver_version(), line.driver),
     ):
         if version is None:
@@ -306,7 +306,7 @@ def _check_ports(environment: Mapping[str, str]) -> list[Finding]:
 
 def check_ipc(environment: Mapping[str, str]) -> list[Finding]:
     """Check weight transfer between processes on one device."""
-    cann, driver = read_cann_version(environment), _read_driver_version()
+    cann, driver = _read_cann_version(environment), _read_driver_version()
     if cann is None or driver is None:
         return []
     ready = stack.at_least(cann, stack.IPC_CANN) and stack.at_least(driver, stack.IPC_DRIVER)

@@ -29,7 +29,7 @@ def _message(key: str, pattern: str, cause: str, fix: str) -> _Message:
 
 
 #: in the order of matching: specific messages come before general ones
-MESSAGES = (
+_MESSAGES = (
     _message(
         "cann-not-sourced",
         r"lib(hccl|ascendcl|acl_op_compiler|ge_runner|graph)\.so[^:]*: cannot open shared object",
@@ -200,7 +200,7 @@ _ERROR_CODES = {
 _ERROR = re.compile(r"\bERR(\d{2})(\d{3})\b")
 
 
-def explain_error_code(line: str) -> str | None:
+def _explain_error_code(line: str) -> str | None:
     """Return the meaning of an ERRxxyyy code of torch_npu in a log line, or None."""
     code = _ERROR.search(line)
     if code is None or code[1] not in _ERROR_MODULES:
@@ -210,7 +210,7 @@ def explain_error_code(line: str) -> str | None:
 
 def match(line: str) -> _Message | None:
     """Return the first known message that matches a line."""
-    return next((message for message in MESSAGES if message.pattern.search(line)), None)
+    return next((message for message in _MESSAGES if message.pattern.search(line)), None)
 
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -246,7 +246,7 @@ class LogFinding:
     error_code: str | None
 
 
-def read_log(path: str | Path) -> list[LogFinding]:
+def _read_log(path: str | Path) -> list[LogFinding]:
     """Return the known failures of one file in order of appearance, then the exceptions that its tracebacks end with.
 
     Raises:
@@ -279,7 +279,7 @@ def read_log(path: str | Path) -> list[LogFinding]:
             line=line.strip()[:300],
             time=time,
             count=1,
-            error_code=explain_error_code(line),
+            error_code=_explain_error_code(line),
         )
     known = {finding.line for finding in first.values()}
     return [*first.values(), *(entry for entry in _find_exceptions(str(path), lines) if entry.line not in known)]
@@ -329,5 +329,5 @@ def read_logs(paths: Iterable[str | Path]) -> list[LogFinding]:
     for path in paths:  # a pipe would be read without end
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"--log {path} is no plain file")
-    findings = [finding for path in paths for finding in read_log(path)]
+    findings = [finding for path in paths for finding in _read_log(path)]
     return sorted(findings, key=lambda finding: (finding.time == "", finding.time))

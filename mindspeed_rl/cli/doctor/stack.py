@@ -69,7 +69,7 @@ LINES = (
 
 
 @dataclass(frozen=True)
-class MegatronLine:
+class _MegatronLine:
     """Releases of Megatron that the same adaptors serve.
 
     Attributes:
@@ -86,9 +86,9 @@ class MegatronLine:
 
 #: MindSpeed's branches from 0.17 on build on MegatronAdaptor and TransformerEngineNPU, separate packages that
 #: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
-MEGATRON_LINES = (
-    MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
-    MegatronLine("second", ("0.17", "0.18"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+_MEGATRON_LINES = (
+    _MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
+    _MegatronLine("second", ("0.17", "0.18"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
 )
 
 #: packages every line needs, in any version
@@ -112,9 +112,9 @@ def _get_release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _find_megatron_line(version: str | None) -> MegatronLine | None:
+def _find_megatron_line(version: str | None) -> _MegatronLine | None:
     """Return the line that a version of megatron-core belongs to, None where there is none."""
-    return next((line for line in MEGATRON_LINES if version and _get_release(version) in line.releases), None)
+    return next((line for line in _MEGATRON_LINES if version and _get_release(version) in line.releases), None)
 
 
 def _list_compatible_releases(mindspeed: str) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def _list_compatible_releases(mindspeed: str) -> tuple[str, ...]:
     metadata does not distinguish them.
     """
     if mindspeed == "0.12.1":
-        return ("0.12", *(release for line in MEGATRON_LINES[1:] for release in line.releases))
+        return ("0.12", *(release for line in _MEGATRON_LINES[1:] for release in line.releases))
     return (_get_release(mindspeed),)
 
 
@@ -154,7 +154,7 @@ _LEGEND = (
     "names: every name and call that this suite uses is in the released package. Nothing was verified on NPU hardware."
 )
 #: distribution -> (releases, how they were verified), best first; nothing here was seen on NPU hardware
-VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
+_VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "torch": (("==2.13.*", f"{_SUITE}, {_SIMULATED}"),),
     "torch-npu": (("==2.13.*", f"{_SIMULATED}, {_NAMES}"), ("==2.9.0.*", _NAMES), ("==2.10.0.*", _NAMES)),
     "vllm": (("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.32.*", _NAMES)),
@@ -172,7 +172,7 @@ VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "transferqueue": (("==0.1.*", _SUITE),),
 }
 #: distribution -> (releases, why they are refused)
-REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
+_REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
         ("<0.16", "the adaptors change functions of 0.16 to 0.18 by name"),
         (">=0.19.dev0", "the adaptors change functions of 0.16 to 0.18 by name"),
@@ -222,7 +222,7 @@ class Stack:
 
     line: str | None
     members: list[_Member]
-    megatron: MegatronLine | None = None
+    megatron: _MegatronLine | None = None
 
     @property
     def ok(self) -> bool:
@@ -255,7 +255,7 @@ def examine_stack(installed: Mapping[str, str | None]) -> Stack:
         installed: distribution -> version, None where it is missing.
     """
     line = find_line(installed)
-    names = dict.fromkeys([*line.packages, *line.advised, *VERIFIED])
+    names = dict.fromkeys([*line.packages, *line.advised, *_VERIFIED])
     members = []
     for name in names:
         found = installed.get(name)
@@ -275,20 +275,20 @@ def _judge(name: str, installed: Mapping[str, str | None]) -> tuple[State, str]:
     release = found.split("+")[0]
     if name == "mindspeed" and (why := _explain_mismatch(installed.get("megatron-core"), release)):
         return "refused", why
-    for releases, why in REFUSED.get(name, ()):
+    for releases, why in _REFUSED.get(name, ()):
         if _fits(release, releases):
             return "refused", why
     if name == "megatron-core" and installed.get("torch-npu") is not None:
         line = _find_megatron_line(release)
-        if line is not None and line != MEGATRON_LINES[0]:
-            return "not verified", f"verified {line.verified}; for the NPU take {MEGATRON_LINES[0].releases[0]}"
-    for releases, how in VERIFIED.get(name, ()):
+        if line is not None and line != _MEGATRON_LINES[0]:
+            return "not verified", f"verified {line.verified}; for the NPU take {_MEGATRON_LINES[0].releases[0]}"
+    for releases, how in _VERIFIED.get(name, ()):
         if _fits(release, releases):
             return "verified", how
     for releases, known in _KNOWN.get(name, ()):
         if _fits(release, releases):
             return "not verified", known
-    tried = ", ".join(releases.removeprefix("==") for releases, _ in VERIFIED.get(name, ()))
+    tried = ", ".join(releases.removeprefix("==") for releases, _ in _VERIFIED.get(name, ()))
     return "not verified", f"tried: {tried}" if tried else ""
 
 

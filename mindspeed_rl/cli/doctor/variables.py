@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Variable:
+class _Variable:
     """One variable.
 
     Attributes:
@@ -25,100 +25,100 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("ASCEND_HOME_PATH", "folder of the CANN toolkit; set_env.sh sets it", "", "CANN libraries are not found"),
-    Variable(
+    _Variable("ASCEND_HOME_PATH", "folder of the CANN toolkit; set_env.sh sets it", "", "CANN libraries are not found"),
+    _Variable(
         "ASCEND_OPP_PATH", "operator package; set_env.sh sets it", "", "`import torch` fails when only ASCEND_HOME_PATH is set"
     ),
-    Variable(
+    _Variable(
         "LD_LIBRARY_PATH", "set_env.sh adds the libraries of CANN and of the driver", "", "lib*.so: cannot open shared object"
     ),
-    Variable("ATB_HOME_PATH", "ATB library of NNAL; nnal/atb/set_env.sh sets it", "", "vLLM finds no device (libatb.so)"),
-    Variable("ASCEND_RT_VISIBLE_DEVICES", "devices this process may use", "", "no device, or error 107001"),
-    Variable(
+    _Variable("ATB_HOME_PATH", "ATB library of NNAL; nnal/atb/set_env.sh sets it", "", "vLLM finds no device (libatb.so)"),
+    _Variable("ASCEND_RT_VISIBLE_DEVICES", "devices this process may use", "", "no device, or error 107001"),
+    _Variable(
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
         "Ray leaves ASCEND_RT_VISIBLE_DEVICES alone; any value switches it on, 0 too",
         "1",
         "all ranks on die 0, or visibility narrowed twice",
     ),
-    Variable(
+    _Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: `import torch` does not load torch_npu", "", "`import torch` fails on driver nodes"
     ),
-    Variable(
+    _Variable(
         "PYTORCH_NPU_ALLOC_CONF",
         "caching allocator; expandable_segments:True only in processes without a rollout engine",
         "",
         "sleep mode asserts; not together with max_split_size_mb or PYTORCH_ALLOC_CONF",
     ),
-    Variable("PYTORCH_ALLOC_CONF", "the same for every torch device", "", "refused beside PYTORCH_NPU_ALLOC_CONF"),
-    Variable(
+    _Variable("PYTORCH_ALLOC_CONF", "the same for every torch device", "", "refused beside PYTORCH_NPU_ALLOC_CONF"),
+    _Variable(
         "TASK_QUEUE_ENABLE",
         "operator queue: 2 trains fastest, 1 with graph capture, 0 to debug",
         "2",
         "2 fails in graph capture",
     ),
-    Variable("ASCEND_LAUNCH_BLOCKING", "1: wait after every operator, to find the failing one", "", "slow; not with graphs"),
-    Variable("CPU_AFFINITY_CONF", "1 or 2: bind threads to cores near the device", "1", "slow; harmful in small cpusets"),
-    Variable("MULTI_STREAM_MEMORY_REUSE", "0 to 3: how memory is reused between streams", "", "value check at import"),
-    Variable("STREAMS_PER_DEVICE", "8 or 32", "", "value check at import"),
-    Variable("COMBINED_ENABLE", "1: join small non-contiguous operators", ""),
-    Variable("NPU_ASD_ENABLE", "0: no silent-error detection", ""),
-    Variable("INF_NAN_MODE_ENABLE", "1: infinities and NaN stay visible", "", "0 hides NaN"),
-    Variable(
+    _Variable("ASCEND_LAUNCH_BLOCKING", "1: wait after every operator, to find the failing one", "", "slow; not with graphs"),
+    _Variable("CPU_AFFINITY_CONF", "1 or 2: bind threads to cores near the device", "1", "slow; harmful in small cpusets"),
+    _Variable("MULTI_STREAM_MEMORY_REUSE", "0 to 3: how memory is reused between streams", "", "value check at import"),
+    _Variable("STREAMS_PER_DEVICE", "8 or 32", "", "value check at import"),
+    _Variable("COMBINED_ENABLE", "1: join small non-contiguous operators", ""),
+    _Variable("NPU_ASD_ENABLE", "0: no silent-error detection", ""),
+    _Variable("INF_NAN_MODE_ENABLE", "1: infinities and NaN stay visible", "", "0 hides NaN"),
+    _Variable(
         "HCCL_CONNECT_TIMEOUT", "seconds until peers must have connected (120 when unset)", "1800", "EI0006 while models load"
     ),
-    Variable("HCCL_EXEC_TIMEOUT", "seconds a collective may wait (1836 when unset); not below the one above", "3600", "EI0002"),
-    Variable(
+    _Variable("HCCL_EXEC_TIMEOUT", "seconds a collective may wait (1836 when unset); >= the one above", "3600", "EI0002"),
+    _Variable(
         "HCCL_BUFFSIZE", "MiB of each of the two buffers of a communicator (200 when unset)", "256", "GiB of device memory"
     ),
-    Variable("HCCL_IF_BASE_PORT", "first of 16 ports", "12345", "port clash between jobs"),
-    Variable(
+    _Variable("HCCL_IF_BASE_PORT", "first of 16 ports", "12345", "port clash between jobs"),
+    _Variable(
         "HCCL_HOST_SOCKET_PORT_RANGE",
         "port range of processes that share a device; auto",
         "",
         "bind failures; not with MC2 on A2",
     ),
-    Variable("HCCL_NPU_SOCKET_PORT_RANGE", "the same on the device side; auto", "", "bind failures"),
-    Variable("HCCL_SOCKET_IFNAME", "network interface of the node", "", "rendezvous hangs"),
-    Variable("GLOO_SOCKET_IFNAME", "the same for gloo", "", "rendezvous hangs"),
-    Variable("TP_SOCKET_IFNAME", "the same for torch RPC", "", "rendezvous hangs"),
-    Variable("HCCL_OP_EXPANSION_MODE", "AIV: collectives on the vector cores", "", "AIV caps HCCL_EXEC_TIMEOUT at 1091 s"),
-    Variable("HCCL_ALGO", "algorithm of collectives by level"),
-    Variable("HCCL_DETERMINISTIC", "true or strict: reproducible reductions", "", "runs differ in the last bits"),
-    Variable("HCCL_WHITELIST_DISABLE", "1: no whitelist of peers", "", "connections refused"),
-    Variable("HCCL_ASYNC_ERROR_HANDLING", "1: errors end the process", ""),
-    Variable("TORCH_HCCL_ZERO_COPY", "1: large tensors are sent without a copy"),
-    Variable("TORCH_HCCL_TRACE_BUFFER_SIZE", "collectives that the trace remembers; 0: no trace"),
-    Variable("TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC", "seconds until a silent process counts as dead", "", "healthy processes end"),
-    Variable("HCCL_ENTRY_LOG_ENABLE", "1: a log line for every collective", "", "full disk"),
-    Variable(
+    _Variable("HCCL_NPU_SOCKET_PORT_RANGE", "the same on the device side; auto", "", "bind failures"),
+    _Variable("HCCL_SOCKET_IFNAME", "network interface of the node", "", "rendezvous hangs"),
+    _Variable("GLOO_SOCKET_IFNAME", "the same for gloo", "", "rendezvous hangs"),
+    _Variable("TP_SOCKET_IFNAME", "the same for torch RPC", "", "rendezvous hangs"),
+    _Variable("HCCL_OP_EXPANSION_MODE", "AIV: collectives on the vector cores", "", "AIV caps HCCL_EXEC_TIMEOUT at 1091 s"),
+    _Variable("HCCL_ALGO", "algorithm of collectives by level"),
+    _Variable("HCCL_DETERMINISTIC", "true or strict: reproducible reductions", "", "runs differ in the last bits"),
+    _Variable("HCCL_WHITELIST_DISABLE", "1: no whitelist of peers", "", "connections refused"),
+    _Variable("HCCL_ASYNC_ERROR_HANDLING", "1: errors end the process", ""),
+    _Variable("TORCH_HCCL_ZERO_COPY", "1: large tensors are sent without a copy"),
+    _Variable("TORCH_HCCL_TRACE_BUFFER_SIZE", "collectives that the trace remembers; 0: no trace"),
+    _Variable("TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC", "seconds until a silent process counts as dead", "", "healthy processes end"),
+    _Variable("HCCL_ENTRY_LOG_ENABLE", "1: a log line for every collective", "", "full disk"),
+    _Variable(
         "CUDA_DEVICE_MAX_CONNECTIONS", "Megatron asserts 1 with tensor parallelism, on NPUs too", "1", "assertion at start"
     ),
-    Variable("VLLM_USE_V1", "1: the V1 engine (older vLLM only)", "1"),
-    Variable("VLLM_VERSION", "release of a vLLM installed from source", "", "InvalidVersion"),
-    Variable("VLLM_ASCEND_ENABLE_NZ", "0: weights stay in the plain layout", "0", "wake_up and weight updates refuse to run"),
-    Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "must stay 0: it forces expert weights into NZ", "", "weight updates"),
-    Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; a key of additional_config from 0.23 on"),
-    Variable("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1: sequence-parallel rollout; needs tensor, for MoE also expert parallelism"),
-    Variable("VLLM_ASCEND_ENABLE_MLAPO", "1: fused start of latent attention, quantised weights only"),
-    Variable("VLLM_ASCEND_BALANCE_SCHEDULING", "1: balanced scheduling between data-parallel engines"),
-    Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1: fused sampling cut-offs (older releases)", "1"),
-    Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "", "fork after device start"),
-    Variable("VLLM_BATCH_INVARIANT", "1: results independent of the batch (beta)", "", "slower; forces NZ off"),
-    Variable(
+    _Variable("VLLM_USE_V1", "1: the V1 engine (older vLLM only)", "1"),
+    _Variable("VLLM_VERSION", "release of a vLLM installed from source", "", "InvalidVersion"),
+    _Variable("VLLM_ASCEND_ENABLE_NZ", "0: weights stay in the plain layout", "0", "wake_up and weight updates refuse to run"),
+    _Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "must stay 0: it forces expert weights into NZ", "", "weight updates"),
+    _Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; a key of additional_config from 0.23 on"),
+    _Variable("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1: sequence-parallel rollout; needs tensor, for MoE also expert parallelism"),
+    _Variable("VLLM_ASCEND_ENABLE_MLAPO", "1: fused start of latent attention, quantised weights only"),
+    _Variable("VLLM_ASCEND_BALANCE_SCHEDULING", "1: balanced scheduling between data-parallel engines"),
+    _Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1: fused sampling cut-offs (older releases)", "1"),
+    _Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "", "fork after device start"),
+    _Variable("VLLM_BATCH_INVARIANT", "1: results independent of the batch (beta)", "", "slower; forces NZ off"),
+    _Variable(
         "VLLM_SERVER_DEV_MODE", "1: endpoints for development", "", "anybody who reaches the server can change the engine"
     ),
-    Variable("VLLM_DISABLE_COMPILE_CACHE", "1: graphs are compiled anew"),
-    Variable("VLLM_DP_SIZE", "data-parallel size of the rollout; the suite derives it", "1"),
-    Variable("ASCEND_GLOBAL_LOG_LEVEL", "0 debug to 3 error", "3", "full disk"),
-    Variable("ASCEND_PROCESS_LOG_PATH", "folder of plogs", ""),
-    Variable("ASCEND_SLOG_PRINT_TO_STDOUT", "1: plogs on the screen too", "", "unreadable output"),
-    Variable("TRANSFORMERS_VERBOSITY", "error: no warnings"),
-    Variable("HYDRA_FULL_ERROR", "1: whole stack of configuration errors", "1"),
-    Variable("OMP_NUM_THREADS", "threads of one process", "1"),
-    Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),
+    _Variable("VLLM_DISABLE_COMPILE_CACHE", "1: graphs are compiled anew"),
+    _Variable("VLLM_DP_SIZE", "data-parallel size of the rollout; the suite derives it", "1"),
+    _Variable("ASCEND_GLOBAL_LOG_LEVEL", "0 debug to 3 error", "3", "full disk"),
+    _Variable("ASCEND_PROCESS_LOG_PATH", "folder of plogs", ""),
+    _Variable("ASCEND_SLOG_PRINT_TO_STDOUT", "1: plogs on the screen too", "", "unreadable output"),
+    _Variable("TRANSFORMERS_VERBOSITY", "error: no warnings"),
+    _Variable("HYDRA_FULL_ERROR", "1: whole stack of configuration errors", "1"),
+    _Variable("OMP_NUM_THREADS", "threads of one process", "1"),
+    _Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),
 )
 
-NAMES = frozenset(variable.name for variable in VARIABLES)
+_NAMES = frozenset(variable.name for variable in VARIABLES)
 
 
 def find_problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -97,7 +97,7 @@ def read_text(text: str, *configs: Any, **options: Any) -> _Parsed:
         return parse(text, *configs, parsing_timeout=0, **options)  # 0: no limit of its own
     except CpuLimitError:
         raise
-    except Exception:  # noqa: BLE001 (a parser may fail in any way on arbitrary text, which then is no answer)
+    except Exception:  # noqa: BLE001 (simplification may fail in any way on arbitrary expressions, which then are not the same)
         return []
 
 

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class InferRequest:
+class _InferRequest:
     """The conversation as a scheduler gets it.
 
     Attributes:
@@ -41,7 +41,7 @@ class InferRequest:
 
 
 @dataclass(frozen=True)
-class ChoiceMessage:
+class _ChoiceMessage:
     """The model's turn as a message."""
 
     content: str
@@ -49,14 +49,14 @@ class ChoiceMessage:
 
 
 @dataclass(frozen=True)
-class ResponseChoice:
+class _ResponseChoice:
     """The model's turn.
 
     Attributes:
         finish_reason: "stop", or "length" for lack of room.
     """
 
-    message: ChoiceMessage
+    message: _ChoiceMessage
     finish_reason: str
     token_ids: list[int]
 
@@ -67,7 +67,7 @@ class MultiTurnScheduler:
     def __init__(self, max_turns: int | None = None) -> None:
         self.max_turns = max_turns
 
-    def step(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> Mapping[str, Any]:
+    def step(self, infer_request: _InferRequest, response_choice: _ResponseChoice, current_turn: int) -> Mapping[str, Any]:
         """Return what follows the turn.
 
         Args:
@@ -83,7 +83,7 @@ class MultiTurnScheduler:
         """
         raise NotImplementedError
 
-    def check_finished(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> bool:
+    def check_finished(self, infer_request: _InferRequest, response_choice: _ResponseChoice, current_turn: int) -> bool:
         """Return True where no turn follows."""
         return False
 
@@ -162,8 +162,8 @@ class SchedulerLoop(AgentLoop):
             if not conversation.can_continue(turn):
                 break
             # a copy: changes by your code are found by comparing the two
-            request = InferRequest([copy.deepcopy(dict(message)) for message in [*prompt, *conversation.messages]], task.row)
-            choice = ResponseChoice(ChoiceMessage(turn.text), "stop" if turn.ended else "length", list(turn.token_ids))
+            request = _InferRequest([copy.deepcopy(dict(message)) for message in [*prompt, *conversation.messages]], task.row)
+            choice = _ResponseChoice(_ChoiceMessage(turn.text), "stop" if turn.ended else "length", list(turn.token_ids))
             try:
                 following = await self._call(plugin, request, choice, conversation.num_turns)
                 if following is None:
@@ -173,7 +173,7 @@ class SchedulerLoop(AgentLoop):
                 return conversation.end(failure=f"multi_turn_scheduler: {type(error).__name__}: {error}")
         return conversation.end()
 
-    async def _call(self, plugin: Any, request: InferRequest, choice: ResponseChoice, turn: int) -> _Next | None:
+    async def _call(self, plugin: Any, request: _InferRequest, choice: _ResponseChoice, turn: int) -> _Next | None:
         """Return the messages after a turn, from a plug-in of either kind; None where no turn follows."""
         if inspect.isclass(self._target):
             if await _await_if_needed(plugin.check_finished(request, choice, turn)):

@@ -94,7 +94,7 @@ def main() -> None:
             mindspeed_operators.install()
         adaptors.configure(config)
     if not settings.get("fused_attention", True):
-        adaptors.KERNELS.pop(("npu", "fused_attention"), None)
+        adaptors._KERNELS.pop(("npu", "fused_attention"), None)
 
     from megatron.core import parallel_state
 

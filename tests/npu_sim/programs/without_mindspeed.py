@@ -20,7 +20,7 @@ def install() -> None:
 
     torch.cuda.get_device_capability = lambda device=None: (0, 0)  # torch's broadcast asks for it
     NpuPlatform.megatron_kernels = False
-    adaptors.KERNELS.pop(("npu", "transformer_settings"), None)
+    adaptors._KERNELS.pop(("npu", "transformer_settings"), None)
     torch.compile = lambda function=None, **settings: function if function is not None else lambda inner: inner
     real_type = torch.Tensor.type
 

@@ -25,7 +25,7 @@ from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
-LONGEST, STOP, STEPS = 160, 7, vllm_cpu_steps.STEPS
+LONGEST, STOP, STEPS = 160, 7, vllm_cpu_steps._STEPS
 folder, caching = Path(sys.argv[1]), sys.argv[2] == "caching"
 config = transformers.Qwen2Config(
     **{"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 64},
@@ -64,7 +64,7 @@ for number in range(20):
 
 def run(ahead: bool) -> tuple[dict, int, list]:
     """Responses by name, turns, and what a request that was given up had until then."""
-    vllm_cpu_steps.STEPS = STEPS if ahead else 1
+    vllm_cpu_steps._STEPS = STEPS if ahead else 1
     found, turns, dropped = {}, 0, []
     waiting = list(REQUESTS.items())
     while waiting or engine._ids:
@@ -105,7 +105,7 @@ ASKED = {
 
 def alone(ahead: bool, asked: dict) -> tuple[list, list, int]:
     """Tokens of such a request, their log-probs with those of others, and turns."""
-    vllm_cpu_steps.STEPS = STEPS if ahead else 1
+    vllm_cpu_steps._STEPS = STEPS if ahead else 1
     words = {"logprobs": 0, "max_tokens": 40, "ignore_eos": True, "seed": 5, "detokenize": False} | asked
     engine._llm.llm_engine.add_request("alone", {"prompt_token_ids": [9, 10, 11]}, SamplingParams(**words))
     found, turns = [], 0

@@ -55,7 +55,7 @@ def test_attention_and_gradients_are_those_of_float64(
     monkeypatch.setattr(cpu_attention, "_BLOCK", block)
     monkeypatch.setattr(cpu_attention, "_SCORES", scores)
     *qkv, direction = inputs(*shape)
-    assert_exact(cpu_attention.attention_in_blocks, qkv, direction, atol=1e-6)
+    assert_exact(cpu_attention._attention_in_blocks, qkv, direction, atol=1e-6)
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["blocks", "torch"])
@@ -72,7 +72,7 @@ def test_the_last_queries_of_a_sequence_have_the_attention_and_gradients_of_the_
 def test_long_sequences_go_to_torch_and_are_the_same() -> None:
     *qkv, _ = inputs(1, cpu_attention._LONG, 4, 2, 8, 8)
     by_torch = cpu_attention.causal_attention(*qkv, 0.3)
-    torch.testing.assert_close(cpu_attention.attention_in_blocks(*qkv, 0.3), by_torch, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cpu_attention._attention_in_blocks(*qkv, 0.3), by_torch, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -81,7 +81,7 @@ def test_blocks_are_of_short_sequences_where_products_are_wide(
     monkeypatch: pytest.MonkeyPatch, length: int, wide: bool
 ) -> None:
     taken = []
-    blocks = cpu_attention.attention_in_blocks
+    blocks = cpu_attention._attention_in_blocks
     monkeypatch.setattr(cpu_attention, "attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
     monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
     *qkv, _ = inputs(1, length, 4, 2, 8, 8)

@@ -12,7 +12,7 @@ from megatron_release import RELEASE
 from mindspeed_rl.adaptors import megatron_async_saves
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
-CHOOSES = not RELEASE.startswith(megatron_async_saves.WITHOUT_STRATEGIES)
+CHOOSES = not RELEASE.startswith(megatron_async_saves._WITHOUT_STRATEGIES)
 
 
 @pytest.mark.skipif(not CHOOSES, reason=f"megatron-core {RELEASE} has no choice of writers")

@@ -44,16 +44,16 @@ def test_every_loaded_megatron_module_sees_the_facade_and_torch_itself_is_untouc
 
 def test_the_patches_of_the_installed_release_are_those_it_still_needs() -> None:
     needed = printed_by("unadapted_megatron")
-    ours = megatron_cpu.patches_for(importlib.metadata.version("megatron-core"))
+    ours = megatron_cpu._patches_for(importlib.metadata.version("megatron-core"))
     for symbol, is_needed in needed.items():
         name = symbol.split(" ")[0]
         assert is_needed == (name in {"facade", "Tensor.cuda", *ours}), symbol
-    assert {symbol.split(" ")[0] for symbol in needed} == {"facade", "Tensor.cuda", *megatron_cpu.PATCHES}
+    assert {symbol.split(" ")[0] for symbol in needed} == {"facade", "Tensor.cuda", *megatron_cpu._PATCHES}
 
 
 def test_a_patch_ends_with_the_last_release_that_has_its_symbol() -> None:
-    of_016, of_017, of_018 = (set(megatron_cpu.patches_for(version)) for version in ("0.16.1", "0.17.1", "0.18.0"))
-    assert of_016 == set(megatron_cpu.PATCHES) and of_017 == of_018
+    of_016, of_017, of_018 = (set(megatron_cpu._patches_for(version)) for version in ("0.16.1", "0.17.1", "0.18.0"))
+    assert of_016 == set(megatron_cpu._PATCHES) and of_017 == of_018
     assert of_016 - of_017 == {
         "transformer.multi_latent_attention",
         "transformer.moe.experts",

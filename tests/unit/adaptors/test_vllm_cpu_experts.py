@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rl.adaptors.vllm_cpu_experts import compute_local
+from mindspeed_rl.adaptors.vllm_cpu_experts import _compute_local
 
 EXPERTS, TOKENS, HIDDEN, CHOSEN = 6, 9, 4, 3
 
@@ -47,7 +47,7 @@ def test_the_ranks_of_a_group_add_up_to_all_experts_and_share_the_work(placement
     total, pairs = torch.zeros(TOKENS, HIDDEN), []
     for mine in placement:
         output = torch.full((TOKENS, HIDDEN), float("nan"))  # every row must be written, also of tokens without an expert here
-        compute_local(kernel(experts[mine], pairs), output, tokens, weights, ids, map_of(mine))
+        _compute_local(kernel(experts[mine], pairs), output, tokens, weights, ids, map_of(mine))
         total += output
     torch.testing.assert_close(total, expected)
     assert sum(pairs) == TOKENS * CHOSEN
@@ -56,5 +56,5 @@ def test_the_ranks_of_a_group_add_up_to_all_experts_and_share_the_work(placement
 def test_a_rank_whose_experts_nobody_chose_gives_zeros_and_calls_no_kernel() -> None:
     output, pairs = torch.full((2, HIDDEN), float("nan")), []
     ids = torch.tensor([[0], [1]], dtype=torch.int32)
-    compute_local(kernel(torch.empty(1), pairs), output, torch.randn(2, HIDDEN), torch.ones(2, 1), ids, map_of([3]))
+    _compute_local(kernel(torch.empty(1), pairs), output, torch.randn(2, HIDDEN), torch.ones(2, 1), ids, map_of([3]))
     assert torch.equal(output, torch.zeros(2, HIDDEN)) and pairs == []

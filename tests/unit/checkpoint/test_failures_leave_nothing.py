@@ -16,7 +16,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rl.checkpoint.jobs import describe_non_finite
+from mindspeed_rl.checkpoint.jobs import _describe_non_finite
 from mindspeed_rl.checkpoint.tensor_record import is_finite
 from mindspeed_rl.cli.convert import main
 
@@ -56,7 +56,7 @@ def test_a_single_strange_value_is_seen_wherever_it_stands(dtype: torch.dtype, s
             tensor = tensor.to(dtype)
             assert not is_finite(tensor)
             kind = "NaN" if value != value else "an infinity"
-            assert describe_non_finite(tensor) == f"1 elements that are not finite, the first {kind} at [{place}]"
+            assert _describe_non_finite(tensor) == f"1 elements that are not finite, the first {kind} at [{place}]"
 
 
 def test_integers_and_empty_tensors_are_finite() -> None:

@@ -79,12 +79,12 @@ def test_a_tensor_is_taken_from_its_file_as_long_as_nobody_has_changed_it(tmp_pa
     record = stored(tmp_path / "source", drawn(torch.float32, ROWS, COLUMNS), 8)
     tensor = record.read()
     row = COLUMNS * 4
-    assert tensor_record.find_location(tensor[3:5]) == (record.path, 8 + 3 * row)
-    assert tensor_record.find_location(record.read(0, 2, 4)) == (record.path, 8 + 2 * row)
-    assert tensor_record.find_location(tensor[:, 1:]) is None and tensor_record.find_location(tensor.clone()) is None
+    assert tensor_record._find_location(tensor[3:5]) == (record.path, 8 + 3 * row)
+    assert tensor_record._find_location(record.read(0, 2, 4)) == (record.path, 8 + 2 * row)
+    assert tensor_record._find_location(tensor[:, 1:]) is None and tensor_record._find_location(tensor.clone()) is None
     view = tensor[4:]
     view.add_(1)
-    assert tensor_record.find_location(tensor[:2]) is None  # whichever part of it was
+    assert tensor_record._find_location(tensor[:2]) is None  # whichever part of it was
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.explain.key_reference import _TOP, list_entries
+from mindspeed_rl.config.explain.key_reference import _TOP, _list_entries
 from mindspeed_rl.config.keys import GROUPS, ROLE_GROUPS, collect_names
 from mindspeed_rl.config.keys.schema import list_keys
 
-PATHS = {entry.path for entry in list_entries()}
+PATHS = {entry.path for entry in _list_entries()}
 RENAMED = collect_names().elsewhere
 
 
@@ -48,7 +48,7 @@ def test_no_entry_hides_a_key_of_ours() -> None:
 
 @pytest.mark.parametrize("key", [key for key in VALUES_ELSEWHERE if key not in ("platform", "lora_target_modules")])
 def test_every_value_here_is_an_allowed_one(key: str) -> None:
-    (kind,) = [entry.kind for entry in list_entries() if entry.path.endswith(f".{key}") and "profiler" not in entry.path]
+    (kind,) = [entry.kind for entry in _list_entries() if entry.path.endswith(f".{key}") and "profiler" not in entry.path]
     allowed = set(re.findall(r"`([^`]+)`", kind))
     assert set(VALUES_ELSEWHERE[key].values()) <= allowed and not set(VALUES_ELSEWHERE[key]) & allowed
 

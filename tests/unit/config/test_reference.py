@@ -22,14 +22,14 @@ PAGES = {"en": ROOT / "docs/keys.md", "zh": ROOT / "docs/zh/keys.md"}
 
 @pytest.mark.parametrize("language", PAGES)
 def test_the_committed_page_is_what_the_generator_makes(language: reference._Language) -> None:
-    made = PAGES[language].read_text(encoding="utf-8") == reference.render_page(language)
+    made = PAGES[language].read_text(encoding="utf-8") == reference._render_page(language)
     assert made, "run python -m mindspeed_rl.config.explain.key_reference"
 
 
 def test_every_field_of_every_group_has_an_entry() -> None:
     fields = {f"{group}.{field.name}" for group, schema in GROUPS.items() for field in dataclasses.fields(schema)}
     ignored = {f"{group}.{name}" for group, schema in GROUPS.items() for name in IGNORED.get(schema.__name__, ())}
-    paths = [entry.path for entry in reference.list_entries()]
+    paths = [entry.path for entry in reference._list_entries()]
     # sampling_config is a group of its own, no row
     assert len(set(paths)) == len(paths) and fields - {"generate_config.sampling_config"} | ignored <= set(paths)
 
@@ -57,7 +57,7 @@ def test_every_pointer_leads_to_an_anchor() -> None:
 
 
 def test_a_row_says_type_default_bounds_names_and_readers() -> None:
-    english, chinese = ({entry.path: entry for entry in reference.list_entries(language)} for language in ("en", "zh"))
+    english, chinese = ({entry.path: entry for entry in reference._list_entries(language)} for language in ("en", "zh"))
     gamma = english["rl_config.gamma"]
     assert (gamma.kind, gamma.default) == ("number", "1")
     assert gamma.meaning == (

@@ -95,7 +95,7 @@ def test_wrong_options_are_one_line_before_anything_is_loaded(
 
 def test_the_method_follows_from_the_sampling_options() -> None:
     def methods(words: str) -> list[str]:
-        return generate.choose_methods(generate.make_parser().parse_args(["--load", "x", *words.split()]))
+        return generate._choose_methods(generate.make_parser().parse_args(["--load", "x", *words.split()]))
 
     assert methods("") == ["greedy"]
     assert methods("--temperature 0") == ["greedy"]
@@ -105,6 +105,6 @@ def test_the_method_follows_from_the_sampling_options() -> None:
 
 def test_sampling_defaults_are_upstreams() -> None:
     args = generate.make_parser().parse_args(["--load", "x"])
-    sampling = generate.build_generation_settings("do_sample", args, (), 99).sampling
+    sampling = generate._build_generation_settings("do_sample", args, (), 99).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.7, 50, 0.95, 128)
-    assert generate.build_generation_settings("greedy", args, (), 99).sampling.full_distribution
+    assert generate._build_generation_settings("greedy", args, (), 99).sampling.full_distribution

@@ -341,7 +341,7 @@ def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
             record[name] = signature
         elif tree.signature(name.rpartition(".")[0]) is not None and last.encode() in binary:
             record[name] = ""  # a member of a class that is compiled
-    return record | {f"{VARIABLE}{name}": "" for name in sorted(variables.NAMES) if b"\0" + name.encode() + b"\0" in library}
+    return record | {f"{VARIABLE}{name}": "" for name in sorted(variables._NAMES) if b"\0" + name.encode() + b"\0" in library}
 
 
 def record_vllm_ascend(folder: Path) -> dict[str, object]:

@@ -91,7 +91,7 @@ def test_our_code_imports_nothing_from_vllm_ascend() -> None:
 
 def test_every_additional_config_key_exists_in_the_releases_that_get_it() -> None:
     for version, names in RECORD["vllm_ascend"].items():
-        row = vllm_ascend.row_for(vllm_ascend.ADDITIONAL_CONFIG, vllm_ascend.parse_release(version))
+        row = vllm_ascend._row_for(vllm_ascend._ADDITIONAL_CONFIG, vllm_ascend._parse_release(version))
         assert set(row) <= set(names["additional_config"]), version
         assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"]
         assert names["worker"]["wake_up"] == "(tags=None)" and names["worker"]["sleep"] == "(level=1)"
@@ -148,7 +148,7 @@ def test_variables_of_the_environment_are_read_by_the_libraries_they_belong_to()
     names = {contract.VARIABLE + name for name in OF_TORCH_NPU}
     for version, offered_names in RECORD["torch_npu"].items():
         assert names <= set(offered_names), version
-    mine = {name for name in doctor_variables.NAMES if name.startswith("VLLM_ASCEND_")} - OLD_VARIABLES
+    mine = {name for name in doctor_variables._NAMES if name.startswith("VLLM_ASCEND_")} - OLD_VARIABLES
     for version, recorded in RECORD["vllm_ascend"].items():
         assert mine <= set(recorded["environment"]), version
         assert not OLD_VARIABLES & set(recorded["environment"]), version
@@ -156,17 +156,17 @@ def test_variables_of_the_environment_are_read_by_the_libraries_they_belong_to()
 
 def test_weight_transfer_exists_exactly_where_the_table_says() -> None:
     for version, names in RECORD["vllm_ascend"].items():
-        backends = vllm_ascend.row_for(vllm_ascend.WEIGHT_TRANSFER_BACKENDS, vllm_ascend.parse_release(version))
+        backends = vllm_ascend._row_for(vllm_ascend._WEIGHT_TRANSFER_BACKENDS, vllm_ascend._parse_release(version))
         assert bool(backends) == ("init_weight_transfer_engine" in names["worker"]), version
 
 
 def test_every_key_given_to_repatch_is_registered_or_read_by_mindspeed() -> None:
     config = MegatronConfig(num_attention_heads=2, num_layers=2, seq_length=8, num_experts=2)
-    keys = {*mindspeed.settings(config), *mindspeed.PASSED_KEYS, *mindspeed.MEGATRON_KEYS}
+    keys = {*mindspeed.settings(config), *mindspeed._PASSED_KEYS, *mindspeed._MEGATRON_KEYS}
     for version, names in RECORD["mindspeed"].items():
         assert keys <= {*names["arguments"], *names["read_arguments"]}, version
         registered = set(names["arguments"])
-        assert set(mindspeed.PASSED_KEYS) <= registered, version
+        assert set(mindspeed._PASSED_KEYS) <= registered, version
 
 
 @pytest.mark.parametrize(

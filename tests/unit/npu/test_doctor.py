@@ -19,14 +19,14 @@ def recorded(key: str) -> Path:
     return LOGS / f"{key}.txt"
 
 
-@pytest.mark.parametrize("key", [message.key for message in logs.MESSAGES])
+@pytest.mark.parametrize("key", [message.key for message in logs._MESSAGES])
 def test_every_known_failure_is_recognised_in_a_recorded_log(key: str) -> None:
-    found = {finding.key for finding in logs.read_log(recorded(key))}
+    found = {finding.key for finding in logs._read_log(recorded(key))}
     assert found == {key}
 
 
 def test_a_healthy_log_has_no_findings() -> None:
-    assert logs.read_log(recorded("healthy")) == []
+    assert logs._read_log(recorded("healthy")) == []
 
 
 def test_the_rank_that_failed_first_is_reported_first() -> None:
@@ -38,9 +38,9 @@ def test_the_rank_that_failed_first_is_reported_first() -> None:
 
 
 def test_an_error_code_of_torch_npu_is_spelled_out() -> None:
-    assert logs.explain_error_code("x ERR01004 OPS") == "ERR01004: operators, invalid pointer"
-    assert logs.explain_error_code("ERR02200 DIST") == "ERR02200: distributed, call to HCCL failed"
-    assert logs.explain_error_code("ERR99999 UNKNOWN") is None
+    assert logs._explain_error_code("x ERR01004 OPS") == "ERR01004: operators, invalid pointer"
+    assert logs._explain_error_code("ERR02200 DIST") == "ERR02200: distributed, call to HCCL failed"
+    assert logs._explain_error_code("ERR99999 UNKNOWN") is None
 
 
 def test_log_mode_prints_cause_and_fix_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,14 +123,14 @@ def test_a_harmful_variable_is_named(environment: dict[str, str], named: str) ->
 
 
 def test_a_cpu_machine_is_fine_and_hears_what_an_npu_machine_needs() -> None:
-    report = doctor.examine("cpu", "main", {}, probe_torch=False)
+    report = doctor._examine("cpu", "main", {}, probe_torch=False)
     assert report.ok
-    text = doctor.format_report(report)
+    text = doctor._format_report(report)
     assert "CANN: not installed" in text and "CPU runs work without any of this" in text
 
 
 def test_the_same_machine_judged_as_an_npu_machine_is_not() -> None:
-    report = doctor.examine("npu", "main", {}, probe_torch=False)
+    report = doctor._examine("npu", "main", {}, probe_torch=False)
     assert not report.ok
     assert {"torch-npu", "CANN", "/dev/davinci*"} <= {finding.name for finding in report.findings if finding.status == "fail"}
 
@@ -142,7 +142,7 @@ def test_the_doctor_does_not_import_torch_itself() -> None:
 
 def test_cann_version_is_read_from_the_toolkit(tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[9.1.0:9.1.0.B020]\n")
-    assert checks.read_cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
+    assert checks._read_cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
 
 
 CHAIN = """2026-11-01 10:00:00,000 driver INFO start
@@ -163,7 +163,7 @@ mindspeed_rl.runtime.futures.WorkerError: reward worker 0 raised ValueError
 def test_the_exception_a_run_ended_with_is_found_and_of_a_chain_the_first(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text(CHAIN)
-    (found,) = logs.read_log(log)
+    (found,) = logs._read_log(log)
     assert (found.key, found.line, found.line_number) == ("exception", "ValueError: the examiner went home", 5)
     assert found.time == "2026-11-01 10:00:00.000"
     assert "/work/plugin.py:7, in touchy" in found.fix and found.cause.endswith("ValueError: the examiner went home")
@@ -172,4 +172,4 @@ def test_the_exception_a_run_ended_with_is_found_and_of_a_chain_the_first(tmp_pa
 def test_an_interrupted_run_has_no_failure(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyboardInterrupt\n')
-    assert logs.read_log(log) == []
+    assert logs._read_log(log) == []

@@ -16,27 +16,27 @@ import pytest
 from ports import find_free_port
 
 from mindspeed_rl.cli import launch
-from mindspeed_rl.cli.launch import Fingerprint, LaunchSettings
+from mindspeed_rl.cli.launch import _Fingerprint, _LaunchSettings
 
 
-def settings(**changes: object) -> LaunchSettings:
+def settings(**changes: object) -> _LaunchSettings:
     values: dict[str, object] = {
         "nodes": 3, "npus_per_node": 16, "hosts": (), "master": "10.0.0.4", "node_rank": 0, "port": 6766, "timeout_s": 5.0,
         "socket_ifname": "", "cpus": None, "command": ("doctor",),
     }  # fmt: skip
-    return LaunchSettings(**{**values, **changes})  # type: ignore[arg-type]
+    return _LaunchSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_the_same_command_makes_a_head_here_and_a_worker_elsewhere() -> None:
-    assert launch.find_node_rank((), "127.0.0.1", None) == 0
-    assert launch.find_node_rank((), "192.0.2.200", None) is None
-    assert launch.find_node_rank(("192.0.2.200", "127.0.0.1"), "192.0.2.200", None) == 1
-    assert launch.find_node_rank(("192.0.2.200", "192.0.2.201"), "192.0.2.200", 1) == 1
+    assert launch._find_node_rank((), "127.0.0.1", None) == 0
+    assert launch._find_node_rank((), "192.0.2.200", None) is None
+    assert launch._find_node_rank(("192.0.2.200", "127.0.0.1"), "192.0.2.200", None) == 1
+    assert launch._find_node_rank(("192.0.2.200", "192.0.2.201"), "192.0.2.200", 1) == 1
 
 
 def test_a_machine_outside_the_hosts_is_told_so() -> None:
     with pytest.raises(ValueError, match="none of 192.0.2.200, 192.0.2.201 is this machine"):
-        launch.find_node_rank(("192.0.2.200", "192.0.2.201"), "192.0.2.200", None)
+        launch._find_node_rank(("192.0.2.200", "192.0.2.201"), "192.0.2.200", None)
 
 
 @pytest.mark.parametrize(
@@ -64,21 +64,21 @@ def test_everything_after_the_dashes_belongs_to_the_command() -> None:
 def test_missing_nodes_are_named_by_rank_and_host() -> None:
     hosts = ("10.0.0.4", "10.0.0.5", "10.0.0.6")
     assert (
-        launch.describe_missing_nodes(settings(hosts=hosts), ["node 0 (10.0.0.4)", "node 2 (10.0.0.6)"]) == "node 1 (10.0.0.5)"
+        launch._describe_missing_nodes(settings(hosts=hosts), ["node 0 (10.0.0.4)", "node 2 (10.0.0.6)"]) == "node 1 (10.0.0.5)"
     )
-    assert launch.describe_missing_nodes(settings(), ["node 0 (10.0.0.4)"]) == "node 1, node 2"
-    unknown = launch.describe_missing_nodes(settings(), ["node 0 (10.0.0.4)", "node ? (10.0.0.9)"])
+    assert launch._describe_missing_nodes(settings(), ["node 0 (10.0.0.4)"]) == "node 1, node 2"
+    unknown = launch._describe_missing_nodes(settings(), ["node 0 (10.0.0.4)", "node ? (10.0.0.9)"])
     assert unknown == "1 of 3 nodes; joined: node 0 (10.0.0.4), node ? (10.0.0.9)"
 
 
 def test_nodes_that_differ_are_listed_one_difference_a_line() -> None:
-    head = Fingerprint({"torch": "2.10.0", "ray": "2.60.0"}, "aaaa")
+    head = _Fingerprint({"torch": "2.10.0", "ray": "2.60.0"}, "aaaa")
     prints = {
         "node 0": head,
-        "node 1": Fingerprint({"torch": "2.9.0", "ray": "2.60.0"}, "aaaa"),
-        "node 2": Fingerprint(head.versions, "bbbb", ["/weights/qwen"]),
+        "node 1": _Fingerprint({"torch": "2.9.0", "ray": "2.60.0"}, "aaaa"),
+        "node 2": _Fingerprint(head.versions, "bbbb", ["/weights/qwen"]),
     }
-    assert launch.compare_fingerprints(prints, "node 0") == [
+    assert launch._compare_fingerprints(prints, "node 0") == [
         "node 1: torch 2.9.0, the head has 2.10.0",
         "node 2: the suite's code differs from the head's (bbbb instead of aaaa)",
         "node 2: /weights/qwen does not exist",
@@ -87,39 +87,39 @@ def test_nodes_that_differ_are_listed_one_difference_a_line() -> None:
 
 def test_a_fingerprint_knows_versions_code_and_missing_paths(tmp_path: Path) -> None:
     (tmp_path / "data_packed_input_ids_document.bin").touch()
-    mine = launch.compute_fingerprint([str(tmp_path), f"{tmp_path}/data*", f"{tmp_path}/other*", f"{tmp_path}/none"])
+    mine = launch._compute_fingerprint([str(tmp_path), f"{tmp_path}/data*", f"{tmp_path}/other*", f"{tmp_path}/none"])
     assert mine.missing_paths == [f"{tmp_path}/other*", f"{tmp_path}/none"]
     assert mine.versions["ray"][:1].isdigit() and mine.versions["torch_npu"] == "not installed"
-    assert mine.code == launch.compute_fingerprint().code and len(mine.code) == 16
+    assert mine.code == launch._compute_fingerprint().code and len(mine.code) == 16
 
 
 def test_a_run_files_weights_and_data_are_checked_on_all_nodes() -> None:
-    paths = launch.list_run_paths(["train", "--config-name", "grpo_qwen25_7b_A3", "actor_config.load=/ckpt/qwen"])
+    paths = launch._list_run_paths(["train", "--config-name", "grpo_qwen25_7b_A3", "actor_config.load=/ckpt/qwen"])
     assert "/ckpt/qwen" in paths and any(path.endswith("*") for path in paths)
-    assert launch.list_run_paths(["doctor", "--json"]) == []
+    assert launch._list_run_paths(["doctor", "--json"]) == []
 
 
 def test_slices_and_data_of_the_hub_are_no_files_to_look_for() -> None:
     command = ["train", "--config-name", "grpo_qwen25_7b_A3"]
-    sliced = launch.list_run_paths([*command, "megatron_training.data_path='/d/rows.jsonl[0:100]'"])
+    sliced = launch._list_run_paths([*command, "megatron_training.data_path='/d/rows.jsonl[0:100]'"])
     assert "/d/rows.jsonl*" in sliced and not any("[" in path for path in sliced)
     data = ["megatron_training.data_path='hf://org/data#50'", "megatron_training.eval_data_path=/d/held"]
-    hub = launch.list_run_paths([*command, *data])
+    hub = launch._list_run_paths([*command, *data])
     assert "/d/held*" in hub and not any("hf:" in path for path in hub)
 
 
 def test_weights_of_a_mixture_are_no_files_either() -> None:
-    assert list(launch.list_data_prefixes(["0.3", "/d/a", 0.7, "/d/b"])) == ["/d/a", "/d/b"]
+    assert list(launch._list_data_prefixes(["0.3", "/d/a", 0.7, "/d/b"])) == ["/d/a", "/d/b"]
 
 
 def test_a_load_folder_that_the_run_will_write_is_not_asked_for(tmp_path: Path) -> None:
     later, now = tmp_path / "later", tmp_path / "now"
     now.mkdir()
     command = ["train", "--config-name", "grpo_qwen25_7b_A3", "actor_config.pretrained_checkpoint=/ckpt/qwen"]
-    assert str(later) not in launch.list_run_paths([*command, f"actor_config.load={later}"])
-    assert {str(now), "/ckpt/qwen"} <= set(launch.list_run_paths([*command, f"actor_config.load={now}"]))
+    assert str(later) not in launch._list_run_paths([*command, f"actor_config.load={later}"])
+    assert {str(now), "/ckpt/qwen"} <= set(launch._list_run_paths([*command, f"actor_config.load={now}"]))
     without = ["train", "--config-name", "grpo_qwen25_7b_A3", f"actor_config.load={later}"]
-    assert str(later) in launch.list_run_paths(without), "nothing else gives weights"
+    assert str(later) in launch._list_run_paths(without), "nothing else gives weights"
 
 
 def test_the_head_and_the_workers_start_ray_differently() -> None:

@@ -35,7 +35,7 @@ def test_memory_features_of_the_run_file_are_passed_on() -> None:
 
 def test_a_misspelled_key_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="no argument 'use_fused_rmsnrom'; did you mean 'use_fused_rmsnorm'"):
-        mindspeed.check_keys({"use_fused_rmsnrom": True}, {"use_fused_rmsnorm": False})
+        mindspeed._check_keys({"use_fused_rmsnrom": True}, {"use_fused_rmsnorm": False})
 
 
 @pytest.mark.parametrize(

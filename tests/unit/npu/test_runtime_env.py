@@ -44,7 +44,7 @@ def test_every_known_variable_is_in_the_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", KNOWN_TO_LIBRARIES)
 def test_the_doctor_knows_what_the_libraries_read(name: str) -> None:
-    assert name in doctor_variables.NAMES
+    assert name in doctor_variables._NAMES
 
 
 def test_every_variable_has_a_comment_in_both_languages() -> None:
@@ -65,7 +65,7 @@ def test_every_variable_has_a_comment_in_both_languages() -> None:
 
 def test_the_shipped_file_has_no_problem_once_it_is_fitted() -> None:
     environment = adapt_environment(load_runtime_env(FILE), "integrated", NpuPlatform())
-    assert doctor_variables.problems(environment) == []
+    assert doctor_variables.find_problems(environment) == []
 
 
 def test_expandable_segments_reach_trainers_only() -> None:
@@ -152,7 +152,7 @@ def test_the_launcher_gives_npu_workers_the_fitted_file_from_any_folder(
     monkeypatch.chdir(tmp_path)
     rl = cluster.build_worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")
     assert "PYTORCH_NPU_ALLOC_CONF" not in rl and rl["HCCL_CONNECT_TIMEOUT"] == "1800"
-    assert doctor_variables.problems({name: value for name, value in rl.items() if name in doctor_variables.NAMES}) == []
+    assert doctor_variables.find_problems({name: value for name, value in rl.items() if name in doctor_variables._NAMES}) == []
     supervised = cluster.build_worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
     assert supervised["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
 

@@ -40,15 +40,15 @@ def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str)
     found = stack.examine_stack({name: version})
     assert state(name, version) == "refused" and not found.ok
     if name == "megatron-core":
-        assert not version.startswith(megatron_cpu.SUPPORTED_VERSIONS)
+        assert not version.startswith(megatron_cpu._SUPPORTED_VERSIONS)
     else:
         with pytest.raises(ValueError, match="older"):
-            vllm_ascend.row_for(vllm_ascend.ADDITIONAL_CONFIG, vllm_ascend.parse_release(version))
+            vllm_ascend._row_for(vllm_ascend._ADDITIONAL_CONFIG, vllm_ascend._parse_release(version))
 
 
 def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
-    assert tuple(release for line in stack.MEGATRON_LINES for release in line.releases) == megatron_cpu.SUPPORTED_VERSIONS
-    recorded = {branch for line in stack.MEGATRON_LINES for branch in line.branches}
+    assert tuple(release for line in stack._MEGATRON_LINES for release in line.releases) == megatron_cpu._SUPPORTED_VERSIONS
+    recorded = {branch for line in stack._MEGATRON_LINES for branch in line.branches}
     assert recorded == set(RECORD["mindspeed"])
 
 
@@ -97,7 +97,7 @@ def test_releases_whose_names_were_looked_up_are_those_of_the_record(name: str) 
     recorded = {version.split("+")[0] for version in RECORD[name.replace("-", "_").replace("megatron_core", "megatron")]}
     for version in recorded:
         assert state(name, version) == "verified", version
-    for releases, how in stack.VERIFIED[name]:
+    for releases, how in stack._VERIFIED[name]:
         if "names" in how:
             assert any(SpecifierSet(releases).contains(version) for version in recorded), releases
 
@@ -106,7 +106,7 @@ def test_what_the_suite_runs_on_is_what_the_lock_installs() -> None:
     text = "".join((ROOT / "envs/cpu" / name).read_text() for name in ("requirements.lock", "install.sh"))
     lock = dict(re.findall(r'(?m)^(?:[A-Z]+=")?([\w.-]+)==([\w.+]+)', text))
     locked = {name.lower().replace("_", "-"): version.split("+")[0] for name, version in lock.items()}
-    for name, tried in stack.VERIFIED.items():
+    for name, tried in stack._VERIFIED.items():
         for releases, how in tried:
             if "CPU" in how:
                 assert SpecifierSet(releases).contains(locked[name]), name
@@ -115,7 +115,7 @@ def test_what_the_suite_runs_on_is_what_the_lock_installs() -> None:
 def test_the_second_line_is_the_one_that_the_whole_suite_runs_too() -> None:
     text = (ROOT / "tests/run.sh").read_text()
     releases = re.search(r"for release in ([\d. ]+); do", text)[1].split()
-    tried = [specifier for specifier, how in stack.VERIFIED["megatron-core"] if "second line" in how]
+    tried = [specifier for specifier, how in stack._VERIFIED["megatron-core"] if "second line" in how]
     assert len(tried) == len(releases)
     assert all(SpecifierSet(specifier).contains(release) for specifier, release in zip(tried, releases))
 

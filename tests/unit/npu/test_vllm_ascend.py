@@ -164,12 +164,12 @@ def test_a_dense_model_may_wake_up_without_a_push() -> None:
 
 
 def test_additional_config_has_only_keys_of_the_release() -> None:
-    table = vllm_ascend.ADDITIONAL_CONFIG
-    assert "weight_nz_mode" not in vllm_ascend.row_for(table, (0, 18))
-    assert vllm_ascend.row_for(table, (0, 22)) == vllm_ascend.row_for(table, (0, 18))
-    assert vllm_ascend.row_for(table, (0, 23))["weight_nz_mode"] == 0
+    table = vllm_ascend._ADDITIONAL_CONFIG
+    assert "weight_nz_mode" not in vllm_ascend._row_for(table, (0, 18))
+    assert vllm_ascend._row_for(table, (0, 22)) == vllm_ascend._row_for(table, (0, 18))
+    assert vllm_ascend._row_for(table, (0, 23))["weight_nz_mode"] == 0
     with pytest.raises(ValueError, match="0.11 is older than 0.18"):
-        vllm_ascend.row_for(table, (0, 11))
+        vllm_ascend._row_for(table, (0, 11))
 
 
 def expert_map(path: Path, *layers: list[list[int]]) -> Path:
@@ -198,7 +198,7 @@ def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
     assert "eplb_config" not in hooks.engine_arguments(GenerateConfig())["additional_config"]
     additional = hooks.engine_arguments(GenerateConfig(expert_map_path=path))["additional_config"]
     assert additional["eplb_config"] == {"expert_map_path": path}
-    assert "eplb_config" not in vllm_ascend.ADDITIONAL_CONFIG[0, 23]
+    assert "eplb_config" not in vllm_ascend._ADDITIONAL_CONFIG[0, 23]
 
 
 def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -208,15 +208,15 @@ def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_release_is_read_from_a_version() -> None:
-    assert vllm_ascend.parse_release("0.23.0rc1") == (0, 23)
+    assert vllm_ascend._parse_release("0.23.0rc1") == (0, 23)
     with pytest.raises(ValueError, match="'main' is not a vllm-ascend version"):
-        vllm_ascend.parse_release("main")
+        vllm_ascend._parse_release("main")
 
 
 def test_a_release_that_nobody_looked_at_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: "0.99.0")
     with pytest.warns(UserWarning, match=r"vllm-ascend 0\.99 was not looked at \(.*0\.23"):
-        assert vllm_ascend.installed_release() == (0, 99)
+        assert vllm_ascend._installed_release() == (0, 99)
 
 
 def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:

@@ -12,7 +12,7 @@ from observed_config import CPU_RUN
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.observability.console import format_summary, format_table
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.trainers.launch import plan_rows
+from mindspeed_rl.trainers.launch import _plan_rows
 
 RECORDS = [
     {
@@ -65,7 +65,7 @@ def test_rows_without_a_text_are_left_out():
 
 
 def test_the_plan_says_what_is_trained_on_what_and_in_which_sizes(tmp_path):
-    rows = plan_rows(resolve(build_run_config(CPU_RUN), platform="cpu"), 2)
+    rows = _plan_rows(resolve(build_run_config(CPU_RUN), platform="cpu"), 2)
     assert rows["stage"] == "ray_grpo" and rows["length"] == "10 iterations"
     assert rows["devices"] == "2 x cpu on 1 node(s), TP 2, fp32"
     assert rows["rollout"] == "4 prompts x 8 responses, at most 16 tokens, temperature 0.5"

@@ -14,7 +14,7 @@ import pytest
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.instruction import OpenAIInstructionHandler
 from mindspeed_rl.data.handlers.prompt import R1AlpacaStyleInstructionHandler
-from mindspeed_rl.data.prompts import PLAIN_COLUMNS
+from mindspeed_rl.data.prompts import _PLAIN_COLUMNS
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
@@ -70,7 +70,7 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
     supervised = OpenAIInstructionHandler(HandlerSettings(tokenizer, template)).encode([(0, json.loads(json.dumps(row)))])
     ids, labels = (list(map(int, supervised.rows[0].columns[name])) for name in ("input_ids", "labels"))
     reader = R1AlpacaStyleInstructionHandler(
-        HandlerSettings(tokenizer, template, map_keys=PLAIN_COLUMNS, tools=calculator.schemas)
+        HandlerSettings(tokenizer, template, map_keys=_PLAIN_COLUMNS, tools=calculator.schemas)
     )
     asked = reader.encode([(0, {"prompt": "347*862=", "labels": "299114"})])
     prompt = list(map(int, asked.rows[0].columns["input_ids"]))

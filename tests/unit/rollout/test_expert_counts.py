@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.expert_counts import ExpertCounts, read_counts, sum_counts
+from mindspeed_rl.rollout.expert_counts import ExpertCounts, _read_counts, sum_counts
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 
@@ -45,7 +45,7 @@ def test_counts_are_those_of_the_engine_and_go_on_in_a_later_run(tmp_path: Path)
         "1": {"0": 1, "1": 2, "2": 3, "3": 2},
     }
     later.finish(metrics)  # a rollout without responses adds nothing
-    assert sum(map(sum, read_counts(path))) == 16
+    assert sum(map(sum, _read_counts(path))) == 16
 
 
 def test_a_rollout_that_says_no_experts_is_an_error(tmp_path: Path) -> None:
@@ -93,4 +93,4 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "eplb_token_collects_0.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=path.name):
-        read_counts(path)
+        _read_counts(path)
