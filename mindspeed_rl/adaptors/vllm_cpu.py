@@ -97,10 +97,6 @@ def _runner(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def _kv_storage(llm: LLM) -> torch.UntypedStorage:
-    return _runner(llm).kv_caches[0].untyped_storage()
-
-
 class VllmCpuHooks(EngineHooks):
     """Live weights, packed anew after each load; KV memory given back by shrinking its storage."""
 
@@ -139,7 +135,7 @@ class VllmCpuHooks(EngineHooks):
 
     def release(self, llm: LLM) -> None:
         vllm_cpu_linear.forget_packed(_runner(llm).model)
-        storage = _kv_storage(llm)
+        storage = _runner(llm).kv_caches[0].untyped_storage()
         if storage.size():
             self._kv_bytes = storage.size()
             storage.resize_(0)
@@ -148,7 +144,7 @@ class VllmCpuHooks(EngineHooks):
         """Weights stay where they are: host memory is not what a CPU run is short of."""
 
     def restore_cache(self, llm: LLM) -> None:
-        storage = _kv_storage(llm)
+        storage = _runner(llm).kv_caches[0].untyped_storage()
         if self._kv_bytes and not storage.size():
             storage.resize_(self._kv_bytes)
             # recycled memory may hold NaN, and a slot that attention masks out still enters the sum, as 0 * NaN

@@ -122,12 +122,6 @@ def get_staging_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def adapter_bytes(adapters: Adapters) -> int:
-    """Estimate the size of exported adapters: the shards of each."""
-    pieces = [piece for _, a, b in adapters.values() for piece in (*a, *b)]
-    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
-
-
 def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None) -> list[str]:
     """Write Megatron adapters as a PEFT folder; the names of the adapted HF modules.
 

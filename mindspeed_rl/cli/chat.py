@@ -58,7 +58,7 @@ def _chat(argv: list[str]) -> int:
     if not session.prompt_format.is_chat:
         hint = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
         raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){hint}")
-    length = args.max_length or min(session.max_position, DEFAULT_LENGTH)
+    length = args.max_length or min(session.model.model_config.max_position_embeddings, DEFAULT_LENGTH)
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
     sampling = build_sampling(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)

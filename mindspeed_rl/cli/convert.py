@@ -6,6 +6,7 @@ Accepts the flags of both converters of MindSpeed-LLM; docs/checkpoint_conversio
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,9 +238,9 @@ def _convert(args: argparse.Namespace) -> int:
             print_status(f"would write {len(source.adapters)} adapters to {options.save_dir}")
             return 0
         base = str(source.companions) if source.companions is not None else None
-        with convert.nothing_left(
-            options.save_dir, lora.adapter_bytes(source.adapters), [lora.get_staging_path(options.save_dir)]
-        ):
+        shards = [shard for _, a, b in source.adapters.values() for shard in (*a, *b)]
+        num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
+        with convert.nothing_left(options.save_dir, num_bytes, [lora.get_staging_path(options.save_dir)]):
             modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
         print_status(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0

@@ -213,7 +213,7 @@ def _run_tasks(
     harness_tasks = _list_harness_tasks(args)
     if not prepared and not harness_tasks:
         return scores, answers, harness
-    lengths = [session.needed_length(each.max_prompt_len, each.max_new_tokens) for each in prepared]
+    lengths = [session.needed_length(max(map(len, each.prompts)), each.max_new_tokens) for each in prepared]
     # the length of lm-eval's prompts is known only when they are built
     length = session.settings.max_model_len if harness_tasks else max(lengths)
     if agents is not None:  # --max-new-tokens limits one turn

@@ -133,7 +133,7 @@ def open_agents(session: Session, args: argparse.Namespace) -> AbstractContextMa
 
 def compute_agent_length(session: Session, args: argparse.Namespace) -> int:
     """Return the max tokens of a prompt and all turns after it."""
-    return args.max_length or min(session.max_position, DEFAULT_LENGTH)
+    return args.max_length or min(session.model.model_config.max_position_embeddings, DEFAULT_LENGTH)
 
 
 def add_sampling_options(parser: Parser, *, max_new_tokens: int | None = 128) -> None:

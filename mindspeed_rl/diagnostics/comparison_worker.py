@@ -64,7 +64,8 @@ class ComparisonWorker(DeviceWorker):
         tokenizer = load_tokenizer_of(config, source)
         passes = build_pass_settings(run, tokenizer)
         self.role = Role("actor", run.models["actor"], passes, steps_per_iteration=None)
-        self._offload()  # vLLM refuses to start on a device with less free memory than it is to use
+        # vLLM refuses to start on a device with less free memory than it is to use
+        self.role.offloader.offload(params=run.generate.offload_train_param)
         self.rollout = RolloutReplica(run, None, tokenizer, run_id)
         self.vocab_size = plan.model_config.vocab_size
         self.notes: list[str] = []
@@ -80,12 +81,8 @@ class ComparisonWorker(DeviceWorker):
         self._before = _copies(self.rollout.engine.get_model())
         _scale(weights, 1.0 / _SCALE)
         self._push(1)
-        self._offload()
-        self.rollout.engine.restore_memory("cache")
-
-    def _offload(self) -> None:
-        """Move the trainer's weights off the device where the run file asks for it."""
         self.role.offloader.offload(params=self.run.generate.offload_train_param)
+        self.rollout.engine.restore_memory("cache")
 
     def _push(self, version: int) -> None:
         try:

@@ -107,14 +107,14 @@ class _Engine:
         """Return the seconds until the next response ends; infinite where there is none."""
         if not self._heap:
             return math.inf
-        return (self._heap[0][0] - self._grown) * self._pace()
+        return (self._heap[0][0] - self._grown) * (self._fixed + self._varying * len(self._heap))
 
     def advance(self, seconds: float) -> Iterator[_Group]:
         """Let time pass; yield the groups whose last response ends."""
         if not self._heap:
             return
         self.busy_s += seconds
-        self._grown += seconds / self._pace()
+        self._grown += seconds / (self._fixed + self._varying * len(self._heap))
         # time is divided by the pace and multiplied by it again, which does not give the same bits
         while self._heap and self._heap[0][0] <= self._grown + 1e-9:
             group = heapq.heappop(self._heap)[2]
@@ -122,8 +122,6 @@ class _Engine:
             if not group.missing:
                 yield group
 
-    def _pace(self) -> float:
-        return self._fixed + self._varying * len(self._heap)
 
 
 def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:

@@ -150,7 +150,8 @@ def join_checksums(disks: Disks, partial: Path) -> None:
         try:
             sums = {name: value for _, one in hosts for name, value in one.items()}
             if len(hosts) > 1:
-                listed = [{"host": host, "files": sorted(filter(_is_rank_file, one))} for host, one in hosts]
+                files = [sorted(name for name in one if name.endswith(_RANK_FILES)) for _, one in hosts]
+                listed = [{"host": host, "files": names} for (host, _), names in zip(hosts, files)]
                 listing = partial / checksums.SPREAD
                 listing.write_text(json.dumps(listed, indent=0), encoding="utf-8")
                 sums[listing.name] = checksums.checksum(listing)
@@ -158,10 +159,6 @@ def join_checksums(disks: Disks, partial: Path) -> None:
         except OSError as error:
             failure = f"{partial}: {error}"
     raise_any_failure(failure)
-
-
-def _is_rank_file(name: str) -> bool:
-    return name.endswith(_RANK_FILES)
 
 
 def copy_small_files(disks: Disks, folder: Path) -> None:
@@ -176,7 +173,7 @@ def copy_small_files(disks: Disks, folder: Path) -> None:
 
 
 def _read_small_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not _is_rank_file(path.name)}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.endswith(_RANK_FILES)}
 
 
 def _copy_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str, bytes]], *, source: int) -> None:

@@ -109,11 +109,6 @@ class Session:
     settings: EngineSettings
     platform_name: str
 
-    @property
-    def max_position(self) -> int:
-        """The model's own limit of prompt and answer."""
-        return self.model.model_config.max_position_embeddings
-
     def needed_length(self, longest_prompt: int, max_new_tokens: int) -> int:
         """Return max_model_len for prompts and answers of these lengths.
 

@@ -65,11 +65,6 @@ class PreparedTask:
         """1 where the answer is read from the first token."""
         return 1 if all(self.allowed) else self.task.max_new_tokens
 
-    @property
-    def max_prompt_len(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
-
 
 @dataclass
 class TaskScore:

@@ -113,11 +113,6 @@ class Samples:
         """Mean tokens of a sequence."""
         return self.lengths.mean + self.prompt
 
-    @property
-    def squared_tokens(self) -> float:
-        """Mean of the squared number of tokens of a sequence."""
-        return self.lengths.mean_square + 2 * self.lengths.mean * self.prompt + self.prompt**2
-
 
 def max_response_len(cfg: RunConfig) -> float:
     """Return the maximum number of response tokens after a prompt of the maximum length."""

@@ -185,7 +185,9 @@ class _Passes:
         self._run, self._model, self._efficiency = run, model, efficiency
         self._mean = samples.tokens - _shared_tokens(run, model, samples)
         flops = _count_flops(model.plan.architecture, model.plan.model_config)
-        self._operations = flops.per_token * self._mean + flops.per_squared_token * samples.squared_tokens
+        lengths, prompt = samples.lengths, samples.prompt
+        squared = lengths.mean_square + 2 * lengths.mean * prompt + prompt**2  # mean of a sequence's squared tokens
+        self._operations = flops.per_token * self._mean + flops.per_squared_token * squared
 
     @property
     def update_passes(self) -> float:

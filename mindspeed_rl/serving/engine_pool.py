@@ -197,7 +197,9 @@ class ServerPool:
         except TimeoutError as error:
             raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
         except Exception as error:  # Ray, HTTP and the server's own errors have no common class
-            raise ServerLostError(f"failed to {purpose}: {_describe_error(error)}") from error
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+            raise ServerLostError(f"failed to {purpose}: {reason}") from error
 
     async def close(self) -> None:
         """Stop all tasks and fail all requests."""
@@ -428,9 +430,3 @@ class ServerPool:
                 raise result
             by_name[name] = result
         return by_name
-
-
-
-def _describe_error(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

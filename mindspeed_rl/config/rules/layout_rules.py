@@ -213,12 +213,6 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
         yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: suggested},))
 
 
-def _needed_length(cfg: RunConfig) -> int:
-    """Return the tokens of a sequence that the run file requires of the engine."""
-    assert cfg.rl_config is not None and cfg.generate_config is not None
-    return max(cfg.rl_config.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
-
-
 def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     generate = cfg.generate_config
     if generate is None or cfg.rl_config is None:
@@ -247,7 +241,8 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
         shape, EngineRequest(tp, generate.max_model_len, tp_key, length_key, origin), cfg.platform
     ):
         suggestions: tuple[dict[str, int], ...] = ()
-        if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
+        needed = max(cfg.rl_config.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
+        if obstacle.rule == "length" and shape.max_length is not None and needed <= shape.max_length:
             suggestions = ({length_key: shape.max_length},)
         yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, suggestions)
     world = cfg.placement.dedicated.get("rollout") or cfg.placement.world_size

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
-from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
+from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.rules.violation import Violation, violate_range
@@ -191,14 +191,14 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
             f"whose ratio is that of the {loss.level}",
             (
                 {"rl_config.importance_sampling_level": loss.level},
-                *({"rl_config.loss_type": name} for name, other in POLICY_LOSSES.items() if _same_but_for_level(loss, other)),
+                # the loss that takes another level and is otherwise the same
+                *(
+                    {"rl_config.loss_type": name}
+                    for name, other in POLICY_LOSSES.items()
+                    if loss.levels != other.levels and replace(loss, level=other.level, levels=other.levels) == other
+                ),
             ),
         )
-
-
-def _same_but_for_level(loss: PolicyLoss, other: PolicyLoss) -> bool:
-    """Return True for the loss that takes any level and is otherwise the same."""
-    return loss.levels != other.levels and replace(loss, level=other.level, levels=other.levels) == other
 
 
 def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds) -> Violation:

@@ -82,20 +82,17 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
     formatting = value.get("formatting", "alpaca")
     columns = {key: column for key, column in value.get("columns", {}).items() if column}
     tags = value.get("tags")
+    has_openai_tags = tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
     kind: type[InstructionHandler]
     if formatting == "alpaca":
         kind, map_keys = AlpacaStyleInstructionHandler, columns
-    elif formatting == "openai" or (formatting == "sharegpt" and _is_openai(tags)):
+    elif formatting == "openai" or (formatting == "sharegpt" and has_openai_tags):
         kind, map_keys = OpenAIInstructionHandler, columns
     elif formatting == "sharegpt":
         kind, map_keys = SharegptStyleInstructionHandler, {**columns, **({"tags": tags} if tags else {})}
     else:
         raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
     return _DatasetEntry(name, kind, map_keys, source)
-
-
-def _is_openai(tags: Mapping[str, str] | None) -> bool:
-    return tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
 
 
 class _MixedSource:

@@ -52,22 +52,20 @@ class MultipleChoice(Task):
                         f"{self.name}: {self.num_shots} examples are requested, but there is no dev split with {subject} in or "
                         f"next to {self.path}; add it, or pass --num-shots 0"
                     )
+                about = self._text("about").format(subject=subject.replace("_", " ")) if subject else ""
+                kind = "reasoning" if self.options.chain_of_thought else "instruction"
                 questions.append(
                     Question(
                         text=text,
                         label=label,
                         group=subject,
-                        instruction=self._instruction(subject),
+                        instruction=self._text(kind).format(about=about),
                         shots=self.take_shots(shots[subject], f"the dev split of {subject}") if with_shots else (),
                         cue=self._text("cue"),
                         choices=() if self.options.chain_of_thought or self.options.alternative_prompt else tuple(letters),
                     )
                 )
         return questions
-
-    def _instruction(self, subject: str) -> str:
-        about = self._text("about").format(subject=subject.replace("_", " ")) if subject else ""
-        return self._text("reasoning" if self.options.chain_of_thought else "instruction").format(about=about)
 
     def _text(self, name: str) -> str:
         """Return a text of the prompt in the configured language."""
