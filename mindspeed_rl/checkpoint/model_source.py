@@ -236,11 +236,6 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
     return config, find_model(config, "ref_config", key), None
 
 
-def has_own_reference(config: MegatronConfig) -> bool:
-    """Return False when the reference of stage dpo is the policy without its adapters."""
-    return bool(config.ref_model) or not config.lora_target_modules
-
-
 def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
     """Find keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
 

@@ -12,7 +12,6 @@ from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
     check_reward_start,
     find_model,
-    has_own_reference,
     reference_of,
     rl_reference,
 )
@@ -95,7 +94,8 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     resume = find_resume_point(run, source)
     resumes_after = resume.iteration or None
     if cfg.is_supervised:
-        if cfg.stage == "dpo" and has_own_reference(actor):
+        # with adapters alone the reference is the policy without them
+        if cfg.stage == "dpo" and (actor.ref_model or not actor.lora_target_modules):
             config, reference = reference_of(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
