@@ -27,7 +27,7 @@ def _installed() -> str:
 
 
 def apply() -> None:
-    """Makes Megatron's own writer the answer whatever strategy is asked for. Idempotent; after what adapts Megatron itself."""
+    """Make Megatron's own writer the answer for every strategy. Idempotent; call it after Megatron itself is adapted."""
     # nothing is imported for a release that needs nothing
     if _installed().startswith(_WITHOUT_STRATEGIES):
         return

@@ -312,7 +312,7 @@ LAST_RELEASE = {
 
 
 def _patches_for(version: str) -> dict[str, Callable[[Any], None]]:
-    """Module -> patch, of those that a release of megatron-core needs."""
+    """Return module -> patch, for the patches that a release of megatron-core needs."""
     release = _SUPPORTED_VERSIONS.index(".".join(version.split(".")[:2]))
     return {
         name: patch

@@ -27,7 +27,7 @@ _UNWANTED = ("triton", "torch.distributed._tensor")
 
 
 def indexed_dataset() -> ModuleType:
-    """The module: Megatron's own where the process has imported Megatron, else one that was executed alone."""
+    """Return the module: Megatron's own where the process has imported Megatron, else one that is executed alone."""
     return importlib.import_module(_WANTED) if _PACKAGES[0] in sys.modules else _alone()
 
 

@@ -117,7 +117,7 @@ def _bare_command_line() -> Iterator[None]:
 
 
 def apply() -> None:
-    """Imports MindSpeed's adaptor, which patches torch and Megatron in this process. Idempotent.
+    """Import MindSpeed's adaptor, which patches torch and Megatron in this process. Idempotent.
 
     Raises:
         RuntimeError: MindSpeed or triton is missing, or megatron.core was imported before.
@@ -162,7 +162,7 @@ def _load_every_form(owner: Any) -> None:
 
 
 def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict[str, Any]:
-    """The `repatch` keys of a role.
+    """Return the `repatch` keys of a role.
 
     Args:
         megatron_training: `megatron.training` can be imported (a Megatron-LM source tree is installed).
@@ -204,7 +204,7 @@ def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict
 
 
 def check(config: MegatronConfig) -> None:
-    """Raises ValueError where keys contradict each other in a way that MindSpeed would not notice after `repatch`."""
+    """Raise ValueError where keys contradict each other in a way that MindSpeed would not notice after `repatch`."""
     size, heads = config.context_parallel_size, config.num_attention_heads
     if size > 1 and config.context_parallel_algo == "ulysses_cp_algo" and heads is not None:
         parts = size * config.tensor_model_parallel_size
@@ -222,7 +222,7 @@ def check(config: MegatronConfig) -> None:
 
 
 def _check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
-    """Raises ValueError for a `repatch` key that neither MindSpeed nor Megatron knows; `repatch` itself would keep it.
+    """Raise ValueError for a `repatch` key that neither MindSpeed nor Megatron has; `repatch` itself would keep it.
 
     Args:
         known: MindSpeed's arguments with their defaults (`get_mindspeed_args(get_defaults=True)`).

@@ -36,7 +36,7 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 
 
 def _pad_value(query: Tensor, value: Tensor) -> Tensor:
-    """The kernel takes one head size: latent attention's narrower values get zero columns."""
+    """Pad values with zero columns: the kernel takes one head size, and those of latent attention are narrower."""
     missing = query.size(-1) - value.size(-1)
     return torch.nn.functional.pad(value, (0, missing)) if missing else value
 
@@ -102,7 +102,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Starts sending a tensor to the next rank of the ring and receiving the previous rank's."""
+    """Start sending a tensor to the next rank of the ring and receiving that of the previous rank."""
     ranks = dist.get_process_group_ranks(group)
     me = ranks.index(dist.get_rank())
     received = torch.empty_like(tensor)

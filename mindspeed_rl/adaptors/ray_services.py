@@ -27,7 +27,7 @@ _LEFT_OUT = {"no_monitor": True, "include_log_monitor": False}
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """A cluster that `ray.init` starts in the block has none of these services; everything else of Ray stays as it is."""
+    """Leave these services out of a cluster that `ray.init` starts in the block; everything else of Ray stays as it is."""
     module: Any = parameter
     head: Any = node.Node
     parameters, start = module.RayParams, head.start_api_server

@@ -119,7 +119,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory function, with "cuda" read as the CPU and pinning (which needs a device runtime) left out."""
+    """Return the factory function, with "cuda" read as the CPU and without pinning, which needs a device runtime."""
 
     @functools.wraps(factory)
     def call(*args: object, **kwargs: object) -> torch.Tensor:

@@ -33,7 +33,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Keeps the weights of vLLM's linear layers live in this process, and rotates heads rightly. Imports vLLM; idempotent."""
+    """Keep the weights of vLLM's linear layers live in this process, and rotate heads correctly. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return

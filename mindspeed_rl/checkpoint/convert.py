@@ -239,7 +239,7 @@ def _amount(num_bytes: int) -> str:
 
 
 def _fingerprint(plan: Plan, task_bytes: int) -> str:
-    """Changes with the source files, the options and the plan: what an interrupted run must share with its successor."""
+    """Compute a value of source files, options and plan, which an interrupted run and its successor must share."""
     digest = hashlib.sha256(f"{task_bytes}\n".encode())
     # size and time stand for the content, which would take as long to read as the conversion does
     below = (path for folder in (plan.source.path, *plan.beside) for path in folder.rglob("*"))

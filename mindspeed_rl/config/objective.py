@@ -138,7 +138,7 @@ class Objective:
         return self.top_entropy_quantile < 1.0
 
     def needs_old_log_probs(self, *, on_policy: bool) -> bool:
-        """True when log-probs and entropies of the policy at the start of the update are computed.
+        """Return True when log-probs and entropies of the policy at the start of the update are computed.
 
         Args:
             on_policy: each rollout makes one optimizer step, in which the old policy is the present one.

@@ -133,7 +133,7 @@ class RunConfig:
         return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
 
     def as_written(self) -> dict[str, dict[str, object]]:
-        """The keys that the run file or an override set, with their values, by group."""
+        """Return the keys that the run file or an override sets, with their values, by group."""
         sampling = None if self.generate_config is None else self.generate_config.sampling_config
         holders = {"sampling_config": sampling, "run": self}
         written = {}

@@ -24,6 +24,7 @@ OWN_WORDS = frozenset(
 #: name -> why it keeps such a word
 EXCEPTIONS: dict[str, str] = {
     "begun": "a field of the HTTP interface of rollout servers",
+    "rows_kept": "a field of the files that a resumed preprocessing reads",
     "network": "of machines: the planner's word for links between nodes",
 }
 

@@ -59,7 +59,7 @@ def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) ->
 
 
 def _is_dense(cfg: RunConfig) -> bool:
-    """True once it is known that the actor has no experts."""
+    """Return True once it is known that the actor has no experts."""
     actor, metadata = cfg.actor_config, cfg.model_metadata
     if actor.num_layers is not None:  # the run file has the shape
         return not actor.num_experts
