@@ -45,9 +45,9 @@ def device() -> str:
     assert abs(grown - 1 / 16) < 1e-3, f"64 MiB show up as {grown} GiB"
     del block
     npu.rng_module.manual_seed(1)
-    state = npu.rng_state()
+    state = npu.rng_module.get_rng_state()
     first = torch.rand(8, device=home)
-    npu.set_rng_state(state)
+    npu.rng_module.set_rng_state(state)
     assert torch.equal(first, torch.rand(8, device=home)), "the random state does not repeat"
     left, right = torch.randn(256, 512), torch.randn(512, 128)
     product = (left.bfloat16().to(home) @ right.bfloat16().to(home)).float().cpu()

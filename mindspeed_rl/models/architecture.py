@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, SupportsIndex
 
+from mindspeed_rl.models import ARCHITECTURES, find_architecture
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.weights import (
     COLUMNS,
@@ -71,6 +72,12 @@ class Architecture:
     read_mtp_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]] | None = None
     read_copies: Callable[[ModelConfig], dict[str, str]] | None = None
     expert_names: ExpertNames = ExpertNames()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        """Pickle a registered family by name: its functions may be lambdas, and plans of models travel to other processes."""
+        if self.name in ARCHITECTURES:
+            return find_architecture, (self.name,)
+        return super().__reduce_ex__(protocol)
 
     def weight_ops(self, model_config: ModelConfig, experts: ExpertPacking | None = None) -> list[WeightOp]:
         """Return every parameter of the model, in the order of the forward pass, under global names."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -83,3 +84,9 @@ def test_settings_that_would_compute_something_else_are_refused(name: str, chang
     config = {**tiny_models.hf_config_of(tiny_models.make_hf_model(name)), **change}
     with pytest.raises(ValueError, match=message):
         architecture_for(config).read_model_config(config)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_travels_to_other_processes_by_its_name(name: str) -> None:
+    architecture = find_architecture(name)
+    assert pickle.loads(pickle.dumps(architecture)) is architecture
