@@ -82,7 +82,7 @@ def test_blocks_are_of_short_sequences_where_products_are_wide(
 ) -> None:
     taken = []
     blocks = cpu_attention._attention_in_blocks
-    monkeypatch.setattr(cpu_attention, "attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
+    monkeypatch.setattr(cpu_attention, "_attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
     monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
     *qkv, _ = inputs(1, length, 4, 2, 8, 8)
     found = cpu_attention.causal_attention(*(x.bfloat16() for x in qkv), 0.3)
