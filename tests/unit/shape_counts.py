@@ -11,9 +11,10 @@ from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-#: classes of the run's record, the groups in it, and the names under which objects keep it
+#: classes of the run's record and records around it, the groups in it, and the names under which objects keep it
 _RECORD_TYPES = frozenset(
-    "Run RunConfig MegatronConfig RLConfig GenerateConfig SamplingConfig ProfilerConfig ProfilerGroups MsprobeConfig".split()
+    "Run RunConfig MegatronConfig RLConfig GenerateConfig SamplingConfig ProfilerConfig ProfilerGroups MsprobeConfig RLInputs "
+    "SupervisedInputs SupervisedServices".split()
 )
 _GROUPS = frozenset(
     "config rl generate megatron_training actor_config ref_config reward_config critic_config vit_config rl_config "
@@ -112,8 +113,9 @@ def words_of(name: str) -> set[str]:
 class Walk:
     """The calls that pass on the run's record (a Run, a RunConfig or one of its groups), reached from some functions.
 
-    Callees are looked up by imports; a method of an object whose class is not in sight stands for all methods of that name that
-    take the record. Once a class is built with the record, all its methods are walked.
+    Workers begin a walk too, since the driver starts them by name. Callees are looked up by imports; a method of an object
+    whose class is not in sight stands for all methods of that name that take the record. Once a class is built with the
+    record, all its methods are walked.
 
     Attributes:
         calls: module:line of each.
@@ -131,8 +133,13 @@ class Walk:
         self._modules: set[str] = set()
         for source in sources:
             self._index(source, package)
-        first = [name for name, (module, _, owner) in self._functions.items() if module == starts and not owner]
-        self.calls = self._follow([name for name in first if not name.rpartition(".")[2].startswith("_")])
+        first = [
+            name
+            for name, (module, function, owner) in self._functions.items()
+            if (module == starts and not owner and not function.name.startswith("_"))
+            or (owner.endswith("Worker") and function.name == "__init__" and _record_parameters(function))
+        ]
+        self.calls = self._follow(first)
 
     def _index(self, source: Source, package: str) -> None:
         module = ".".join((package, *source.path.with_suffix("").parts)).removesuffix(".__init__")
@@ -216,16 +223,14 @@ def _passing_calls(function: Function) -> list[ast.Call]:
 
     def is_record(node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
-            return node.id in names
+            return node.id in names or node.id == "inputs"  # the records of a set-up, also where they have no annotation
         if isinstance(node, ast.Call):
             return ast.unparse(node.func).endswith("replace") and bool(node.args) and is_record(node.args[0])
         if not isinstance(node, ast.Attribute):
             return False
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             return node.attr in _RECORD_ATTRIBUTES
-        return (node.attr in _GROUPS and is_record(node.value)) or (
-            node.attr in _RECORD_ATTRIBUTES and isinstance(node.value, ast.Attribute)
-        )
+        return node.attr in _RECORD_ATTRIBUTES or (node.attr in _GROUPS and is_record(node.value))
 
     for _ in range(2):  # what is assigned from what was assigned
         for node in ast.walk(function):

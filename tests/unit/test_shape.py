@@ -95,9 +95,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 
 
 def test_the_record_of_a_run_is_passed_on_by_few_calls():
-    """407 calls in 57 files before what follows from a run file was decided once."""
+    """There were 418 calls in 59 files before what follows from a run file was decided once."""
     calls = shape_counts.Walk(SOURCES, "mindspeed_rl", "mindspeed_rl.trainers.launch").calls
-    assert 0 < len(calls) <= 203, calls
+    assert 0 < len(calls) <= 209, calls
 
 
 def test_a_run_is_decided_in_one_place():
