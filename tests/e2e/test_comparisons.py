@@ -65,7 +65,7 @@ def test_a_sound_run_has_no_cause_under_its_own_layout(task: Path, tmp_path: Pat
 
 def test_a_supervised_run_and_a_folder_without_a_run_are_refused(tmp_path: Path) -> None:
     run = command("diff", "train", "rollout", "--run", str(tmp_path))
-    assert run.returncode == 2 and "there is no report.json in it" in run.stderr
+    assert run.returncode == 2 and "its configuration is read from report.json, which is not in it" in run.stderr
 
 
 def test_the_megatron_model_answers_as_vllm_does(task: Path, tmp_path: Path) -> None:
