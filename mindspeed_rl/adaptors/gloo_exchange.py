@@ -82,7 +82,7 @@ def adapt(module: Any) -> None:
     def scatter(
         output: Tensor, source: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        if async_op or op != dist.ReduceOp.SUM:  # Megatron scales before, unless it is told to average
+        if async_op or op != dist.ReduceOp.SUM:  # Megatron scales before, unless averaging is requested
             return their_reduce_scatter(output, source, op=op, group=group, async_op=async_op)
         return _reduce_scatter(output, source, group)
 

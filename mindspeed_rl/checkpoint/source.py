@@ -242,8 +242,8 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
         raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
     stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
     # HF numbers prediction layers on behind the decoder's
-    wanted = model_config.num_layers + model_config.mtp_num_layers
-    if not stored or wanted <= max(stored) + 1:
+    num_expected = model_config.num_layers + model_config.mtp_num_layers
+    if not stored or num_expected <= max(stored) + 1:
         return
     first = max(stored) + 1
     if first < model_config.num_layers:

@@ -13,7 +13,7 @@ class InFlight:
     """A prompt that was started and did not train yet.
 
     Attributes:
-        index: of the prompt, counted from the beginning of the run.
+        index: of the prompt, counted from the start of the run.
         version: of the oldest weights that its responses come from, or will.
         is_ready: all its responses are there, scored.
     """

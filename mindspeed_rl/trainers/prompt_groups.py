@@ -26,7 +26,7 @@ class PromptGroup:
     """A prompt and its samples.
 
     Attributes:
-        index: of the prompt, counted from the beginning of the run.
+        index: of the prompt, counted from the start of the run.
         item: the prompt.
         version: of the weights when it was started.
         samples: a trajectory each; None where there is none yet, or where it starts again if it is interrupted.

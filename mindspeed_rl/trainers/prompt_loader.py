@@ -37,7 +37,7 @@ class PromptLoader:
         self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
 
     def item(self, index: int) -> PromptItem:
-        """Return the prompt of this index, counted from the beginning of the run over all epochs."""
+        """Return the prompt of this index, counted from the start of the run over all epochs."""
         return self._prompts[next(self._sampler.batches(index, 1))[0]]
 
     def put(self, rollout_index: int) -> None:

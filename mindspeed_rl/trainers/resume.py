@@ -257,7 +257,7 @@ class Recovery:
                 raise
             self._restarts_left, self._last_fault = self._restarts_left - 1, fault
             self._run = _resume_from_save(self._run, self._launched_s)
-            point = f"after iteration {iteration}" if iteration else "from the beginning"
+            point = f"after iteration {iteration}" if iteration else "from the start"
             text = f"all workers were ended; the run resumes {point} ({self._restarts_left} restarts left)"
             print(f"error: {error}\nrl_config.fault_tolerance: {text}", file=sys.stderr, flush=True)
 

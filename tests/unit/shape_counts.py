@@ -1,4 +1,4 @@
-"""What the tests of the package's shape count, from the syntax trees alone: nothing is imported or run."""
+"""Counts of the package's shape, from the syntax trees alone: nothing is imported or run."""
 
 from __future__ import annotations
 

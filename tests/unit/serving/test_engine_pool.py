@@ -167,7 +167,7 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         engine.version = 1
         later = asyncio.create_task(pool.generate((2,), FOUR, 1, partial))
         await asyncio.sleep(0)
-        assert len(pool.waiting) == 1  # nobody is asked while the pool is paused
+        assert len(pool.waiting) == 1  # no server is called while the pool is paused
         await pool.resume()
         engine.release(3)
         found = await later
