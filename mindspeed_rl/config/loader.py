@@ -116,7 +116,11 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         deprecated=deprecated,
         aliased=aliased,
         ignored=_find_ignored(groups),
-        model_metadata=read_model_metadata(actor),
+        model_metadata={
+            group: metadata
+            for group, role in {"actor_config": actor, **roles}.items()
+            if role is not None and (metadata := read_model_metadata(role)) is not None
+        },
     )
     cfg = derive(cfg)
     if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):

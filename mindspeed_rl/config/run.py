@@ -39,7 +39,7 @@ class RunConfig:
         reward_config, critic_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
         aliased: the values, as the run file has them, of keys that have an alias, by dotted name.
-        model_metadata: shape from the model's files; None where they are not on this machine.
+        model_metadata: shape from the model's files, by group of a role; without roles whose files are not on this machine.
         deprecated: a sentence for each key that is written by a deprecated name, by that dotted name.
         derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
         ignored: the values of keys that are accepted without effect, by dotted name.
@@ -60,7 +60,7 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
-    model_metadata: ModelMetadata | None = None
+    model_metadata: dict[str, ModelMetadata] = field(default_factory=dict)
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
     aliased: dict[str, object] = field(default_factory=dict)
@@ -115,6 +115,27 @@ class RunConfig:
             pretrained_checkpoint=None,
             tokenizer_name_or_path=tokenizer,
             load_iteration=None,
+        )
+
+    def with_shape(self, group: str) -> MegatronConfig:
+        """Return the keys of a role with the shape of its config.json, where the run file leaves it to that and it is here.
+
+        `num_attention_heads` is None where the shape is not known.
+        """
+        role: MegatronConfig = getattr(self, group)
+        metadata = self.model_metadata.get(group)
+        if role.num_layers is not None or metadata is None:
+            return role
+        shape = metadata.shape
+        return replace(
+            role,
+            num_attention_heads=shape.num_heads,
+            group_query_attention=shape.num_kv_heads is not None,
+            num_query_groups=shape.num_kv_heads,
+            multi_latent_attention=shape.is_latent,
+            # layers with experts have widths of their own
+            ffn_hidden_size=None if shape.num_experts else shape.ffn_hidden_size,
+            num_experts=shape.num_experts,
         )
 
     @property

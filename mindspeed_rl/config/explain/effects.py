@@ -68,8 +68,9 @@ def _find_reason(cfg: RunConfig, path: str, group: object, name: str, key: Key) 
         return key.no_effect[0]
     if key.only_on and cfg.platform not in ("auto", *key.only_on):
         return f"platform is {cfg.platform}; the key matters on {' and '.join(key.only_on)} only"
-    # the shared group is read through the actor, which may complete it
-    holder = cfg.actor_config if path == "megatron_training" else group
+    # the shared group is read through the actor, which may complete it; config.json has the rest of a shape
+    role = "actor_config" if path == "megatron_training" else path
+    holder = cfg.with_shape(role) if role in ROLE_GROUPS else group
     if key.needs is not None and (reason := _check_needs(holder, key.needs)):
         return reason
     if key.stages and cfg.stage not in key.stages:
@@ -88,7 +89,10 @@ def _check_needs(group: object, needs: Needs) -> str:
     other, values = needs
     actual = getattr(group, other)
     if values == "set":
-        return "" if actual else "the model has no experts" if other == "num_experts" else f"{other} is not set"
+        if other == "num_experts":
+            is_dense = isinstance(group, MegatronConfig) and (group.num_layers or group.num_attention_heads) is not None
+            return "the model has no experts" if not actual and is_dense else ""
+        return "" if actual else f"{other} is not set"
     holds = actual != 1 if values == "above 1" else actual in values or isinstance(actual, str) and ":" in actual
     return "" if holds else f"{other} is {format_value(actual)}"
 

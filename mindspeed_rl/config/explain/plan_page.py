@@ -260,15 +260,15 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
     """Return devices, phases and parallel groups of a run; groups only where the devices divide into replicas."""
     actor, engines, num_devices = sizes.actor, cfg.placement.engines, cfg.placement.num_devices
     shares_experts = engines is not None and engines.expert_ranks > 1
-    roles = {"actor": _describe_role(actor, cfg.actor_config)}
+    roles = {"actor": _describe_role(actor, cfg.with_shape("actor_config"))}
     for role in ("ref", "reward", "critic"):
         layout = getattr(sizes, role)
         if layout is not None:
-            roles[role] = _describe_role(layout, getattr(cfg, f"{role}_config"))
+            roles[role] = _describe_role(layout, cfg.with_shape(f"{role}_config"))
     groups: dict[str, list[list[int]]] = {}
     if actor.num_npus % actor.replica_size == 0:
         groups |= _list_parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
-        if experts := _list_expert_groups(actor, cfg.actor_config):
+        if experts := _list_expert_groups(actor, cfg.with_shape("actor_config")):
             groups["ep"] = experts
     if sizes.counting != "samples":
         roles["rollout"] = {

@@ -24,6 +24,9 @@ class _EngineLimits:
     sequences: int = 256
 
 
+#: temperatures above 0 that vLLM 0.18 to 0.32 samples with; it raises lower ones to the first, and 0.32 refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
 #: by name of the platform; a test compares them with the engine that is installed
 _LIMITS = {
     "cpu": _EngineLimits(
@@ -80,7 +83,7 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
 
 def read_engine_shape(cfg: RunConfig) -> EngineShape:
     """Return the shape of the model that a run generates with: from the run file's keys, else from config.json."""
-    actor, metadata = cfg.actor_config, cfg.model_metadata
+    actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
     stored = EngineShape(source="the run file") if metadata is None else metadata.shape
     if actor.num_attention_heads is None:
         return stored

@@ -13,10 +13,10 @@ from mindspeed_rl.config.run import RunConfig
 
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
     """Yield every broken layout rule of every role that has its own settings."""
-    yield from _role(cfg, "actor_config", cfg.actor_config, cfg.placement.world_size)
+    yield from _role(cfg, "actor_config", cfg.with_shape("actor_config"), cfg.placement.world_size)
     for role in ("ref", "reward", "critic"):
         if (group := f"{role}_config") in cfg.set_keys:
-            yield from _role(cfg, group, getattr(cfg, group), cfg.placement.dedicated.get(role))
+            yield from _role(cfg, group, cfg.with_shape(group), cfg.placement.dedicated.get(role))
     if not cfg.is_supervised:
         yield from _rollout(cfg)
 
@@ -111,7 +111,7 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
                 f"{world} devices must be divisible by expert ranks x expert tensor parallel size x "
                 f"pipeline_model_parallel_size ({ranks} x {inner} x {pp})",
             )
-    elif ep > 1:
+    elif ep > 1 and (role.num_layers is not None or heads is not None):  # else config.json has it, which is not here
         key = _key(cfg, group, "expert_model_parallel_size")
         yield Violation(
             f"{group}.experts", {key: ep, "num_experts": None}, f"{key} ({ep}) needs a model with num_experts", ({key: 1},)
@@ -260,12 +260,12 @@ def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None
         rule = "must be at least 1" if world is None else f"must divide the {world} devices"
         yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: suggested},))
         return
-    actor, metadata = cfg.actor_config, cfg.model_metadata
-    experts, source = actor.num_experts, "num_experts"
+    actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
+    experts, source = cfg.with_shape("actor_config").num_experts, "num_experts"
     if actor.num_layers is None:  # the shape is that of config.json
         if metadata is None:
             return
-        experts, source = metadata.shape.num_experts, f"the experts of {metadata.folder}"
+        source = f"the experts of {metadata.folder}"
     if experts is None:
         switch = "generate_config.enable_expert_parallel"
         yield Violation(

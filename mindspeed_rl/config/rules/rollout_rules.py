@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
+from mindspeed_rl.config.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
 
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
+_TEMPERATURE = "generate_config.sampling_config.temperature"
 #: switch of verl or slime -> modes in which it is on
 _SWITCHES = {
     "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
@@ -60,10 +62,8 @@ def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) ->
 
 def _is_dense(cfg: RunConfig) -> bool:
     """Return True once it is known that the actor has no experts."""
-    actor, metadata = cfg.actor_config, cfg.model_metadata
-    if actor.num_layers is not None:  # the run file has the shape
-        return not actor.num_experts
-    return metadata is not None and not metadata.shape.num_experts
+    actor = cfg.with_shape("actor_config")
+    return not actor.num_experts and (actor.num_layers is not None or actor.num_attention_heads is not None)
 
 
 def _obstacles(cfg: RunConfig) -> Iterator[str]:
@@ -143,4 +143,17 @@ def _turns(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-ROLLOUT_RULES = (_turns, _replay, _expert_counts)
+def _temperature(cfg: RunConfig) -> Iterator[Violation]:
+    """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
+    temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        yield Violation(
+            "temperature",
+            {_TEMPERATURE: temperature},
+            f"{_TEMPERATURE} ({temperature:g}) must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest that the "
+            "rollout engine samples with",
+            ({_TEMPERATURE: MIN_TEMPERATURE}, {_TEMPERATURE: 0.0}),
+        )
+
+
+ROLLOUT_RULES = (_turns, _replay, _expert_counts, _temperature)
