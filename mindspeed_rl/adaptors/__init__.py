@@ -35,19 +35,24 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
+        "mindspeed_rl.adaptors.vllm_log_probs",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.mindspeed",
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
-    ("npu", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_ascend"),
+    ("npu", "rollout"): (
+        "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.vllm_ascend",
+        "mindspeed_rl.adaptors.vllm_log_probs",
+    ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.packed_rope",
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
-    ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices",),
+    ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_log_probs"),
 }
 
 #: platform -> module and class of what it does around vLLM's calls

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status
+from mindspeed_rl.config.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -180,7 +181,7 @@ def check_common(args: argparse.Namespace) -> None:
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be positive")
     ranges = {
-        "temperature": (0.0, float("inf")),
+        "temperature": (0.0, MAX_TEMPERATURE),
         "top_p": (1e-9, 1.0),
         "min_p": (0.0, 1.0),
         "gpu_memory_utilization": (1e-9, 1.0),
@@ -188,7 +189,7 @@ def check_common(args: argparse.Namespace) -> None:
     for name, (minimum, maximum) in ranges.items():
         value = vars(args)[name]
         if value is not None and not minimum <= value <= maximum:
-            allowed = "at least 0" if maximum == float("inf") else f"in {'[0' if minimum == 0 else '(0'}, 1]"
+            allowed = f"in {'[0' if minimum == 0 else '(0'}, {maximum:g}]"
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must be {allowed}")
     if args.top_k is not None and args.top_k < 1 and args.top_k != -1:
         if args.top_k != 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
-from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
+from mindspeed_rl.config import GenerateConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.observability.logging import build_quiet_environment
 
@@ -42,7 +42,6 @@ def make_parser() -> Parser:
     add("--dtype", choices=("bfloat16", "float32"), help="data type of the weights")
     add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
     add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")
-    add("--cut-distribution", action="store_true", help="the run samples with top_p, top_k or min_p")
     add("--platform", choices=PLATFORMS, default="auto", help="device kind")
     add("overrides", nargs="*", metavar="key=value", help="of the run file")
     return parser
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
     """Return the keys of the engine, and the model's folder."""
     folder = args.model
-    generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256, sampling_config=SamplingConfig(top_k=-1))
+    generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
     if args.config_name is not None:
         cfg = load_run_config(args.config_name, args.config_dir, args.overrides)
         if cfg.generate_config is None:
@@ -136,7 +135,5 @@ def _serve(
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
-    keys = generate.sampling_config
-    full_distribution = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
-    serve(folder, generate, names, listening, token, full_distribution=full_distribution, platform_name=args.platform)
+    serve(folder, generate, names, listening, token, platform_name=args.platform)
     return 0

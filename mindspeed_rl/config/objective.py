@@ -30,6 +30,7 @@ from mindspeed_rl.catalogue.records import (
 from mindspeed_rl.config.keys.rl import RLConfig
 
 if TYPE_CHECKING:
+    from mindspeed_rl.config.keys.generate import GenerateConfig
     from mindspeed_rl.config.run import RunConfig
 
 
@@ -289,6 +290,7 @@ def formula(cfg: RunConfig) -> str:
     weight = "w * " if objective.correction is not None else ""
     length = "max_tokens" if objective.max_response_length is None else objective.max_response_length
     lines = [
+        *_policy_lines(cfg.generate_config),
         f"advantage   A = {_text(objective.advantage, numbers)}",
         f"ratio       {LEVELS[objective.level]}",
         f"policy      L = {weight}{_text(objective.loss, numbers)}",
@@ -308,6 +310,19 @@ def formula(cfg: RunConfig) -> str:
     if objective.has_critic:
         lines.append(f"critic      mean of max((V-R)^2, (clip(V, V_old +- {objective.cliprange_value:g}) - R)^2) / 2")
     return "\n".join(lines)
+
+
+def _policy_lines(generate: GenerateConfig | None) -> list[str]:
+    """Return the distribution of all log-probs, which is the full one also where sampling leaves tokens out."""
+    if generate is None:
+        return []
+    keys = generate.sampling_config
+    neutral = {"top_k": keys.top_k < 1, "top_p": keys.top_p >= 1.0, "min_p": keys.min_p <= 0.0}
+    cuts = [f"{name} {getattr(keys, name):g}" for name, is_neutral in neutral.items() if not is_neutral]
+    # greedy sampling has no distribution of its own
+    text = f"pi          softmax(logits{'' if keys.temperature in (0.0, 1.0) else f' / {keys.temperature:g}'}) over all tokens"
+    text += ", in rollout engine and trainer"
+    return [f"{text}; {' and '.join(cuts)} limit what is sampled, not pi" if cuts else text]
 
 
 def _text(record: Algorithm, numbers: dict[str, Any]) -> str:

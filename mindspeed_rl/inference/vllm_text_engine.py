@@ -47,9 +47,11 @@ class VllmTextEngine(VllmEngine):
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
             run_id=run_id or uuid.uuid4().hex[:12],
             kv_bytes_per_token=kv_bytes_per_token(model.model_config, bytes_per_value),
-            # log-probs are the untempered model's; vLLM refuses to return more of them than were announced
-            engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.max_log_probs},
+            # vLLM refuses to return more log-probs than were announced
+            engine_arguments={"max_logprobs": settings.max_log_probs},
         )
+        # log-probs are the untempered model's
+        self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.tempers_log_probs = False
         self._tokenizer = tokenizer
         self._num_requests = 0
         self.load_weights(model.named_tensors(), version=0)

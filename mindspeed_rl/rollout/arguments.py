@@ -37,7 +37,6 @@ def build_engine_arguments(
     hooks: EngineHooks,
     layout: RolloutLayout,
     *,
-    full_distribution: bool,
     kv_bytes_per_token: int,
     changes: EngineArguments | None = None,
 ) -> EngineArguments:
@@ -46,7 +45,6 @@ def build_engine_arguments(
     Args:
         hf_folder: folder with config.json (no weights are read).
         layout: of the engines; a platform's hooks may replace its executor.
-        full_distribution: no token is cut off when training responses are sampled.
         kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
         changes: arguments that replace those made here.
     """
@@ -63,8 +61,8 @@ def build_engine_arguments(
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": True,
-        # tempered log-probs, as the trainer computes them; with cut-offs vLLM renormalises them over the remaining tokens
-        "logprobs_mode": "processed_logprobs" if full_distribution else "raw_logprobs",
+        # of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
+        "logprobs_mode": "raw_logprobs",
         # the model folder's own sampling defaults would change the distribution
         "generation_config": "vllm",
         "disable_log_stats": True,

@@ -28,7 +28,7 @@ class Generated:
 
     Attributes:
         token_ids: with the stop token, if one ended it.
-        log_probs: of each token under the distribution it was sampled from.
+        log_probs: of each token under the full distribution at the request's temperature; see `Completion`.
         versions: of the weights that each token was sampled with.
         finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, another call may continue it as `partial`.
         routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the next token

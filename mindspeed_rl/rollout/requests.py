@@ -28,11 +28,6 @@ class Sampling:
     top_k: int = -1
     min_p: float = 0.0
 
-    @property
-    def full_distribution(self) -> bool:
-        """True when no token is cut off, so that the engine's log-probs are those of the tempered model."""
-        return self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -40,7 +35,7 @@ class Completion:
 
     Attributes:
         token_ids: with the stop token, if one ended it.
-        log_probs: of each token under the distribution it was sampled from.
+        log_probs: of each token under the full distribution at the request's temperature (1 for greedy ones), before cut-offs.
         truncated: True when max_tokens ended it.
         routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to; None where the
             engine does not report them.

@@ -79,7 +79,7 @@ class VllmEngine:
         Args:
             hf_folder: folder with config.json (no weights are read).
             config: the engine's keys.
-            sampling: of training responses; decides which log-probs the engine reports.
+            sampling: of training responses.
             run_id: unique to the run and equal on all its ranks.
             kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
             engine_arguments: arguments of vLLM that replace those made here.
@@ -94,7 +94,6 @@ class VllmEngine:
             config,
             self.hooks,
             self.layout,
-            full_distribution=sampling.full_distribution,
             kv_bytes_per_token=kv_bytes_per_token,
             changes=engine_arguments,
         )

@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, Pause
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
 from mindspeed_rl.serving.rollout_service import RolloutService
-from mindspeed_rl.serving.server_process import ServerSettings
+from mindspeed_rl.serving.server_process import LOG_PROBS, ServerSettings
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
@@ -181,7 +181,6 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             generate,
             adaptors.engine_hooks(),
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
-            full_distribution=settings.full_distribution,
             kv_bytes_per_token=_compute_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
         )
@@ -204,7 +203,7 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
         "max_model_len": generate.max_model_len,
-        "whole_distribution": settings.full_distribution,
+        "log_probs": LOG_PROBS,
     }
     return RolloutService(engine or build_engine(settings), metadata)
 

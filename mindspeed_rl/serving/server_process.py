@@ -20,6 +20,9 @@ from mindspeed_rl.runtime.process import prepare_process
 if TYPE_CHECKING:
     from mindspeed_rl.serving.rollout_service import RolloutService
 
+#: the distribution of the log-probs that a server reports; servers of earlier releases report none, or others
+LOG_PROBS = "the full distribution at the request's temperature"
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -28,7 +31,6 @@ class ServerSettings:
     Attributes:
         hf_folder: has config.json, and the tokenizer for other interfaces.
         generate: keys of the engines.
-        full_distribution: no token is cut off when training responses are sampled.
         platform: name of the device kind.
         folder: of the run, for run.log and logs/; None without such files.
         with_tokenizer: the engine reads and writes text, for other interfaces than ours.
@@ -38,7 +40,6 @@ class ServerSettings:
 
     hf_folder: str
     generate: GenerateConfig
-    full_distribution: bool
     platform: str
     folder: Path | None
     with_tokenizer: bool = False
@@ -52,7 +53,7 @@ class ServerMetadata(TypedDict):
     num_workers: int
     dtype: str
     max_model_len: int
-    whole_distribution: bool
+    log_probs: str
     version: int
 
 

@@ -23,7 +23,7 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
-from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings
+from mindspeed_rl.serving.server_process import LOG_PROBS, ServerMetadata, ServerProcess, ServerSettings
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ class RolloutServers:
             violations.append(
                 f"its max_model_len is {metadata['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"
             )
-        # fixed when an engine is built, and no request can change it
-        if metadata["whole_distribution"] != self._settings.full_distribution:
-            violations.append("its log-probs are not those of this run's top_p, top_k and min_p; start it with the same")
+        # servers of earlier releases have other ones, and no request can change them
+        if (reported := metadata.get("log_probs")) != LOG_PROBS:
+            violations.append(f"its log-probs are of {reported or 'an earlier release'}, those of the trainer of {LOG_PROBS}")
         if violations:
             raise ServerLostError(f"{client.name} does not fit the run: {'; '.join(violations)}")
         self.weights.num_workers[client.name] = metadata["num_workers"]

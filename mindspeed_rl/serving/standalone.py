@@ -48,7 +48,6 @@ def serve(
     listening: socket.socket,
     token: str,
     *,
-    full_distribution: bool,
     platform_name: str,
 ) -> None:
     """Serve until the process is interrupted, then end the engine.
@@ -59,7 +58,6 @@ def serve(
         names: of the model, for clients of the OpenAI-compatible paths.
         listening: a bound socket.
         token: of every call.
-        full_distribution: no token is cut off when training responses are sampled.
         platform_name: name of the device kind.
     """
     device = platform.select(platform_name)
@@ -71,7 +69,6 @@ def serve(
     settings = ServerSettings(
         hf_folder=str(folder),
         generate=generate,
-        full_distribution=full_distribution,
         platform=device.name,
         folder=None,
         with_tokenizer=True,

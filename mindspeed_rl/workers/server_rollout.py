@@ -65,7 +65,6 @@ class ServerRollout:
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
-            full_distribution=self.sampling.full_distribution,
             platform=run.platform,
             folder=run.folder,
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,

@@ -18,17 +18,17 @@ class SamplingConfig:
     omits take the engine's neutral values (see `ENGINE_SAMPLING`), not the ones below.
     """
 
-    # the defaults are upstream's
+    # the defaults are upstream's, but for top_k
     max_tokens: int = key(128, "longest response, in tokens", "最长的回答，单位 token", range=Range.TOKENS,
         elsewhere="max_response_length response_length rollout_max_response_len generate_max_len max_new_tokens")
     top_p: float = key(1.0, "nucleus: probability mass that is kept", "nucleus：保留的概率质量",
         range=Bounds(0, 1, excludes_low=True), elsewhere="rollout_top_p")
-    top_k: int = key(50, "most likely tokens that are kept; -1 keeps all", "保留最可能的 token 数；-1 为全部",
-        range=Bounds(-1, 10**7), elsewhere="rollout_top_k")
+    top_k: int = key(-1, "most likely tokens that are kept; -1 keeps all", "保留最可能的 token 数；-1 为全部",
+        range=Bounds(-1, 10**7), elsewhere="rollout_top_k", upstream=("default 50", "默认 50"))
     min_p: float = key(0.0, "tokens below this fraction of the most likely one are dropped",
         "低于最可能 token 的这一比例的 token 被去掉", range=Range.FRACTION)
-    temperature: float = key(0.2, "divides the logits, in rollout and in training alike; 0 is greedy",
-        "logits 除以它，推理与训练相同；0 为贪心", range=Bounds(0, 1000), elsewhere="rollout_temperature",
+    temperature: float = key(0.2, "divides the logits, in rollout and in training alike: 0 (greedy), or 0.01 to 2",
+        "logits 除以它，推理与训练相同：0（贪心），或 0.01 到 2", range=Bounds(0, 2), elsewhere="rollout_temperature",
         upstream=("a group sampling_config without it fails in the workers", "写了 sampling_config 而缺它，工作进程会出错"))
     ignore_eos: bool = key(False, "continue after the end token: every response has max_tokens (for benchmarks)",
         "越过结束 token 继续：每个回答都有 max_tokens（用于性能测试）")

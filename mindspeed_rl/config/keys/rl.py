@@ -292,7 +292,8 @@ class _KlKeys:
         upstream=("has the default 0.1 and is never read", "默认 0.1，从未读取"))
     kl_horizon: int = key(1000, "adaptive: samples over which the coefficient moves", "adaptive：系数变化所经过的样本数",
         needs=_ADAPTIVE, elsewhere="horizon")
-    kl_target: float = key(100.0, "adaptive: target divergence", "adaptive：目标散度", needs=_ADAPTIVE, elsewhere="target_kl")
+    kl_target: float = key(0.1, "adaptive: KL of a token that the coefficient is steered to", "adaptive：系数所趋向的每 token KL",
+        needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"))
     use_kl_in_reward: bool = key(False, "subtract the KL from the rewards instead of adding it to the loss",
         "从奖励中减去 KL，而不加到损失里", elsewhere="kl_in_reward")
     kl_clamp: bool = key(True, "clamp the log-ratio to +-20 and low_var_kl to +-10, as MindSpeed-RL does; TRL does not",

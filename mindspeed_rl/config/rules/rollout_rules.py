@@ -150,10 +150,40 @@ def _temperature(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "temperature",
             {_TEMPERATURE: temperature},
-            f"{_TEMPERATURE} ({temperature:g}) must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest that the "
-            "rollout engine samples with",
+            f"{_TEMPERATURE} ({temperature:g}) must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with "
+            "which the rollout engine samples",
             ({_TEMPERATURE: MIN_TEMPERATURE}, {_TEMPERATURE: 0.0}),
         )
 
 
-ROLLOUT_RULES = (_turns, _replay, _expert_counts, _temperature)
+def _budgets(cfg: RunConfig) -> Iterator[Violation]:
+    """Check that each token budget of micro-batches takes the longest sample."""
+    rl, generate, actor = cfg.rl_config, cfg.generate_config, cfg.actor_config
+    if rl is None or generate is None or cfg.is_supervised or not rl.use_dynamic_bsz:
+        return
+    longest = min(rl.max_prompt_length + cfg.response_limit, generate.max_model_len)
+    # sequence and context parallelism lengthen a micro-batch to a multiple of their ranks
+    unit = max(actor.tensor_model_parallel_size, 1) if actor.sequence_parallel else 1
+    unit *= 2 * actor.context_parallel_size if actor.context_parallel_size > 1 else 1
+    needed = -(-longest // unit) * unit
+    padding = "" if needed == longest else f", padded to a multiple of {unit}"
+    reported: set[str] = set()
+    uses = {"update": True, "actor": True, "ref": cfg.objective is not None and cfg.objective.needs_reference}
+    for use, is_used in uses.items():
+        own = f"{use}_max_packing_token_size"
+        name = own if own in cfg.set_keys.get("rl_config", ()) else "max_packing_token_size"
+        value = getattr(rl, own)
+        if not is_used or value is None or value >= needed or name in reported:
+            continue
+        reported.add(name)
+        yield Violation(
+            "packing_budget",
+            {f"rl_config.{name}": value, "rl_config.max_prompt_length": rl.max_prompt_length},
+            f"rl_config.{name} ({value}) must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
+            f"max_prompt_length {rl.max_prompt_length} + {cfg.response_limit_key.rpartition('.')[2]} {cfg.response_limit} and "
+            f"max_model_len {generate.max_model_len})",
+            ({f"rl_config.{name}": needed}, {"rl_config.use_dynamic_bsz": False}),
+        )
+
+
+ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature)

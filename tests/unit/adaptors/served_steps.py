@@ -28,7 +28,7 @@ LENGTHS = (1, 2, 17, 40, 100)
 
 async def pieces_of(engine, number: int) -> list:
     """Of one response."""
-    sampling = Sampling(1.0, LENGTHS[number % len(LENGTHS)], ())
+    sampling = Sampling(0.7, LENGTHS[number % len(LENGTHS)], (), top_k=20, top_p=0.95)
     return [piece async for piece in engine.stream((9, 10, 11 + number), sampling, seed=100 + number)]
 
 
@@ -58,14 +58,14 @@ def main(folder: Path) -> None:
     reference.save_pretrained(folder)
     words = {"infer_tensor_parallel_size": 1, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     generate = GenerateConfig(**words, dtype="float32")
-    found, late = asyncio.run(responses(ServerSettings(str(folder), generate, True, "cpu", None, load_weights=True)))
+    found, late = asyncio.run(responses(ServerSettings(str(folder), generate, "cpu", None, load_weights=True)))
     gaps = []
     for number, pieces in enumerate(found):
         tokens = [token for piece in pieces for token in piece.token_ids]
         given = [value for piece in pieces for value in piece.log_probs]
         with torch.no_grad():
-            exact = reference(torch.tensor([[9, 10, 11 + number, *tokens]])).logits[0, 2:-1].log_softmax(-1)
-        exact = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+            logits = reference(torch.tensor([[9, 10, 11 + number, *tokens]])).logits[0, 2:-1]
+        exact = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         gaps += [abs(a - b) for a, b in zip(exact, given, strict=True)]
     lengths = [[len(piece.token_ids) for piece in pieces] for pieces in found]
     same = [token for piece in late for token in piece.token_ids] == [token for piece in found[4] for token in piece.token_ids]

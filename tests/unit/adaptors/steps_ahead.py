@@ -127,7 +127,6 @@ def alike(one: list, other: list) -> bool:
 
 single, single_turns, single_dropped = run(ahead=False)
 ahead, ahead_turns, ahead_dropped = run(ahead=True)
-whole = [name for name in single if REQUESTS[name][1].top_k < 0]
 asked = {}
 for kind, (words, stays_single) in ASKED.items():
     (tokens, places, turns), (tokens_ahead, places_ahead, turns_ahead) = alone(False, words), alone(True, words)
@@ -142,7 +141,7 @@ print(
             "lengths": {name: len(one.token_ids) for name, one in ahead.items()},
             "stopped": sum(one.token_ids[-1] == STOP for one in ahead.values()),
             "log-probs": max(abs(a - b) for n in single for a, b in zip(single[n].log_probs, ahead[n].log_probs, strict=True)),
-            "exact": max(abs(a - b) for n in whole for a, b in zip(exact(n, ahead[n].token_ids), ahead[n].log_probs)),
+            "exact": max(abs(a - b) for n in single for a, b in zip(exact(n, ahead[n].token_ids), ahead[n].log_probs)),
             "dropped": bool(ahead_dropped) and prefix(single_dropped, ahead_dropped),
             "turns": [single_turns, ahead_turns],
             "asked": asked,

@@ -181,7 +181,7 @@ def test_a_run_file_can_be_given_by_its_path(folder: Path) -> None:
 
 def test_sampling_keys_left_out_are_neutral_but_a_missing_group_keeps_the_defaults(folder: Path) -> None:
     whole = load_run_config("run", folder).generate_config.sampling_config
-    assert (whole.top_k, whole.temperature, whole.max_tokens) == (50, 0.2, 128)
+    assert (whole.top_k, whole.temperature, whole.max_tokens) == (-1, 0.2, 128)
     part = load_run_config("run", folder, ["generate_config.sampling_config.max_tokens=8"]).generate_config.sampling_config
     assert (part.top_k, part.temperature, part.max_tokens) == (-1, 1.0, 8)
 

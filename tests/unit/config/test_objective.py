@@ -87,6 +87,23 @@ def test_the_formula_carries_the_runs_numbers(rl: dict[str, Any], parts: list[st
 
 
 @pytest.mark.parametrize(
+    ("sampling", "line"),
+    [
+        ({"temperature": 0.6}, "softmax(logits / 0.6) over all tokens, in rollout engine and trainer"),
+        ({"temperature": 0.0}, "softmax(logits) over all tokens, in rollout engine and trainer"),
+        (
+            {"temperature": 0.6, "top_k": 20, "min_p": 0.01},
+            "softmax(logits / 0.6) over all tokens, in rollout engine and trainer; top_k 20 and min_p 0.01 limit what is "
+            "sampled, not pi",
+        ),
+    ],
+)
+def test_the_first_line_says_of_which_distribution_log_probs_are(sampling: dict[str, Any], line: str) -> None:
+    text = formula(prompt_level(generate_config={"sampling_config": {"max_tokens": 8, **sampling}}))
+    assert text.splitlines()[0].split(maxsplit=1) == ["pi", line]
+
+
+@pytest.mark.parametrize(
     ("keys", "parts"),
     [
         ({"stage": "sft"}, ["-log pi(token)"]),

@@ -70,7 +70,7 @@ def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None
         ("generate --prompt p --input-key k", "--input-key names a column of --input"),
         ("generate --prompt p q --stream", "--stream shows one"),
         ("generate --prompt p --num-return 2", "greedy gives 1 answers"),
-        ("generate --prompt p --temperature -1", "--temperature is -1; it must be at least 0"),
+        ("generate --prompt p --temperature -1", "--temperature is -1; it must be in [0, 2]"),
         ("generate --prompt p --top-p 1.5", "--top-p is 1.5; it must be in (0, 1]"),
         ("generate --prompt p --top-k -5", "--top-k is -5"),
         ("generate --prompt p --max-new-tokens 0", "--max-new-tokens is 0; it must be positive"),
@@ -107,4 +107,5 @@ def test_sampling_defaults_are_upstreams() -> None:
     args = generate.make_parser().parse_args(["--load", "x"])
     sampling = generate._build_generation_settings("do_sample", args, (), 99).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.7, 50, 0.95, 128)
-    assert generate._build_generation_settings("greedy", args, (), 99).sampling.full_distribution
+    greedy = generate._build_generation_settings("greedy", args, (), 99).sampling
+    assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.min_p) == (0.0, -1, 1.0, 0.0)

@@ -1,12 +1,10 @@
-"""Seeds of samples and what counts as the whole distribution."""
+"""Seeds of samples."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.rollout.requests import sample_seed
 
 
 def test_every_sample_has_a_seed_of_its_own_that_fits_31_bits() -> None:
@@ -25,11 +23,3 @@ def test_numbers_do_not_run_together() -> None:
 def test_seeds_are_the_same_in_every_run_of_every_version() -> None:
     # from `printf 1/2/3/4 | b2sum -l 64`, first 8 hex digits, without the lowest bit
     assert sample_seed(1, 2, 3, 4) == 0xAAC61176 >> 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "whole"),
-    [({}, True), ({"top_p": 0.9}, False), ({"top_k": 5}, False), ({"min_p": 0.1}, False), ({"top_k": 0}, True)],
-)
-def test_only_cut_offs_make_a_distribution_partial(changes: dict, whole: bool) -> None:
-    assert Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(1,), **changes).full_distribution is whole

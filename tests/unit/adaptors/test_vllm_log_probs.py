@@ -1,0 +1,33 @@
+"""Log-probs of the rollout engine are of one distribution under every setting: the full one at the request's temperature."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.adaptors import vllm_log_probs
+
+
+def test_log_probs_are_those_of_the_full_tempered_distribution_under_every_setting(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("sampling_grid.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["exact"]) == 6 * 5 * 5
+    assert {setting: error for setting, error in found["exact"].items() if error > 1e-5} == {}
+    assert {setting: error for setting, error in found["trainer"].items() if error > 1e-5} == {}
+    # the model is far enough from even for another temperature to show
+    assert found["at temperature 1"] > 0.01
+
+
+def test_a_model_runner_with_another_sampler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(vllm_log_probs, "_applied", False)
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER: 1 .* set it to 0"):
+        vllm_log_probs.apply()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
