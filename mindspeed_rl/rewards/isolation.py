@@ -1,4 +1,4 @@
-"""Isolation of the sandbox: files (a mount namespace, or Landlock) and system calls (seccomp).
+"""Isolation of the sandbox: files (a mount namespace, or Landlock), memory (a control group) and system calls (seccomp).
 
 The program sees a file system with the Python interpreter alone, under its usual paths: executable, standard library, system
 libraries; folders of other packages are covered. It can write to one in-memory file system, whose fixed size limits all files.
@@ -6,16 +6,20 @@ libraries; folders of other packages are covered. It can write to one in-memory 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import platform
 import struct
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -142,7 +146,7 @@ class EmptyRoot:
 
 
 class _RulesetAttributes(ctypes.Structure):
-    _fields_ = [("files", ctypes.c_uint64)]
+    _fields_ = [("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scopes", ctypes.c_uint64)]
 
 
 class _PathRule(ctypes.Structure):
@@ -175,7 +179,8 @@ class LandlockRules:
         if version < 1:
             raise OSError(ctypes.get_errno(), "the kernel has no Landlock")
         handled = _ALL_RIGHTS | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
-        attributes = _RulesetAttributes(handled)
+        # since version 6 no signals to processes outside, such as the one that counts the program's memory
+        attributes = _RulesetAttributes(handled, 0, 3 if version >= 6 else 0)
         ruleset = self._libc.syscall(
             _SYS_CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)), 0
         )
@@ -203,30 +208,127 @@ def _assign_rights(paths: Iterable[str], excluded: Iterable[str]) -> dict[str, i
     return rights
 
 
-# System calls: classic BPF for seccomp(2), a table of fifty numbers that needs no library
+class MemoryGroup:
+    """A control group that limits the memory of all processes of one program together, their files in memory included.
 
-_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
-_SYSCALL_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
-#: system calls of the x32 ABI have this bit
-_X32_BIT = 0x40000000
+    Works where this process may make groups below its own: version 2 with the memory controller enabled for children, or the
+    memory controller of version 1.
+
+    Raises:
+        OSError: no group can be made.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, limit_bytes: int) -> None:
+        parent, version = _find_group_parent()
+        self._folder = parent / f"reward-sandbox-{os.getpid()}-{next(self._names)}"
+        self._events = self._folder / ("memory.events" if version == 2 else "memory.oom_control")
+        self._folder.mkdir()
+        try:
+            (self._folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
+            with contextlib.suppress(OSError):  # not every kernel counts swap
+                swap, limit = ("swap.max", 0) if version == 2 else ("memsw.limit_in_bytes", limit_bytes)
+                (self._folder / f"memory.{swap}").write_text(str(limit))
+        except OSError:
+            self._folder.rmdir()
+            raise
+
+    def enter(self) -> None:
+        """Move the calling process into the group; its future children are in it too."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def is_exceeded(self) -> bool:
+        """Return True if the kernel has killed a process of the group for its memory."""
+        counts = dict(line.split() for line in self._events.read_text().splitlines())
+        return int(counts.get("oom_kill", 0)) > 0
+
+    def close(self) -> None:
+        """Remove the group, whose processes have ended; the kernel may need some milliseconds after their end."""
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+                return
+            time.sleep(0.005)
+
+
+@lru_cache(maxsize=1)
+def _find_group_parent() -> tuple[Path, Literal[1, 2]]:
+    """Return the folder of control groups in which groups with a memory limit can be made, and its version.
+
+    Removes groups of processes that have ended without removing them.
+
+    Raises:
+        OSError: there is none.
+    """
+    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        root, mount = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup2":
+            paths = [path for number, _, path in own if number == "0"]
+        elif kind == "cgroup" and "memory" in options.split(","):
+            paths = [path for _, controllers, path in own if "memory" in controllers.split(",")]
+        else:
+            continue
+        for path in paths:
+            folder = Path(mount, os.path.relpath(path, root))
+            # version 2 allows processes in the leaves only, so the first parent that hands its memory on is taken
+            for parent in [folder, *folder.parents] if kind == "cgroup2" else [folder]:
+                control = parent / "cgroup.subtree_control"
+                enabled = kind == "cgroup" or (control.is_file() and "memory" in control.read_text().split())
+                if enabled and os.access(parent, os.W_OK) and os.access(parent / "cgroup.procs", os.W_OK):
+                    for left in parent.glob("reward-sandbox-*"):
+                        if not Path("/proc", left.name.split("-")[2]).exists():
+                            with contextlib.suppress(OSError):
+                                left.rmdir()
+                    return parent, 2 if kind == "cgroup2" else 1
+    raise OSError(errno.ENOTSUP, "no control group with a memory limit can be made")
+
+
+# System calls: classic BPF for seccomp(2), a table of numbers that needs no library
+
+_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_REFUSE, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_SYSCALL_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+#: flags of clone(2) that make namespaces; CLONE_NEWTIME exists for clone3 and unshare only
+_NAMESPACE_FLAGS = 0x7E020000
+#: system calls from here on (Linux 6.5 and later) are answered as by an older kernel: no new call is allowed by accident
+_FIRST_UNKNOWN = 451
+#: machine -> its number in the kernel's audit interface
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+#: name, number on x86_64, number on aarch64 ("-": it has none); calls since Linux 5.1 have one number on all machines
+_REFUSED_CALLS = """
+socket 41 198  socketpair 53 199  connect 42 203  bind 49 200  io_uring_setup 425 425  io_uring_enter 426 426
+io_uring_register 427 427  io_setup 206 0  io_submit 209 2
+memfd_create 319 279  memfd_secret 447 447  shmget 29 194  shmat 30 196  shmctl 31 195  msgget 68 186  msgsnd 69 189
+msgrcv 70 188  msgctl 71 187  semget 64 190  semop 65 193  semctl 66 191  semtimedop 220 192  mq_open 240 180
+mq_unlink 241 181  mq_timedsend 242 182  mq_timedreceive 243 183  mq_notify 244 184  mq_getsetattr 245 185
+ptrace 101 117  process_vm_readv 310 270  process_vm_writev 311 271  kcmp 312 272  pidfd_getfd 438 438
+process_madvise 440 440  process_mrelease 448 448
+unshare 272 97  setns 308 268  mount 165 40  umount2 166 39  pivot_root 155 41  chroot 161 51  open_tree 428 428
+move_mount 429 429  fsopen 430 430  fsconfig 431 431  fsmount 432 432  fspick 433 433  mount_setattr 442 442
+quotactl 179 60  quotactl_fd 443 443  swapon 167 224  swapoff 168 225  name_to_handle_at 303 264
+open_by_handle_at 304 265  fanotify_init 300 262  fanotify_mark 301 263
+bpf 321 280  perf_event_open 298 241  userfaultfd 323 282  keyctl 250 219  add_key 248 217  request_key 249 218
+seccomp 317 277  vmsplice 278 75  mbind 237 235  set_mempolicy 238 237  migrate_pages 256 238  move_pages 279 239
+set_mempolicy_home_node 450 450  lookup_dcookie 212 18  nfsservctl 180 42
+kexec_load 246 104  kexec_file_load 320 294  init_module 175 105  finit_module 313 273  delete_module 176 106
+reboot 169 142  syslog 103 116  acct 163 89  sethostname 170 161  setdomainname 171 162  settimeofday 164 170
+clock_settime 227 112  clock_adjtime 305 266  adjtimex 159 171  vhangup 153 58  personality 135 92
+iopl 172 -  ioperm 173 -  modify_ldt 154 -  uselib 134 -  ustat 136 -  sysfs 139 -  _sysctl 156 -
+"""
+_CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 
-#: numbers since Linux 5.1 are the same on all machines: io_uring (which opens sockets), pidfd_getfd, process_madvise
-_COMMON = (425, 426, 427, 438, 440)
-#: machine -> its number in the kernel's audit interface, and the numbers of, in this order: socket, socketpair, connect, bind,
-#: memfd_create, memfd_secret, shmget, shmat, ptrace, process_vm_readv, process_vm_writev, unshare, setns, mount, umount2,
-#: pivot_root, chroot, bpf, perf_event_open, userfaultfd, keyctl, add_key, request_key, kexec_load, personality
-_MACHINES: dict[str, tuple[int, tuple[int, ...]]] = {
-    "x86_64": (
-        0xC000003E,
-        (41, 53, 42, 49, 319, 447, 29, 30, 101, 310, 311, 272, 308, 165, 166, 155, 161, 321, 298, 323, 250, 248, 249, 246, 135),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        (198, 199, 203, 200, 279, 447, 194, 196, 117, 270, 271, 97, 268, 40, 39, 41, 51, 280, 241, 282, 219, 217, 218, 104, 92),
-    ),
-}
+
+def list_refused_calls(machine: str) -> dict[int, str]:
+    """Return number -> name of the system calls that the filter refuses with EPERM on a machine."""
+    words = _REFUSED_CALLS.split()
+    column = 1 + list(_ARCHITECTURES).index(machine)
+    return {int(words[i + column]): words[i] for i in range(0, len(words), 3) if words[i + column] != "-"}
 
 
 class _Program(ctypes.Structure):
@@ -236,27 +338,36 @@ class _Program(ctypes.Structure):
 class SyscallFilter:
     """A filter for this machine, built before the fork: no sockets, no memory outside of the process, no further rights.
 
+    The calls of `list_refused_calls` return EPERM, and so does `clone` with a new namespace. `clone3`, whose flags a filter
+    cannot read, and unknown calls return ENOSYS, for which libraries use older calls. Calls of another architecture end the
+    process.
+
     Raises:
         OSError: the machine's system call numbers are not in the table.
     """
 
     def __init__(self) -> None:
-        if platform.machine() not in _MACHINES:
-            raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
-        architecture, syscalls = _MACHINES[platform.machine()]
-        blocked = (*syscalls, *_COMMON)
+        machine = platform.machine()
+        if machine not in _ARCHITECTURES:
+            raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
+        refused = [(_JUMP_EQUAL, number) for number in list_refused_calls(machine)]
+        # calls of the x32 ABI are above the first unknown one, with a bit that no call of this architecture has
+        unknown = [(_JUMP_AT_LEAST, _FIRST_UNKNOWN), (_JUMP_EQUAL, _CLONE3)]
+        size = len(unknown) + len(refused)
         lines = [
             _encode(_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
-            # calls of another architecture have other numbers, which the list would not match
-            _encode(_JUMP_EQUAL, 1, 0, architecture),
+            _encode(_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
             _encode(_RETURN, 0, 0, _KILL),
             _encode(_LOAD_WORD, 0, 0, _SYSCALL_OFFSET),
-            # the x32 ABI has the same calls with numbers that are not in the list
-            _encode(_JUMP_AT_LEAST, len(blocked) + 1, 0, _X32_BIT),
-            # a jump counts the lines that it skips: the rest of the list and the line that allows
-            *(_encode(_JUMP_EQUAL, len(blocked) - index, 0, syscall) for index, syscall in enumerate(blocked)),
+            # a jump counts the lines that it skips: the rest of the list, and the last lines but one or two
+            *(_encode(code, size - index + 4, 0, number) for index, (code, number) in enumerate(unknown)),
+            *(_encode(code, len(refused) - index + 3, 0, number) for index, (code, number) in enumerate(refused)),
+            _encode(_JUMP_EQUAL, 0, 2, _CLONE[machine]),
+            _encode(_LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET),
+            _encode(_JUMP_ANY_BIT, 1, 0, _NAMESPACE_FLAGS),
             _encode(_RETURN, 0, 0, _ALLOW),
             _encode(_RETURN, 0, 0, _REFUSE),
+            _encode(_RETURN, 0, 0, _UNKNOWN),
         ]
         self._code = ctypes.create_string_buffer(b"".join(lines))
         self._program = _Program(len(lines), ctypes.addressof(self._code))

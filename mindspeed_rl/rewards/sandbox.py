@@ -1,12 +1,13 @@
 """A sandbox for untrusted Python: one short-lived process for each program, isolated as far as the machine allows.
 
 Always: its own session (killed as a group), hard limits on CPU time, memory, file size, open files and processes, no inherited
-environment or descriptors, an empty temporary directory that is removed, `python -I -S`; a supervisor kills it when all its
-processes together use more memory than one may. On Linux: no sockets of any kind (seccomp), and where namespaces can be created
-(as root, or with user namespaces enabled) no network at all, its own process tree (the kernel kills all of it with the first
-process), a file system with the interpreter and nothing else whose writable part has a fixed size, and as root another user.
-Without namespaces, Landlock blocks other files where the kernel has it. `SandboxResult.missing` lists the isolation that is not
-available; the program runs nevertheless, and the caller must report it.
+environment or descriptors, an empty temporary directory that is removed, `python -I -S`. All its processes together have a
+memory limit: of a control group where one can be made, else a supervisor counts and kills. On Linux: no sockets of any kind
+(seccomp), and where namespaces can be created (as root, or with user namespaces enabled) no network at all, its own process
+tree (the kernel kills all of it with the first process), a file system with the interpreter and nothing else whose writable
+part has a fixed size, and as root another user. Without namespaces, Landlock blocks other files where the kernel has it, and a
+subreaper kills what a program leaves. `SandboxResult.missing` lists the isolation that is not available; the program runs
+nevertheless, and the caller must report it.
 
 The calling process must be single-threaded (a reward worker is): the child is forked and prepares itself in Python.
 """
@@ -28,11 +29,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.rewards.isolation import EmptyRoot, LandlockRules, SyscallFilter, check
+from mindspeed_rl.rewards.isolation import EmptyRoot, LandlockRules, MemoryGroup, SyscallFilter, check
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 _NOBODY, _FIRST_FREE_USER, _LAST_CAPABILITY = 65534, 100_000_000, 40
 _MAX_OUTPUT_BYTES = 1 << 20
 #: each one needs those before it
@@ -40,8 +41,11 @@ _NAMESPACES = ("network", "processes", "files", "user")
 _ISOLATION = (*_NAMESPACES, "sockets")
 #: replaces "files" where namespaces cannot be created
 _LANDLOCK = "landlock"
+#: a control group counts the memory, in place of the supervisor
+_GROUP = "memory group"
 #: between two checks of a program's memory
 _CHECK_INTERVAL_S = 0.02
+_KILL_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class SandboxResult:
         timed_out: it was killed at its wall-clock limit.
         missing: isolation that this machine does not offer: "network", "processes", "files", "user", "sockets"; empty if
             complete.
-        out_of_memory: it was killed because its processes together exceeded the limit.
+        out_of_memory: processes of it were killed because all of them together exceeded the limit.
     """
 
     output: bytes
@@ -104,7 +108,10 @@ def available_isolation() -> frozenset[str]:
             break
     if "files" not in available and _works(program, available | {_LANDLOCK}):
         available |= {_LANDLOCK}
-    return available | {"sockets"} if _works(program, available | {"sockets"}) else available
+    for name in (_GROUP, "sockets"):
+        if _works(program, available | {name}):
+            available |= {name}
+    return available
 
 
 def _works(program: str, isolation: frozenset[str]) -> bool:
@@ -132,21 +139,29 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
         else:
             script.write_bytes(content)
             script.chmod(0o644)
-        child = _Child(folder, content, limits, isolation)
-        process = subprocess.Popen(  # output goes to files, which RLIMIT_FSIZE limits; a pipe would be unlimited
-            [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script)],
-            stdin=source,
-            stdout=output,
-            stderr=errors,
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
-            start_new_session=True,
-            preexec_fn=child.prepare,
-        )
+        # the program's files are in memory too
+        group = MemoryGroup(limits.memory_mib + limits.disk_mib << 20) if _GROUP in isolation else None
         try:
-            cause = _supervise(process, limits, is_proxy="processes" in isolation)
+            child = _Child(folder, content, limits, isolation, group)
+            process = subprocess.Popen(  # output goes to files, which RLIMIT_FSIZE limits; a pipe would be unlimited
+                [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script)],
+                stdin=source,
+                stdout=output,
+                stderr=errors,
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
+                start_new_session=True,
+                preexec_fn=child.prepare,
+            )
+            try:
+                cause = _supervise(process, limits, group)
+            finally:
+                _kill_all(process)
+            if group is not None and group.is_exceeded():
+                cause = "memory"
         finally:
-            _kill_group(process)
+            if group is not None:
+                group.close()
         texts = []
         for file in (output, errors):
             file.seek(0)
@@ -161,13 +176,9 @@ def _list_missing(isolation: frozenset[str]) -> tuple[str, ...]:
 
 
 def _supervise(
-    process: subprocess.Popen[bytes], limits: SandboxLimits, *, is_proxy: bool
+    process: subprocess.Popen[bytes], limits: SandboxLimits, group: MemoryGroup | None
 ) -> Literal["ended", "time", "memory"]:
-    """Wait until the process has ended, its time is over, or its processes together use more memory than one may.
-
-    Args:
-        is_proxy: the process is outside of the process namespace, a copy of ours that only waits for the program.
-    """
+    """Wait until the process has ended, its time is over, or its processes together use more memory than one may."""
     deadline = time.monotonic() + limits.wall_s
     # wakes at once where the system has it; Popen.wait with a timeout polls every 50 ms
     ended = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
@@ -182,39 +193,51 @@ def _supervise(
                     return "ended"
             elif select.select([ended], [], [], min(remaining_s, _CHECK_INTERVAL_S))[0]:
                 return "ended"
-            if _measure_memory(process.pid, is_proxy=is_proxy) > limits.memory_mib << 20:
+            if group.is_exceeded() if group is not None else _measure_memory(process.pid) > limits.memory_mib << 20:
                 return "memory"
     finally:
         if ended is not None:
             os.close(ended)
 
 
-def _measure_memory(pid: int, *, is_proxy: bool) -> int:
-    """Return the bytes of all processes below a process, and of itself unless it is a proxy; shared pages count once."""
-    if sys.platform != "linux":
-        return 0
-    processes = [pid]
-    for parent in processes:  # grows during the iteration
+def _list_descendants(pid: int) -> list[int]:
+    """Return the processes below a process, those that its other threads and its orphans' parents started included."""
+    found = [pid]
+    for parent in found:  # grows during the iteration
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-            processes += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    counted = processes[1:] if is_proxy else processes  # the proxy's pages are ours
-    if len(counted) < 2:
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                found += [int(child) for child in (thread / "children").read_text().split()]
+    return found[1:]
+
+
+def _measure_memory(pid: int) -> int:
+    """Return the bytes of all processes below the proxy, whose own pages are ours; shared pages count once."""
+    processes = _list_descendants(pid)
+    if len(processes) < 2:
         return 0  # RLIMIT_AS limits it
     total = 0
-    for name in counted:
+    for process in processes:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{name}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) << 10
+            try:
+                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            except PermissionError:  # a program may hide this file, but not the resident pages
+                total += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
     return total
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process (and thereby its namespace) and the rest of its group, then wait for it."""
-    try:
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill the processes below the proxy (its namespace, too), the rest of its group and itself, then wait for it."""
+    for _ in range(_KILL_ATTEMPTS if process.poll() is None else 0):  # children of killed processes become the proxy's
+        if not (left := _list_descendants(process.pid)):
+            break
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    # without permission: the rest of the group has another user and ends with the namespace
+    with contextlib.suppress(PermissionError, ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except PermissionError:
-        pass  # the rest of the group has another user and ends with the namespace
     process.kill()
     process.wait()
 
@@ -227,8 +250,11 @@ def _libc() -> ctypes.CDLL:
 class _Child:
     """Turns the forked child into the sandboxed process. Everything that the child needs is computed before the fork."""
 
-    def __init__(self, folder: str, program: bytes, limits: SandboxLimits, isolation: frozenset[str]) -> None:
+    def __init__(
+        self, folder: str, program: bytes, limits: SandboxLimits, isolation: frozenset[str], group: MemoryGroup | None
+    ) -> None:
         self._limits = limits
+        self._group = group
         self._isolation = isolation
         self._libc = _libc()
         self._parent = os.getpid()
@@ -244,6 +270,8 @@ class _Child:
         # the parent died before the death signal was set
         if os.getppid() != self._parent:
             os._exit(1)
+        if self._group is not None:
+            self._group.enter()
         self._enter_namespaces()
         self._set_limits()
         if "user" in self._isolation:
@@ -274,28 +302,38 @@ class _Child:
             flags |= _CLONE_NEWPID
         if "files" in self._isolation:
             flags |= _CLONE_NEWNS
-        if not flags:
-            return
-        if not self._is_root:
-            flags |= _CLONE_NEWUSER
-        check(self._libc.unshare(flags), "unshare")
-        if not self._is_root:
-            # otherwise the kernel refuses an unprivileged gid_map
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{_NOBODY} {self._ids[0]} 1")
-            Path("/proc/self/gid_map").write_text(f"{_NOBODY} {self._ids[1]} 1")
-        if "processes" in self._isolation:
-            self._become_init()
+        if flags:
+            if not self._is_root:
+                flags |= _CLONE_NEWUSER
+            check(self._libc.unshare(flags), "unshare")
+            if not self._is_root:
+                # otherwise the kernel refuses an unprivileged gid_map
+                Path("/proc/self/setgroups").write_text("deny")
+                Path("/proc/self/uid_map").write_text(f"{_NOBODY} {self._ids[0]} 1")
+                Path("/proc/self/gid_map").write_text(f"{_NOBODY} {self._ids[1]} 1")
+        if sys.platform == "linux":
+            self._leave_proxy()
         if self._root is not None:
             self._root.enter()
 
-    def _become_init(self) -> None:
-        """Continue as the first process of the new namespace; the process outside waits and exits with the same status."""
+    def _leave_proxy(self) -> None:
+        """Continue as a child, the first process of a new namespace if there is one; the proxy waits for it.
+
+        The proxy is the parent of all processes whose own one has ended. It kills them after the program's end, and exits with
+        the program's status.
+        """
+        check(self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
         first = os.fork()
         if first == 0:
             return
         os.closerange(0, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
         _, status = os.waitpid(first, 0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                for pid in _list_descendants(os.getpid()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None

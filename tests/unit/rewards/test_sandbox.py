@@ -1,6 +1,9 @@
 """The sandbox: untrusted programs end, and take nothing with them."""
 
+import errno
 import os
+import platform
+import re
 import socket
 import subprocess
 import sys
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.rewards.isolation import list_refused_calls
 from mindspeed_rl.rewards.sandbox import SandboxLimits, _run, available_isolation, run_python
 
 needs = {
@@ -200,6 +204,90 @@ except PermissionError:
     assert run_python(program).output == b"refused\n"
 
 
+#: calls each system call of the kernel in its own process, with arguments that no call accepts
+WALK = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for number in range(600):
+    ends = os.pipe()
+    if (child := os.fork()) == 0:
+        libc.alarm(1)
+        ctypes.set_errno(0)
+        libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
+        os.write(ends[1], b"%d" % ctypes.get_errno())
+        os._exit(0)
+    os.close(ends[1])
+    os.waitpid(child, 0)
+    print(number, (os.read(ends[0], 99) or b"ended").decode())
+    os.close(ends[0])
+"""
+
+#: what a program of the standard library may need, by name: everything else must be refused or unknown
+HARMLESS = set("""
+access alarm arch_prctl brk capget capset chdir chmod chown clock_getres clock_gettime clock_nanosleep clone close close_range
+copy_file_range creat dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait
+epoll_wait_old eventfd eventfd2 execve execveat exit exit_group faccessat faccessat2 fadvise64 fallocate fchdir fchmod fchmodat
+fchown fchownat fcntl fdatasync fgetxattr flistxattr flock fork fremovexattr fsetxattr fstat fstatfs fsync ftruncate futex
+futex_waitv futimesat get_mempolicy get_robust_list get_thread_area getcpu getcwd getdents getdents64 getegid geteuid getgid
+getgroups getitimer getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit getrusage getsid gettid
+gettimeofday getuid getxattr inotify_add_watch inotify_init inotify_init1 inotify_rm_watch ioctl ioprio_get ioprio_set kill
+landlock_add_rule landlock_create_ruleset landlock_restrict_self lchown lgetxattr link linkat listxattr llistxattr lremovexattr
+lseek lsetxattr lstat madvise membarrier mincore mkdir mkdirat mknod mknodat mlock mlock2 mlockall mmap mprotect mremap msync
+munlock munlockall munmap nanosleep newfstatat open openat openat2 pause pidfd_open pidfd_send_signal pipe pipe2 pkey_alloc
+pkey_free pkey_mprotect poll ppoll prctl pread64 preadv preadv2 prlimit64 pselect6 pwrite64 pwritev pwritev2 read readahead
+readlink readlinkat readv remap_file_pages removexattr rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction
+rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo
+sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler
+sched_rr_get_interval sched_setaffinity sched_setattr sched_setparam sched_setscheduler sched_yield select sendfile
+set_robust_list set_thread_area set_tid_address setfsgid setfsuid setgid setgroups setitimer setpgid setpriority setregid
+setresgid setresuid setreuid setrlimit setsid setuid setxattr shmdt sigaltstack signalfd signalfd4 splice stat statfs statx
+symlink symlinkat sync sync_file_range syncfs sysinfo tee tgkill time timer_create timer_delete timer_getoverrun timer_gettime
+timer_settime timerfd_create timerfd_gettime timerfd_settime times tkill truncate umask uname unlink unlinkat utime utimensat
+utimes vfork wait4 waitid write writev
+io_cancel io_destroy io_getevents io_pgetevents
+accept accept4 getpeername getsockname getsockopt listen recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto setsockopt shutdown
+""".split())  # the last lines need a context or a socket, which no program can make
+#: numbers that no kernel of this century implements
+GONE = set("_sysctl afs_syscall create_module get_kernel_syms getpmsg putpmsg query_module security tuxcall vserver".split())
+#: uretprobe and uprobe: the kernel asks no filter, and they only return from a probe that is there
+PROBES = (335, 336) if platform.machine() == "x86_64" else ()
+UNISTD = Path(f"/usr/include/{platform.machine()}-linux-gnu/asm/unistd_64.h")
+
+
+@needs["sockets"]
+@pytest.mark.skipif(not UNISTD.is_file(), reason="the kernel's table of system calls (linux-libc-dev) is not installed")
+def test_every_system_call_of_the_kernels_table_is_harmless_or_refused() -> None:
+    table = {int(number): name for name, number in re.findall(r"#define __NR_(\w+)\s+(\d+)", UNISTD.read_text())}
+    refused = list_refused_calls(platform.machine())
+    assert {number: table[number] for number in refused if number in table} == {n: refused[n] for n in refused if n in table}
+    result = run_python(WALK, limits=SandboxLimits(wall_s=60.0, cpu_s=50))
+    answers = {int(number): answer for number, answer in map(str.split, result.output.decode().splitlines())}
+    assert len(answers) == 600, result
+    for number, answer in answers.items():
+        name = table.get(number, "")
+        if number in PROBES:
+            continue
+        if number in refused:
+            assert answer == str(errno.EPERM), (number, name, answer)
+        elif number >= 451 or name == "clone3" or not name or name in GONE:
+            assert answer == str(errno.ENOSYS) or name in refused.values(), (number, name, answer)
+        else:
+            assert name in HARMLESS, f"{name} ({number}) is neither refused nor known to be harmless: {answer}"
+
+
+@needs["sockets"]
+@pytest.mark.parametrize("flag", [0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000])
+def test_no_process_is_made_with_a_new_namespace(flag: int) -> None:
+    number = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    program = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+made = libc.syscall(ctypes.c_long({number}), ctypes.c_long({flag | 17}), *[ctypes.c_long(0)] * 4)
+print(made, ctypes.get_errno())
+"""
+    assert run_python(program).output == b"-1 1\n"
+
+
 @needs["processes"]
 def test_processes_together_have_the_memory_of_one() -> None:
     program = """
@@ -212,6 +300,54 @@ time.sleep(1000)
 """
     result = run_python(program, limits=SandboxLimits(wall_s=60.0, memory_mib=256))
     assert result.out_of_memory and not result.timed_out and result.status == -9
+
+
+THREAD_CHILDREN = """
+import os, threading, time
+def start():
+    for _ in range(6):
+        if os.fork() == 0:
+            held = b"x" * (100 << 20)
+            time.sleep(1000)
+    time.sleep(1000)
+threading.Thread(target=start).start()
+"""
+ORPHANS = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            held = b"x" * (100 << 20)
+            time.sleep(1000)
+        os._exit(0)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are counted on Linux only")
+@pytest.mark.parametrize("program", [THREAD_CHILDREN, ORPHANS], ids=["children of a thread", "orphans in their own sessions"])
+@pytest.mark.parametrize("without", [set(), {"memory group"}, {"memory group", *needs}], ids=["all", "counted", "no isolation"])
+def test_no_process_escapes_the_limit_on_memory(program: str, without: set[str]) -> None:
+    limits = SandboxLimits(wall_s=60.0, memory_mib=256, disk_mib=8)
+    result = _run(program, b"", limits, available_isolation() - without)
+    assert result.out_of_memory and not result.timed_out and result.status == -9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the proxy is a child subreaper")
+def test_a_process_that_a_program_leaves_ends_with_it_without_any_isolation() -> None:
+    program = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+    os._exit(0)
+time.sleep(0.2)
+"""
+    result = _run(program, b"", SandboxLimits(), frozenset())
+    assert result.status == 0 and not Path("/proc", result.output.decode().strip()).exists()
 
 
 @needs["files"]
