@@ -43,6 +43,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     if not candidates:
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
     weights: tuple[Path, _WeightsKind, int | None] | None = None
+    is_start = False
     for key, value in candidates:
         # the number is of `load`'s checkpoints, and means nothing in another folder
         asked = config.load_iteration if key == "load" else None
@@ -52,6 +53,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
             raise ValueError(f"{role}.{key}: {error}") from None
         if kind is not None:
             weights = (Path(value).expanduser(), kind, asked)
+            is_start = key == "pretrained_checkpoint"
             break
         if key == candidates[-1][0]:
             named = load_key if key == "load" and load_key else f"{role}.{key}"
@@ -66,7 +68,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     folders.append(weights[0] / HF_FILES)
     for folder in folders:
         if (folder / "config.json").is_file():
-            return ModelSource(folder, *weights)
+            return ModelSource(folder, *weights, is_start)
     raise ValueError(
         f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
     )
@@ -153,6 +155,25 @@ def describe_fresh_head(role: str, source: ModelSource) -> str:
     return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
 
 
+def find_critic(config: MegatronConfig, resume_iteration: int | None) -> ModelSource:
+    """Find the critic's weights, so that actor and critic both resume or both start anew.
+
+    Args:
+        config: of the critic.
+        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: one of them would go on and the other start anew.
+    """
+    source = find_model(config, "critic_config")
+    saves_there = config.load is not None and config.save is not None and Path(config.load) == Path(config.save)
+    if resume_iteration is None and saves_there and config.pretrained_checkpoint and not config.finetune:
+        # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
+        source = find_model(replace(config, load=None, load_iteration=None), "critic_config")
+    check_critic_start(config, source, resume_iteration)
+    return source
+
+
 def check_critic_start(config: MegatronConfig, source: ModelSource, resume_iteration: int | None) -> None:
     """Check that actor and critic both resume or both start anew.
 
@@ -163,7 +184,7 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     Raises:
         ValueError: one of them would go on and the other start anew.
     """
-    resumes = source.kind == "training" and not config.finetune
+    resumes = source.kind == "training" and not (config.finetune or source.is_start)
     if resume_iteration is None and resumes:
         raise ValueError(
             f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
@@ -254,7 +275,8 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     # the number is of `load`'s checkpoints
     reference.load_iteration = config.load_iteration if path == config.load else None
     reference.save, reference.lora_target_modules = None, None
-    if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):
+    resumes = start.kind == "training" and not (config.finetune or start.is_start)
+    if not config.ref_model and resumes and path == str(start.weights):
         raise ValueError(
             f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
             "reference in ref_model, or what the policy started from in pretrained_checkpoint."

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 LATEST_NAME = "latest_checkpointed_iteration.txt"
+#: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
+EXPORTS = "hf"
 
 
 def newest_checkpoint(folder: str | Path) -> str | None:
@@ -44,3 +47,19 @@ def iterations(folder: str | Path) -> list[int]:
     """List the numbers of the finished checkpoints in a folder, in order."""
     names = (path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def lacks_export(folder: str | Path, iteration: int) -> bool:
+    """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there."""
+    name, latest = f"iter_{iteration:07d}", Path(folder, EXPORTS, "latest")
+    # a later one is of a run that was then restarted from this checkpoint
+    return not latest.with_name(name).is_dir() or not latest.is_symlink() or os.readlink(latest) < name
+
+
+def list_old(folder: Path, iteration: int, keep_last: int | None) -> list[Path]:
+    """Return the folders of iterations that `keep_last` leaves out, of those up to this iteration.
+
+    Newer ones are of a run that restarted from an older one: they are neither counted nor returned.
+    """
+    known = [path for path in folder.glob("iter_*") if path.is_dir() and path.suffix != ".partial"]
+    return sorted(path for path in known if path.name <= f"iter_{iteration:07d}")[:-keep_last] if keep_last else []

@@ -18,7 +18,7 @@ import logging
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import newest_checkpoint
+from mindspeed_rl.checkpoint.newest import iterations, list_old, newest_checkpoint
 from mindspeed_rl.engine.disks import (
     RANDOM,
     CheckpointFiles,
@@ -60,6 +60,8 @@ _log = logging.getLogger(__name__)
 
 #: fix of a damaged checkpoint
 _ADVICE = "load_previous: true resumes from the one before, load_iteration names another"
+#: folder of a checkpoint with the responses that were being generated when it was written
+IN_FLIGHT = "in_flight"
 #: a disk is full when a probe of this size fails
 _NEARLY_FULL_BYTES = 1 << 20
 
@@ -106,10 +108,19 @@ class CheckpointSaver:
                 raise ValueError(f"save: {self.folder} could not be written: {error}.") from None
         return self._disks
 
-    def save(self, iteration: int, run_state: Mapping[str, object]) -> None:
-        """Save, or start to save with `async_save`; `run_state` is the trainer's state, plain JSON values.
+    def save(
+        self, iteration: int, run_state: Mapping[str, object], *, companions: Sequence[CheckpointSaver] | None = ()
+    ) -> None:
+        """Save, or start to save with `async_save`.
 
-        An unfinished earlier save is completed first.
+        An unfinished earlier save is completed first. What the driver has left in `<folder>/in_flight.partial` becomes a part
+        of the checkpoint, so that both are there or neither.
+
+        Args:
+            iteration: after which a run resumes from it.
+            run_state: the trainer's state, plain JSON values.
+            companions: savers of checkpoints of this iteration that are complete before this one is, and whose old ones are
+                removed after: a run that is killed at any time resumes from the newest of this saver. None for one of them.
         """
         # checkpoints must be finished in order, because the last one to finish is named newest
         self.finish()
@@ -121,7 +132,7 @@ class CheckpointSaver:
             self._make_folder(partial)
             request = self._build_request(partial)
             self._write_small_files(partial, iteration, run_state)
-            request.add_finalize_fn(_build_finisher(disks, self.folder, partial, final, iteration, config.keep_last))
+            request.add_finalize_fn(self._build_finisher(partial, final, iteration, companions))
             if not config.async_save:
                 request.execute_sync()
         if config.async_save:
@@ -155,6 +166,9 @@ class CheckpointSaver:
         failure: str | None = None
         try:
             if rank == 0:
+                staged = self.folder / f"{IN_FLIGHT}.partial"
+                if staged.is_dir():
+                    os.replace(staged, partial / IN_FLIGHT)
                 (partial / "run_state.json").write_text(json.dumps(self._build_record(iteration, run_state), indent=1))
             if not self.engine.config.no_save_rng:
                 random = partial / _get_random_name(rank)
@@ -199,6 +213,36 @@ class CheckpointSaver:
         if request.async_fn is None:  # nothing to write on this rank
             return request
         return request._replace(async_fn=functools.partial(_write_with_sums, request.async_fn, partial, rank))
+
+    def _build_finisher(
+        self, partial: Path, final: Path, iteration: int, companions: Sequence[CheckpointSaver] | None
+    ) -> Callable[[], None]:
+        disks = self.disks
+
+        def finish() -> None:
+            for saver in companions or ():
+                saver.finish()
+            dist.barrier()  # every rank has written everything
+            join_checksums(disks, partial)
+            copy_small_files(disks, partial)
+            failure: str | None = None
+            if disks.leads:
+                try:
+                    _publish(self.folder, partial, final, iteration)
+                except OSError as error:
+                    failure = f"{final}: {_find_disk_problem(partial) or error}"
+            # no rank continues, perhaps to load, before the newest is named; nor waits for a rank that has failed
+            raise_any_failure(failure)
+            for saver in () if companions is None else (self, *companions):
+                saver.remove_old(iteration)
+
+        return finish
+
+    def remove_old(self, iteration: int, *, spare: int = 0) -> None:
+        """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many."""
+        keep_last = self.engine.config.keep_last
+        for path in list_old(self.folder, iteration, keep_last + spare if keep_last else None) if self.disks.leads else ():
+            shutil.rmtree(path)
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete a background save.
@@ -286,38 +330,25 @@ def _explaining_failures(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: rank {rank}: {type(cause).__name__}: {str(cause)[:500]}") from error
 
 
-def _build_finisher(
-    disks: Disks, folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None
-) -> Callable[[], None]:
-    def publish() -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        # renamed first, named newest after: a kill in between leaves the older checkpoint valid
-        os.replace(partial, final)
-        latest = folder / LATEST_NAME
-        # replaced atomically, so that no reader gets half a number
-        temporary = latest.with_suffix(".tmp")
-        temporary.write_text(str(iteration))
-        os.replace(temporary, latest)
-        if keep_last:
-            # newer ones are of a run that restarted from an older one: they are neither counted nor deleted
-            known = (path for path in folder.glob("iter_*") if path.is_dir() and path.name <= final.name)
-            for path in sorted(path for path in known if path.suffix != ".partial")[:-keep_last]:
-                shutil.rmtree(path)
+def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
+    """Give a complete checkpoint its name, and name it newest after: a kill in between leaves an older one valid."""
+    if final.is_dir():  # of a run that was restarted from an older one; nothing may name it while it is replaced
+        others = [saved for saved in iterations(folder) if saved != iteration]
+        if others:
+            _name_newest(folder, max((saved for saved in others if saved < iteration), default=max(others)))
+        else:
+            (folder / LATEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    _name_newest(folder, iteration)
 
-    def finish() -> None:
-        dist.barrier()  # every rank has written everything
-        join_checksums(disks, partial)
-        copy_small_files(disks, partial)
-        failure: str | None = None
-        if disks.leads:
-            try:
-                publish()
-            except OSError as error:
-                failure = f"{final}: {_find_disk_problem(partial) or error}"
-        # no rank continues, perhaps to load, before the newest is named; nor waits for a rank that has failed
-        raise_any_failure(failure)
 
-    return finish
+def _name_newest(folder: Path, iteration: int) -> None:
+    latest = folder / LATEST_NAME
+    # replaced atomically, so that no reader gets half a number
+    temporary = latest.with_suffix(".tmp")
+    temporary.write_text(str(iteration))
+    os.replace(temporary, latest)
 
 
 def _build_sharded_state(

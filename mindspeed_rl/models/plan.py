@@ -20,6 +20,21 @@ _LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 
 @dataclass(frozen=True)
+class RouterBalancing:
+    """Losses of the routers in training; all 0 for a model without experts.
+
+    Attributes:
+        coeff: weight of the loss that balances the experts.
+        z_coeff: weight of the z-loss.
+        per_sequence: experts are balanced over each sequence; otherwise over each micro-batch.
+    """
+
+    coeff: float = 0.0
+    z_coeff: float = 0.0
+    per_sequence: bool = False
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """Architecture, shape and layout of a model that is not built yet.
 
@@ -27,12 +42,14 @@ class ModelPlan:
         architecture, model_config: from the HF config.json, checked against the run file's model keys.
         layout: division of the model over ranks.
         hf_config: the config.json.
+        balancing: losses of the routers.
     """
 
     architecture: Architecture
     model_config: ModelConfig
     layout: Layout
     hf_config: HfConfig
+    balancing: RouterBalancing = RouterBalancing()
 
     def routed_layers(self, pp_rank: int) -> list[list[int]]:
         """Return the indices, from 0, of the layers with experts in each model chunk of a pipeline stage."""
@@ -50,12 +67,14 @@ class ModelSource:
         kind: "hf" for a Hugging Face folder, "training" for a checkpoint of ours, "megatron" for a checkpoint in another
             Megatron layout.
         iteration: which checkpoint of the folder; None for the newest.
+        is_start: `pretrained_checkpoint` names it: a run takes its weights alone, also where it has the state of a run.
     """
 
     hf_folder: Path
     weights: Path
     kind: Literal["hf", "training", "megatron"]
     iteration: int | None = None
+    is_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,17 @@ def lay_out_model(
         noop_layers=parse_ints(config.noop_layers),
         num_experts=model_config.num_moe_experts or 0,
     )
-    return ModelPlan(architecture, model_config, layout, hf_config)
+    balancing = RouterBalancing()
+    if model_config.num_moe_experts is not None:
+        coeff, kind = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
+        if coeff is None:
+            coeff = model_config.moe_aux_loss_coeff or 0.0
+        balancing = RouterBalancing(
+            coeff=coeff if kind in ("aux_loss", "seq_aux_loss") else 0.0,
+            z_coeff=config.moe_z_loss_coeff,
+            per_sequence=kind == "seq_aux_loss" or config.seq_aux,
+        )
+    return ModelPlan(architecture, model_config, layout, hf_config, balancing)
 
 
 def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConfig]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.checkpoint.model_source import (
-    check_critic_start,
     check_reward_start,
+    find_critic,
     find_model,
     reference_of,
     rl_reference,
@@ -62,14 +63,39 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
+def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | None]) -> None:
+    """Check that no key is missing, and that the folders that a run writes to can be made.
+
+    Args:
+        missing: `Run.missing_keys`.
+        folders: by the key that names them.
+
+    Raises:
+        ConfigError: a sentence for each.
+    """
+    violations = list(missing)
+    for key, name in folders.items():
+        if name is None:
+            continue
+        folder = Path(name).expanduser().absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            violations.append(f"{key}: {folder} cannot be written to: {there} is no folder")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            violations.append(f"{key}: {folder} cannot be written to: no permission for {there}")
+    if violations:
+        raise ConfigError(violations)
+
+
 def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], ModelSource]]:
     """Yield a check of the weights of each role that the run file names."""
+    roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config}
+    if cfg.critic_config is not None and not cfg.is_supervised:
+        roles["critic_config"] = cfg.critic_config
+    for name, role in roles.items():
+        yield partial(find_model, role, name)
     if cfg.is_supervised:
-        yield partial(find_model, cfg.actor_config, "megatron_training")
         return
-    yield partial(find_model, cfg.actor_config, "actor_config")
-    if cfg.critic_config is not None:
-        yield partial(find_model, cfg.critic_config, "critic_config")
     if cfg.reward_model_keys is not None:
         yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
 
@@ -108,8 +134,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     if run.objective.has_critic:
         critic = cfg.critic_config
         assert critic is not None  # a rule requires it
-        critic_source = find_model(critic, "critic_config")
-        check_critic_start(critic, critic_source, resumes_after)
+        critic_source = find_critic(critic, resumes_after)
         models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
     if (reward := cfg.reward_model_keys) is not None:
         reward_source = _find_reward_model(cfg, reward)
@@ -129,6 +154,8 @@ def _plan_role(
         plan = plan_model(config, source.hf_folder, head=head)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    if source.is_start:
+        config = dataclasses.replace(config, finetune=True)
     # workers run in other folders
     source = dataclasses.replace(source, hf_folder=source.hf_folder.resolve(), weights=source.weights.resolve())
     return RoleModel(config, source, plan, iteration)

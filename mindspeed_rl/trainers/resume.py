@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
-from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, lacks_export, newest_checkpoint
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.runtime.futures import WorkerError
@@ -60,7 +60,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
         ValueError: this run cannot resume from the checkpoint, or nothing is left to do.
     """
     config, group = run.config.actor_config, _actor_group(run)
-    if source.kind != "training" or config.finetune:
+    if source.kind != "training" or config.finetune or source.is_start:
         return ResumePoint(source.weights, 0)
     record = _read_record(source, group)
     iteration = record["iteration"]
@@ -79,9 +79,11 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
 
 
 def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:
-    """Raise ValueError where the run, once its length is known, has no iteration left."""
-    train_iters, group = run.plan.train_iters, _actor_group(run)
+    """Raise ValueError where the run, once its length is known, has no iteration left and no lost export to write."""
+    train_iters, group, config = run.plan.train_iters, _actor_group(run), run.config.actor_config
     if train_iters is None or resume.iteration < max(train_iters, 1):
+        return
+    if config.save_hf and _loads_its_save(config) and lacks_export(resume.weights, resume.iteration):
         return
     if not (run.config.is_supervised and run.config.actor_config.skip_train):
         raise ValueError(

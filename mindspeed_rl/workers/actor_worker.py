@@ -39,6 +39,7 @@ class ActorWorker(ActorPhases):
         settings = LoraSettings.from_config(run.config.actor_config)
         if settings is not None and run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
+        self.actor.restore_random()
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""

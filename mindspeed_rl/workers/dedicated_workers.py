@@ -43,22 +43,31 @@ class CriticWorker(CriticPhases):
     def __init__(self, run: Run, plane: DataPlane, resumed_at: int | None, *, rank: int) -> None:
         """Join the critic's world and build it; see `ReferenceWorker`."""
         super().__init__(run, rank, "critic")
+        self._saved: int | None = None
         tokenizer = _join_world(run, "critic")
         self.roles = Roles(critic=build_role(run, "critic", build_pass_settings(run, tokenizer)))
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.add_hooks(resumed_at or 0)
 
     def save(self, iteration: int, run_state: dict[str, object]) -> WorkerReport:
-        """Write the critic's checkpoint."""
-        assert self.roles.critic is not None
+        """Write the critic's checkpoint, completely: a run that resumes with the actor's checkpoint needs all of this one.
+
+        The last actor's checkpoint that may be incomplete now is the one before this: the critic's before that one stays.
+        """
+        critic = self.roles.critic
+        assert critic is not None
         with self.timers(Phases.SAVE.timer):
-            self.roles.critic.save(iteration, run_state)
+            critic.remove_old(iteration, spare=1)
+            critic.save(iteration, run_state, companions=None)
+            critic.finish_saves()
+        self._saved = iteration
         return self._report()
 
     def finish(self) -> WorkerReport:
-        """Wait for background saves."""
+        """Remove old checkpoints, now that the actor's newest is complete."""
         assert self.roles.critic is not None
-        self.roles.critic.finish_saves()
+        if self._saved is not None:
+            self.roles.critic.remove_old(self._saved)
         return self._report()
 
 

@@ -191,14 +191,15 @@ class Fleet:
 
     def save(self, iteration: int, run_state: dict[str, object]) -> list[WorkerReport]:
         """Write, or start to, a checkpoint of every role that changes; the actor's is last: a run resumes where it does."""
-        reports = []
-        if "critic" in self.dedicated:
-            reports += self.dedicated["critic"].call(Phases.SAVE, iteration, run_state)
-            # complete, not only started: a run that resumes with the actor's checkpoint needs all of this one
-            reports += self.dedicated["critic"].call(Phases.FINISH)
-        return reports + self.actor.call(Phases.SAVE, iteration, run_state)
+        critic = self.dedicated.get("critic")
+        reports = [] if critic is None else critic.call(Phases.SAVE, iteration, run_state)
+        reports += self.actor.call(Phases.SAVE, iteration, run_state)
+        if critic is not None and not self._run.config.actor_config.async_save:
+            reports += critic.call(Phases.FINISH)
+        return reports
 
     def finish(self) -> list[WorkerReport]:
         """Wait until all checkpoints are complete."""
-        groups = [self.dedicated["critic"]] if "critic" in self.dedicated else []
-        return [report for group in (*groups, self.actor) for report in group.call(Phases.FINISH)]
+        critic = self.dedicated.get("critic")
+        reports = self.actor.call(Phases.FINISH)
+        return reports if critic is None else [*reports, *critic.call(Phases.FINISH)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,7 @@ from mindspeed_rl.checkpoint.model_source import (
     base_of,
     lacks_score_head,
 )
+from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.model_metadata import HF_FILES
@@ -34,8 +36,10 @@ from mindspeed_rl.engine.checkpoint import (
     load_checkpoint,
     verify_files,
 )
+from mindspeed_rl.engine.disks import gather_objects
 from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
@@ -130,6 +134,7 @@ class Role:
         self.name, self.config, self.source = name, config, model.source
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
+        self._random: dict[str, Tensor] | None = None
         self.model: BuiltModel = build_model(config, model.plan, trainable=self.trains)
         self.engine = TrainEngine(
             config,
@@ -164,6 +169,20 @@ class Role:
             loaded = load_checkpoint(self.engine, source.weights, iteration)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
+                self._random = capture_rng_state() if loaded["random_restored"] else None
+
+    def restore_random(self) -> None:
+        """Restore the random generators of the checkpoint once all that the process has is built: building draws from them."""
+        if self._random is not None:
+            restore_rng_state(self._random)
+
+    def write_lost_export(self) -> None:
+        """Write the Hugging Face folder of the checkpoint that the run resumes from, if a kill came between the two."""
+        saver, resumed = self._saver, self.resumed
+        if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
+            return
+        if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
+            self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
         """Load weights from a source without training state.
@@ -183,17 +202,29 @@ class Role:
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
 
-    def save(self, iteration: int, run_state: dict[str, object]) -> None:
-        """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
+    def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:
+        """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest).
+
+        Args:
+            iteration: after which a run resumes from it.
+            run_state: see `CheckpointSaver.save`.
+            companions: roles whose checkpoints of this iteration a run needs to resume from this one; None for one of them.
+        """
         if self._saver is None:
             return
-        companions = self._saver.folder / HF_FILES
-        if self._saver.disks.leads and not (companions / "config.json").is_file():
+        files = self._saver.folder / HF_FILES
+        if self._saver.disks.leads and not (files / "config.json").is_file():
             # next to the checkpoints, so that they show which model they are of
-            copy_companions(self.source.hf_folder, companions, self._hf_changes())
-        self._saver.save(iteration, run_state)
+            copy_companions(self.source.hf_folder, files, self._hf_changes())
+        savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
+        self._saver.save(iteration, run_state, companions=savers)
         if self.config.save_hf:
-            self._export(iteration_folder(self._saver.folder / "hf", iteration))
+            self._export(iteration_folder(self._saver.folder / EXPORTS, iteration))
+
+    def remove_old(self, iteration: int, *, spare: int = 0) -> None:
+        """Remove the checkpoints that `keep_last` leaves out, where no checkpoint of another role does it; see the saver's."""
+        if self._saver is not None:
+            self._saver.remove_old(iteration, spare=spare)
 
     def _export(self, folder: Path) -> None:
         """Write the weights to a folder, and the link `latest` next to it; the folder never has a part of them.
@@ -212,6 +243,8 @@ class Role:
                 link.symlink_to(folder.name)
                 # in one step: a reader of `latest` finds the previous folder or this one
                 os.replace(link, folder.with_name("latest"))
+                for old in list_old(folder.parent, int(folder.name.removeprefix("iter_")), self.config.keep_last):
+                    shutil.rmtree(old)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise ValueError(f"save: {folder} could not be written: {error}") from error

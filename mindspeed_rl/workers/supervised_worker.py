@@ -59,6 +59,8 @@ class SupervisedWorker(DeviceWorker):
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)
         self._build(tokenizer.pad_token_id)
+        self.role.write_lost_export()
+        self.role.restore_random()
         self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
         self.add_hooks(self.resumed_state().get("iteration", 0))
         order = self.stage.order(len(self.train_items), plan, self.consumed)

@@ -79,6 +79,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         self.roles = _build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor = self.roles.actor
+        self.actor.write_lost_export()
         self.connect(plane)
         self.offload_all()
 
@@ -180,9 +181,10 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         return self._report(metrics)
 
     def _save_roles(self, iteration: int, run_state: dict[str, object], *, release: bool = False) -> None:
-        for role in self._saved_roles():
+        roles = self._saved_roles()
+        for role in roles:
             role.offloader.onload(params=True, grads=role.trains, optimizer=role.trains)
-            role.save(iteration, run_state)
+            role.save(iteration, run_state, companions=roles[:-1] if role is self.actor else None)
             if release:
                 self._release(role)
 
@@ -206,6 +208,7 @@ class TrainerWorker(ActorPhases):
         self._build(plane)
         self._group: WeightSyncGroup | None = None
         self._push: WeightPush | None = None
+        self.actor.restore_random()
 
     def join_servers(self, rendezvous: Rendezvous) -> None:
         """Become a member of a new group with the servers' workers; leaves the previous group."""

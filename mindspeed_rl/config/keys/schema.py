@@ -24,6 +24,44 @@ from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup, Text
 
 #: (another key of the group, its values): the key is read only while the other key has one of these values
 Needs = tuple[str, tuple[object, ...] | Literal["set", "above 1"]]
+#: class of a key whose value has changed since the checkpoint that a run resumes from; see `ON_RESUME`
+OnResume = Literal["exact", "order", "schedule", "in_flight", "random", "kl", "reference", "fixed"]
+#: effect of such a change on the run, in English and Chinese; all but the first and the last are said on the console
+ON_RESUME: dict[OnResume, Text] = {
+    "exact": (
+        "the run continues exactly, with the new value from the next iteration on",
+        "运行准确地接着进行，从下一次迭代起用新值",
+    ),
+    "order": (
+        "these are other data, or the same in another order: a new pass over them begins where the run resumes",
+        "数据不同，或顺序不同：从续训处开始新的一遍",
+    ),
+    "schedule": (
+        "the learning rate follows the new curve, from the iteration that is reached on",
+        "学习率从已到达的迭代起按新的曲线变化",
+    ),
+    "in_flight": (
+        "responses that were being generated are dropped, and generated anew for the same prompts",
+        "生成到一半的回答丢弃，对同样的 prompt 重新生成",
+    ),
+    "random": (
+        "random generators start anew, which is of effect with dropout alone",
+        "随机数发生器重新开始，只在有 dropout 时有影响",
+    ),
+    "kl": (
+        "an adaptive KL coefficient continues from its last value, not from init_kl_coef",
+        "自适应的 KL 系数从上次的值继续，而不是 init_kl_coef",
+    ),
+    "reference": (
+        "the KL divergence is that to another reference model from here on",
+        "从这里起 KL 散度相对于另一个参考模型",
+    ),
+    "fixed": (
+        "refused: the training state of the checkpoint does not fit; keep the value, or set finetune: true to start from its "
+        "weights",
+        "拒绝：检查点的训练状态与之不符；保留原值，或设 finetune: true 只从其权重开始",
+    ),
+}
 _G = TypeVar("_G")
 _DAYS_31 = 31 * 86400.0
 
@@ -33,7 +71,7 @@ class Range:
 
     ROWS, TOKENS, TOKENS_FROM_0 = Bounds(1, 10**7), Bounds(1, 10**8), Bounds(0, 10**8)
     ITERATIONS, ITERATIONS_FROM_0, RESTARTS = Bounds(1, 10**9), Bounds(0, 10**9), Bounds(0, 10**4)
-    DEVICES, PROCESSES, CALLS = Bounds(1, 10**6), Bounds(1, 4096), Bounds(0, 10**6)
+    DEVICES, PROCESSES, CALLS = Bounds(1, 10**5), Bounds(1, 4096), Bounds(0, 10**6)
     WIDTH, LAYERS, EXPERTS = Bounds(1, 10**7), Bounds(1, 10**4), Bounds(1, 10**5)
     SEED, WEIGHT, RATE = Bounds(0, 2**32 - 1), Bounds(-1e6, 1e6), Bounds(0, 1e3)
     FRACTION, DECAY = Bounds(0, 1), Bounds(0, 1, excludes_high=True, default=0.9)
@@ -57,6 +95,7 @@ class Key:
         no_effect: why the key does nothing although rules check it.
         elsewhere: names of the key in other projects; a dotted one holds inside that group only.
         upstream: the different meaning or default that the key has in MindSpeed-RL.
+        on_resume: what a change of the value does to a run that resumes, one of `ON_RESUME`; None is an omission.
         kind: the resolved type of the field.
         default: the value when the run file does not set the key.
     """
@@ -72,6 +111,7 @@ class Key:
     no_effect: Text | None
     elsewhere: tuple[str, ...]
     upstream: Text | None
+    on_resume: OnResume | None = None
     kind: object = None
     default: object = None
 
@@ -90,6 +130,7 @@ def key(
     no_effect: Text | None = None,
     elsewhere: str = "",
     upstream: Text | None = None,
+    on_resume: OnResume | None = None,
 ) -> Any:
     """Declare one key of a group; `Key` describes the arguments, of which lists of words are given as one text.
 
@@ -108,6 +149,7 @@ def key(
         no_effect=no_effect,
         elsewhere=tuple(elsewhere.split()),
         upstream=upstream,
+        on_resume=on_resume,
     )
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata={"key": record})
