@@ -8,6 +8,8 @@ from pathlib import Path
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 #: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
 EXPORTS = "hf"
+#: folder of a checkpoint with the responses that were being generated when it was written
+IN_FLIGHT = "in_flight"
 
 
 def newest_checkpoint(folder: str | Path) -> str | None:

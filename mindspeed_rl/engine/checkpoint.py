@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -36,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import IN_FLIGHT, iterations, list_old, newest_checkpoint
 from mindspeed_rl.engine.disks import (
     RANDOM,
     CheckpointFiles,
@@ -60,8 +59,6 @@ _log = logging.getLogger(__name__)
 
 #: fix of a damaged checkpoint
 _ADVICE = "load_previous: true resumes from the one before, load_iteration names another"
-#: folder of a checkpoint with the responses that were being generated when it was written
-IN_FLIGHT = "in_flight"
 #: a disk is full when a probe of this size fails
 _NEARLY_FULL_BYTES = 1 << 20
 
@@ -193,6 +190,8 @@ class CheckpointSaver:
             "bf16": config.bf16,
             "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
             "scheduler": engine.scheduler.state_dict() if has_schedule and engine.scheduler is not None else None,
+            "steps_per_iteration": engine.steps_per_iteration,
+            "num_updates": engine.num_updates,
             "checksums": True,
             "run_state": run_state,
         }
@@ -443,13 +442,13 @@ def _describe(record: dict[str, Any]) -> str:
     return f"lora_r {record['r']}, lora_alpha {record['alpha']}, lora_target_modules {' '.join(record['target_modules'])}"
 
 
-def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
-    """Move the schedule to the position of the saved one; its shape stays this run's."""
-    mine = scheduler.state_dict()
-    changed = [f"{name} {saved[name]} -> {mine[name]}" for name in saved if name != "num_steps" and saved[name] != mine[name]]
-    if changed and dist.get_rank() == 0:
-        _log.warning("load: the schedule of this run differs from that of %s and is used: %s.", path, ", ".join(changed))
-    scheduler.num_steps = saved["num_steps"]
+def _load_schedule(engine: TrainEngine, record: dict[str, Any]) -> None:
+    """Move the schedule to the position of the saved one, counted in iterations; its shape stays this run's."""
+    scheduler, saved = engine.scheduler, record["scheduler"]["num_steps"]
+    assert scheduler is not None  # an engine that trains has one
+    # the keys of the schedule count iterations, of which each may have another number of steps now
+    per_iteration = record.get("steps_per_iteration", engine.steps_per_iteration)
+    scheduler.num_steps = round(saved * engine.steps_per_iteration / per_iteration)
     # sets the learning rate of the restored position
     scheduler.step(increment=0)
 
@@ -519,7 +518,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if not verify_files(path, _ADVICE, files) and dist.get_rank() == 0:
         _log.warning("load: %s is of a version without %s; its files are not verified.", path, checksums.NAME)
     record = json.loads(record_path.read_text())
-    optimizer, scheduler = engine.optimizer, engine.scheduler
+    optimizer = engine.optimizer
     with_optimizer = optimizer is not None and not (config.finetune or config.no_load_optim)
     if with_optimizer and record["scheduler"] is None:
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
@@ -559,9 +558,10 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
             _add_zero_head(model, state[f"model{index}"])
         model.load_state_dict(state[f"model{index}"], strict=subset == "all")
     if with_optimizer:
-        assert optimizer is not None and scheduler is not None  # an engine that trains has both
-        load_optimizer_state(optimizer, state["optimizer"], num_steps=record["scheduler"]["num_steps"])
-        _load_schedule(scheduler, record["scheduler"], path)
+        assert optimizer is not None
+        engine.num_updates = record.get("num_updates", record["scheduler"]["num_steps"])
+        load_optimizer_state(optimizer, state["optimizer"], num_steps=engine.num_updates)
+        _load_schedule(engine, record)
     elif optimizer is not None:
         # its fp32 main weights are still copies of those from before the load
         optimizer.reload_model_params()

@@ -37,6 +37,7 @@ from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
+from mindspeed_rl.engine.router_losses import RouterLosses
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.observability.metrics import Metrics, merge
 
@@ -79,6 +80,8 @@ class TrainEngine:
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None: the latter.
         on_gradients: called in every step between the backward pass and the optimizer, if any.
+        steps_per_iteration: optimizer steps of an iteration.
+        num_updates: optimizer steps since the start of the run.
         routed: the routers, where rows may carry the experts of their tokens; None elsewhere.
     """
 
@@ -99,11 +102,14 @@ class TrainEngine:
         self.choices: tuple[int, ...] | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
+        self._router_losses: RouterLosses | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
+        self.steps_per_iteration = 1
+        self.num_updates = 0
         self.offloader = Offloader(self)
         # on the NPU MindSpeed swaps the state inside its optimizer
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
@@ -117,6 +123,9 @@ class TrainEngine:
             )
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
+        self.steps_per_iteration = steps_per_iteration
+        if self.model.plan.model_config.num_moe_experts is not None:
+            self._router_losses = RouterLosses(self.model)
         transformer_config = self.model.transformer_config
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self.optimizer.scale_loss
@@ -229,6 +238,8 @@ class TrainEngine:
             optimizer.zero_grad()
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
+            if self._router_losses is not None:
+                self._router_losses.start_step(micro_batches, self._count(micro_batches, loss_step))
             # called here and not in a helper, so that only Megatron's frames are between this line and the loss
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             if not self.config.no_check_for_nan_in_loss_and_grad:
@@ -246,6 +257,7 @@ class TrainEngine:
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
+            self.num_updates += 1
             PendingMetrics.read(one.metrics for one in losses)
         return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
 
@@ -276,6 +288,23 @@ class TrainEngine:
         count = result.count if counted else torch.zeros_like(result.count)
         # Megatron adds the counts up in int32
         return result.loss_sum, count.to(torch.int), replace(result, loss_sum=result.loss_sum.detach())
+
+    @torch.no_grad()
+    def _count(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_step: Callable[[int, MicroBatch, tuple[Tensor, ...]], tuple[Tensor, Tensor, LossOutput]],
+    ) -> Tensor:
+        """Return the sum of the counts that the loss will return, on every rank, before any forward pass.
+
+        A count does not depend on the outputs of the model (`LossOutput`), so zeros do.
+        """
+        num_outputs = 1 if self.model.plan.model_config.head == "reward" else len(self.choices or (0, 1))
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index, micro_batch in enumerate(micro_batches):
+            zeros = torch.zeros(micro_batch.rows, micro_batch.width, device=self.device)
+            total += loss_step(index, micro_batch, (zeros,) * num_outputs)[2].count
+        return total
 
     def _check_finite(self, losses: Sequence[LossOutput], micro_batches: Sequence[MicroBatch]) -> None:
         """Raise the same error on every rank when any rank has a non-finite loss or gradient; the host waits once.
@@ -319,8 +348,9 @@ class TrainEngine:
         try:
             yield
         finally:
-            if self.routed is not None:
-                self.routed.reset()
+            for layers in (self.routed, self._router_losses):
+                if layers is not None:
+                    layers.reset()
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all data-parallel ranks (empty ones have no loss)."""
@@ -386,6 +416,8 @@ class TrainEngine:
             index, micro_batch = next(iterator)
             if self.routed is not None:
                 self.routed.arm(indices[id(chunk)], micro_batch)
+            if self._router_losses is not None and not forward_only:
+                self._router_losses.arm(indices[id(chunk)], micro_batch)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.observability.metrics import Metrics
@@ -24,12 +25,14 @@ class DataSummary:
         unit: of the counts: samples, pairs, solutions.
         num_train, num_held_out: items to train and to evaluate on.
         num_too_long: items left out because they exceed seq_length.
+        order: numbers that differ for other items, and for another order.
     """
 
     unit: str
     num_train: int
     num_held_out: int
     num_too_long: int
+    order: Sequence[int] = ()
 
     def __str__(self) -> str:
         text = f"{self.num_train:,} {self.unit} to train on"

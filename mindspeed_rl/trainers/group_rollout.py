@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.checkpoint.mcore import iteration_folder
+from mindspeed_rl.checkpoint.newest import IN_FLIGHT
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
@@ -18,11 +21,10 @@ from mindspeed_rl.trainers.group_sources import PartialSource, StreamingSource
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
+from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
 from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 from mindspeed_rl.workers.reward_group import RewardGroup
-
-_IN_FLIGHT = "in_flight"
 
 
 def _response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
@@ -86,15 +88,15 @@ class GroupRollout(Rollout):
         Args:
             model_rewards: adds its scores before groups are filtered.
         """
+        super().__init__(loader)
         actor = run.config.actor_config
         self._plan, self._plane, self._rewards = run.plan, plane, rewards
-        self._loader, self._source, self._filter, self._model_rewards = loader, source, group_filter, model_rewards
+        self._source, self._filter, self._model_rewards = source, group_filter, model_rewards
         self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
         self._record = run.folder / CONSUMED
         self._save = Path(actor.save) if actor.save else None
-        self._load = Path(actor.load).expanduser() if actor.load else None
         self._pushed: int | None = None
-        self._resumed = False
+        self._resumed: list[PromptGroup] = []
 
     # ------------------------------------------------------------------ weights
 
@@ -104,9 +106,11 @@ class GroupRollout(Rollout):
         # after the last iteration the engine takes the last weights, for evaluation
         if version == self._pushed and iteration != self._train_iters:
             return None
-        if self._pushed is None and not self._resumed:  # the checkpoint may be of a run without a source
-            num_prompts = iteration * self._plan.num_train_prompts
-            self._source.restore([], num_prompts, num_prompts)
+        if self._pushed is None:
+            # prompts that trained are counted in batches of this run: admission compares them with its iterations
+            num_taken = iteration * self._plan.num_train_prompts
+            self._source.restore(self._resumed, self._loader.next_prompt, num_taken)
+            self._resumed = []
         self._source.before_push()
         return version if version != self._pushed else version + 1
 
@@ -191,19 +195,26 @@ class GroupRollout(Rollout):
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, object]:
-        """Write the groups in flight into a file next to the checkpoints, and return its name."""
+        """Write the groups in flight into a file that becomes part of the checkpoint, and return its name."""
         groups, next_prompt, num_taken = self._source.snapshot()
         assert self._save is not None  # only a run that saves needs its state
+        staged = self._save / f"{IN_FLIGHT}.partial"
+        shutil.rmtree(staged, ignore_errors=True)  # of a killed save
         name = f"prompt_{num_taken:09d}.safetensors"
-        save_groups(self._save / _IN_FLIGHT / name, groups)
-        draws = -(-next_prompt // self._plan.num_prompts)  # for a run that resumes without a source
-        return {"next_prompt": next_prompt, "num_taken": num_taken, "file": name, "draws": draws}
+        save_groups(staged / name, groups)
+        position = {"next_prompt": next_prompt, "in_flight": [group.index for group in groups], "file": name}
+        # of a run that resumes without a source
+        return super().state_dict() | position | {"draws": -(-next_prompt // self._plan.num_prompts)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Rollout`."""
-        if "file" not in state:
-            return
-        assert self._load is not None  # there was a checkpoint
-        groups = load_groups(self._load / _IN_FLIGHT / state["file"], self._loader.item)
-        self._source.restore(groups, state["next_prompt"], state["num_taken"])
-        self._resumed = True
+    def load_state_dict(self, state: Mapping[str, Any], resume: ResumePoint) -> None:
+        """See `Rollout`; prompts whose responses do not fit this run start anew."""
+        super().load_state_dict(state, resume)
+        loader, version = self._loader, self._source.admission.version(resume.iteration)
+        is_early = "file" in state and "in_flight" not in state  # of an earlier version, which had the file elsewhere
+        folder = resume.weights if is_early else iteration_folder(resume.weights, resume.iteration)
+        if is_early or (loader.waiting and "file" in state and not resume.affects("in_flight")):
+            self._resumed = load_groups(folder / IN_FLIGHT / state["file"], loader.item)
+        else:
+            size = self._plan.n_samples_per_prompt
+            self._resumed = [PromptGroup(index, loader.item(index), version, [None] * size) for index in loader.waiting]
+        loader.waiting = []

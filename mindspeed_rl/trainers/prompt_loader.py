@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
-from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.trainers.model_plans import plan_models
 from mindspeed_rl.workers.agents import read_tool_schemas
 
 if TYPE_CHECKING:
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 class PromptLoader:
     """The prompts of a run in their order; each has n_samples_per_prompt rows in the data plane.
 
+    The position in them is a number of prompts, so that a run may resume with another batch or mode.
+
     Attributes:
         COLUMNS: that it puts into the data plane.
+        next_prompt: index of the next one that was never taken.
+        waiting: indexes of prompts that were started before a resume and did not train: they come first.
     """
 
     COLUMNS = ("prompt_ids", "labels", "extra")
@@ -35,18 +40,45 @@ class PromptLoader:
     def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
         self._prompts, self._plane, self._plan = prompts, plane, plan
         self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
+        self._described = describe_order(prompts, seed=seed, shuffle=shuffle)
+        self._pass_start = self.next_prompt = 0
+        self.waiting: list[int] = []
 
     def item(self, index: int) -> PromptItem:
         """Return the prompt of this index, counted from the start of the run over all epochs."""
-        return self._prompts[next(self._sampler.batches(index, 1))[0]]
+        return self._prompts[next(self._sampler.batches(index - self._pass_start, 1))[0]]
 
-    def put(self, rollout_index: int) -> None:
-        """Replace the rows of the data plane by the prompts of this rollout."""
+    def put(self) -> None:
+        """Replace the rows of the data plane by the next prompts."""
         size = self._plan.num_prompts
-        items = [self._prompts[index] for index in next(self._sampler.batches(rollout_index * size, size))]
+        items = [self.item(index) for index in self.waiting[:size]]
+        self.waiting = self.waiting[size:]
+        if count := size - len(items):
+            batch = next(self._sampler.batches(self.next_prompt - self._pass_start, count))
+            items += [self._prompts[index] for index in batch]
+            self.next_prompt += count
         repeat = self._plan.n_samples_per_prompt
         self._plane.clear(size)
         self._plane.put(prompt_rows(items, repeat), range(size * repeat))
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position, as plain values."""
+        start = {"pass_start": self._pass_start, "order": self._described}
+        return {"next_prompt": self.next_prompt, "in_flight": self.waiting, **start}
+
+    def load_state_dict(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Continue where `state_dict` was taken, after this iteration; a new pass begins over other prompts than those."""
+        # checkpoints of earlier versions have rollouts at most
+        self.next_prompt = state.get("next_prompt", state.get("draws", iteration) * self._plan.num_prompts)
+        self._pass_start, self.waiting = state.get("pass_start", 0), list(state.get("in_flight", ()))
+        if state.get("order", self._described) != self._described:
+            self._pass_start, self.waiting = self.next_prompt, []
+
+
+def describe_order(prompts: PromptDataset, *, seed: int, shuffle: bool) -> list[int]:
+    """Return numbers that differ for other prompts, and for another order: their count, a sum over some, seed, shuffling."""
+    some = [prompts[index]["prompt_ids"] for index in np.linspace(0, len(prompts) - 1, min(64, len(prompts)), dtype=int)]
+    return [len(prompts), zlib.crc32(json.dumps([list(map(int, ids)) for ids in some]).encode()), seed, int(shuffle)]
 
 
 def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:
@@ -113,22 +145,7 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
     )
 
 
-# ---------------------------------------------------------------------- counting
-
-
-def count_prompts(run: Run) -> int:
-    """Return the number of prompts that the run would train on.
-
-    Raises:
-        ValueError: data or tokenizer are not where the keys say, or not usable.
-    """
-    actor = run.config.actor_config
-    folder = actor.tokenizer_name_or_path or plan_models(run)[0].models["actor"].source.hf_folder
-    if not Path(folder).expanduser().is_dir():  # a plan does not wait for a hub
-        raise ValueError(f"actor_config.tokenizer_name_or_path: {folder} is no folder on this machine.")
-    tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
-    train, _, _ = read_split(actor.split)
-    return len(_open_run_prompts(run, "data_path", tokenizer).part(0, train))
+# ---------------------------------------------------------------------- length
 
 
 def resolve_length(run: Run, num_prompts: int) -> Run:

@@ -10,8 +10,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, lacks_export, newest_checkpoint
 from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
+from mindspeed_rl.config.rules.resume_rules import KeyChange, describe_changes, find_changes
 from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.runtime.futures import WorkerError
 
@@ -39,15 +41,36 @@ class ResumePoint:
     Attributes:
         weights: the folder that the weights are read from.
         iteration: after which the run resumes; 0 for one that starts from weights alone.
+        state: of the trainer; empty for a run that starts from weights alone.
+        changes: keys that have another value than in the run that wrote the checkpoint.
+        notes: sentences on what they do to the run.
     """
 
     weights: Path
     iteration: int
+    state: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    changes: Sequence[KeyChange] = ()
+    notes: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.iteration:
-            return f"resumes after iteration {self.iteration} of {self.weights}"
+            return "\n".join([f"resumes after iteration {self.iteration} of {self.weights}", *self.notes])
         return f"starts from the weights of {self.weights}"
+
+    def affects(self, effect: OnResume) -> bool:
+        """Return True where a key has changed whose change has this effect."""
+        return any(change.on_resume == effect for change in self.changes)
+
+    def describe_order_change(self, order: list[int]) -> str:
+        """Return a sentence where the data, or their order, are not those of the checkpoint; empty where they are.
+
+        Args:
+            order: of this run; see `prompt_loader.describe_order`.
+        """
+        if self.state.get("rollout", self.state).get("order", order) == order:
+            return ""
+        named = ", ".join(str(change) for change in self.changes if change.on_resume == "order")
+        return f"changed since that checkpoint: {named or 'the content of data_path'}: {ON_RESUME['order'][0]}"
 
 
 def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
@@ -73,9 +96,30 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"{group}.load: {source.weights} was written by {written}, from which a run of stage {run.config.stage} cannot "
             f"resume; {advice}."
         )
-    resume = ResumePoint(source.weights, iteration)
+    changes = find_changes(run.config, record["run_state"].get("keys", {}))
+    refused = [str(change) for change in changes if change.on_resume == "fixed" and not config.no_load_optim]
+    if refused:
+        raise ValueError(
+            f"{group}.load: the run would resume after iteration {iteration} of {source.weights}, but its training state does "
+            f"not fit: changed since that checkpoint: {', '.join(refused)}; keep the value, or {advice}."
+        )
+    notes = describe_changes(changes, _find_effects(run, record["run_state"]))
+    resume = ResumePoint(source.weights, iteration, record["run_state"], changes, notes)
     check_remaining_iterations(run, resume)
     return resume
+
+
+def _find_effects(run: Run, state: Mapping[str, Any]) -> frozenset[OnResume]:
+    """Return the effects that changed keys may have on this run; the order of prompts is compared when they are read."""
+    has_kl = run.objective is not None and run.objective.needs_reference
+    effects: dict[OnResume, bool] = {
+        "schedule": run.config.actor_config.lr_decay_style != "constant",
+        "in_flight": bool(state.get("rollout", {}).get("in_flight")),
+        "random": True,
+        "kl": has_kl and run.rl.kl_ctrl_type == "adaptive",
+        "reference": has_kl,
+    }
+    return frozenset(effect for effect, has_it in effects.items() if has_it)
 
 
 def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:

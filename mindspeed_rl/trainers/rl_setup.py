@@ -36,9 +36,9 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
-from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
+from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.model_rewards import ModelRewards
-from mindspeed_rl.trainers.prompt_loader import PromptLoader, load_prompts, resolve_length
+from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
@@ -123,6 +123,7 @@ def check_rl(run: Run) -> RLInputs:
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     for dataset in filter(None, (prompts, held_out)):
         check_tool_columns(run.rl, tokenizer, dataset)
+    order_change = resume.describe_order_change(describe_order(prompts, seed=actor.seed, shuffle=not actor.no_shuffle))
     run = resolve_length(run, len(prompts))
     check_remaining_iterations(run, resume)
     _check_models(run, tokenizer, tokenizer_path)
@@ -131,7 +132,7 @@ def check_rl(run: Run) -> RLInputs:
         lines.append(f"{run.plan.train_iters} iterations are {actor.train_epochs:g} passes over them")
     if "code" in run.rl.verifier_function and (missing := _find_missing_isolation()):
         lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
-    lines += [str(resume), f"starting {_describe_devices(run)} on {run.platform} ..."]
+    lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, run.placement.num_devices, "\n".join(lines))
 
 
@@ -144,6 +145,7 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
             raise ConfigError(violations)
 
     yield check_reward_names
+    yield partial(check_outputs, run.missing_keys, {"run_dir": run.folder, "save": actor.save})
     yield from list_source_checks(cfg)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
@@ -270,7 +272,7 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     rollout = build_rollout(run, plane, actors, services.rewards, loader, schedule.admission, early)
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
-        rollout.load_state_dict(resumed["run_state"]["rollout"])
+        rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer)
     observers = [logger.on_batch, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, logger.note, observers)

@@ -18,6 +18,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
@@ -28,8 +29,12 @@ SCORED_COLUMNS = (*PromptLoader.COLUMNS, *Phases.GENERATE.columns, *Phases.RULE_
 class Rollout:
     """Fill the data plane with the rows that an iteration trains on.
 
-    A subclass generates; by default each iteration has new weights, and nothing but its index is needed to resume.
+    A subclass generates; by default each iteration has new weights, and the position in the prompts is all that a run needs to
+    resume.
     """
+
+    def __init__(self, loader: PromptLoader) -> None:
+        self._loader = loader
 
     def before_push(self, iteration: int) -> int | None:
         """Return the version of the weights that the engine is to have from now on; None while it keeps those that it has.
@@ -50,22 +55,24 @@ class Rollout:
 
     def state_dict(self) -> dict[str, object]:
         """Return, as plain values, the state from which a resumed run generates as the uninterrupted one would have."""
-        return {}
+        return self._loader.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+    def load_state_dict(self, state: Mapping[str, Any], resume: ResumePoint) -> None:
+        """Continue where `state_dict` was taken, by the rollout of this or another mode."""
+        self._loader.load_state_dict(state, resume.iteration)
 
 
 class SynchronousRollout(Rollout):
     """One batch of prompts by the newest weights, all groups kept."""
 
     def __init__(self, actors: Fleet, rewards: RewardGroup, loader: PromptLoader, num_samples: int, *, blocking: bool) -> None:
-        self._actors, self._rewards, self._loader = actors, rewards, loader
+        super().__init__(loader)
+        self._actors, self._rewards = actors, rewards
         self._num_samples, self._blocking = num_samples, blocking
 
     def run(self, iteration: int) -> list[WorkerReport]:
         """Generate and score the rollout of this index. Scoring overlaps with generation unless `blocking` is set."""
-        self._loader.put(iteration)
+        self._loader.put()
         if self._blocking:
             generated = self._actors.generate(iteration).wait()
             return generated + self._rewards.start(self._num_samples).wait()
@@ -87,6 +94,7 @@ class FilteredRollout(Rollout):
         self,
         run: Run,
         plane: DataPlane,
+        loader: PromptLoader,
         synchronous: SynchronousRollout,
         group_filter: GroupFilter,
         model_rewards: ModelRewards,
@@ -97,6 +105,7 @@ class FilteredRollout(Rollout):
             synchronous: generates the groups of which some are kept.
             model_rewards: adds its scores to every rollout before groups are filtered.
         """
+        super().__init__(loader)
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, synchronous, model_rewards
         self._filter = group_filter
         self._timeout_s = run.deadlines.rows_s
@@ -139,11 +148,12 @@ class FilteredRollout(Rollout):
 
     def state_dict(self) -> dict[str, object]:
         """See `Rollout`."""
-        return {"draws": self._next_rollout}  # the key of earlier checkpoints
+        return super().state_dict() | {"draws": self._next_rollout}  # the key of earlier checkpoints
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], resume: ResumePoint) -> None:
         """See `Rollout`."""
-        self._next_rollout = state["draws"]
+        super().load_state_dict(state, resume)
+        self._next_rollout = state.get("draws", resume.iteration)
 
 
 @dataclass(frozen=True)

@@ -88,5 +88,5 @@ def build_rollout(
         synchronous = SynchronousRollout(actors, rewards, loader, plan.num_samples, blocking=rl.blocking)
         if group_filter is None:
             return synchronous
-        return FilteredRollout(run, plane, synchronous, group_filter, model_rewards)
+        return FilteredRollout(run, plane, loader, synchronous, group_filter, model_rewards)
     return GroupRollout(run, plane, rewards, loader, source, group_filter, model_rewards)

@@ -8,6 +8,7 @@ import numpy as np
 
 from mindspeed_rl.algorithms.kl import build_kl_controller
 from mindspeed_rl.config import Run
+from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import Admission
@@ -73,6 +74,7 @@ class Schedule:
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
+        self._keys = record_keys(run.config)
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
         # the tokens are sampled from the weights that train on them
@@ -152,10 +154,11 @@ class Schedule:
             DisagreementError: their log-probs differ by more than `log_probs_diff_limit`.
         """
         results = metrics.results()
-        for name in ("actor/kl_loss", "reward/kl"):
-            if name in results:
-                self.kl.update(results[name], self.num_train_samples)
-                metrics.add_last("actor/kl_coef", self.kl.coef)
+        # a loss that reads the reference measures a KL also where the coefficient's is in the reward
+        name = "reward/kl" if self.objective.kl_place == "reward" else "actor/ref_kl"
+        if name in results:
+            self.kl.update(results[name], self.num_train_samples)
+            metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
         # later steps of an iteration compare a policy that has been updated
         if limit is not None and difference is not None and self._on_policy and difference > limit:
@@ -166,8 +169,9 @@ class Schedule:
 
     def state_dict(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights, as plain values."""
-        return {"iteration": iteration, "kl": self.kl.state_dict()}
+        return {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.kl.load_state_dict(state["kl"])
+        """Continue where `state_dict` was taken; a coefficient that is not adapted is the run file's."""
+        if self.objective.kl_ctrl_type == "adaptive":
+            self.kl.load_state_dict(state["kl"])

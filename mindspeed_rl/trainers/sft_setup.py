@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from mindspeed_rl.data.indexed import list_packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.runtime.reports import DataSummary
-from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models
+from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
@@ -74,7 +74,7 @@ def check_supervised(run: Run) -> _SupervisedInputs:
     """
     run = select_sound_checkpoint(run)
     config = run.config.actor_config
-    raise_together(_file_checks(run.config))
+    raise_together(_file_checks(run.config, run.missing_keys, run.folder))
     run, resume = plan_models(run)
     source = run.models["actor"].source
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
@@ -102,6 +102,8 @@ def start_workers(inputs: _SupervisedInputs, stack: contextlib.ExitStack, steps:
     resumed: Mapping[str, Any] = workers.call(Phases.RESUMED_STATE)[0]
     data: DataSummary = workers.call(Phases.DATA)[0]
     print(data, flush=True)
+    if order_change := inputs.resume.describe_order_change(list(data.order)):
+        print(order_change, flush=True)
     if run.config.actor_config.skip_train and not data.num_held_out:
         raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
     return _SupervisedServices(workers, resumed, data.num_held_out > 0)
@@ -133,9 +135,10 @@ def build_supervised_trainer(
     )
 
 
-def _file_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
-    """Yield a check of each file that the run file names."""
+def _file_checks(cfg: RunConfig, missing: Sequence[str], folder: Path) -> Iterator[Callable[[], object]]:
+    """Yield a check of each file that the run file names, and one of keys that it leaves unset."""
     config = cfg.actor_config
+    yield partial(check_outputs, missing, {"run_dir": folder, "save": config.save})
     yield from list_source_checks(cfg)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)

@@ -17,6 +17,7 @@ from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
@@ -61,12 +62,17 @@ class SupervisedWorker(DeviceWorker):
         self._build(tokenizer.pad_token_id)
         self.role.write_lost_export()
         self.role.restore_random()
-        self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
+        state: Mapping[str, Any] = self.role.resumed["run_state"] if self.role.resumed else {}
+        self.consumed: int = state.get("consumed_samples", 0)
+        self._order = self.stage.describe_order(self.train_items, plan)
+        # other samples than those of the checkpoint begin with a new pass
+        start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
+        self._state = {"pass_start": start, "order": self._order, "keys": record_keys(cfg)}
         self.add_hooks(self.resumed_state().get("iteration", 0))
-        order = self.stage.order(len(self.train_items), plan, self.consumed)
+        batches = self.stage.order(len(self.train_items), plan, self.consumed - start)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
         num_tokens = self.stage.num_tokens if balanced else None
-        self._batches = split_batches(order, self.train_items, *self.replica, num_tokens)
+        self._batches = split_batches(batches, self.train_items, *self.replica, num_tokens)
 
     def _build(self, pad_id: int) -> None:
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
@@ -95,7 +101,7 @@ class SupervisedWorker(DeviceWorker):
     def data(self) -> DataSummary:
         """Return the summary of the data."""
         held_out = 0 if self.held_out is None else len(self.held_out)
-        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long)
+        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long, self._order)
 
     # ------------------------------------------------------------------ phases
 
@@ -136,7 +142,7 @@ class SupervisedWorker(DeviceWorker):
     def save(self, iteration: int) -> WorkerReport:
         """Write a checkpoint from which a run can resume after `iteration` steps."""
         with self.timers(Phases.SAVE.timer):
-            self.role.save(iteration, {"consumed_samples": self.consumed})
+            self.role.save(iteration, {"consumed_samples": self.consumed, **self._state})
         return self._report()
 
     def finish(self) -> WorkerReport:

@@ -40,31 +40,33 @@ class DeadlineKeys:
     """Maximum waits in seconds, one for each kind. A value that is set stays; one that is not grows with the measured waits."""
 
     placement: float | None = key(None, "placement of the processes by Ray; 120 when unset",
-        "Ray 为各进程找到位置；不设时为 120", range=Range.WAIT_S)
+        "Ray 为各进程找到位置；不设时为 120", range=Range.WAIT_S, on_resume="exact")
     start: float | None = key(None, "processes start and models are built; 1800 when unset",
-        "进程启动、模型建好；不设时为 1800", range=Range.WAIT_S)
+        "进程启动、模型建好；不设时为 1800", range=Range.WAIT_S, on_resume="exact")
     generate: float | None = key(None, "a rollout, or the responses of an evaluation", "一次推理，或一次评测的回答",
-        range=Range.WAIT_S)
+        range=Range.WAIT_S, on_resume="exact")
     rewards: float | None = key(None, "scores of a batch by reward functions or a reward model",
-        "一批数据由奖励函数或奖励模型打分", range=Range.WAIT_S)
+        "一批数据由奖励函数或奖励模型打分", range=Range.WAIT_S, on_resume="exact")
     log_probs: float | None = key(None, "log-probabilities or values of a batch", "一批数据的对数概率或价值",
-        range=Range.WAIT_S)
-    update: float | None = key(None, "all optimizer steps of an iteration", "一次迭代的全部优化器步", range=Range.WAIT_S)
-    weights: float | None = key(None, "a weight sync to the rollout engine", "把权重推给推理引擎", range=Range.WAIT_S)
+        range=Range.WAIT_S, on_resume="exact")
+    update: float | None = key(None, "all optimizer steps of an iteration", "一次迭代的全部优化器步", range=Range.WAIT_S,
+        on_resume="exact")
+    weights: float | None = key(None, "a weight sync to the rollout engine", "把权重推给推理引擎", range=Range.WAIT_S,
+        on_resume="exact")
     evaluate: float | None = key(None, "the loss on held-out items of a supervised stage", "监督阶段在留出数据上的损失",
-        range=Range.WAIT_S)
+        range=Range.WAIT_S, on_resume="exact")
     save: float | None = key(None, "a checkpoint, also one that is written in the background; 3600 when unset",
-        "一个检查点，包括后台写入的；不设时为 3600", range=Range.WAIT_S)
+        "一个检查点，包括后台写入的；不设时为 3600", range=Range.WAIT_S, on_resume="exact")
     rows: float | None = key(None, "rows of the data plane that are not ready; wait_timeout_s when unset",
-        "等待数据面中尚未就绪的行；不设时为 wait_timeout_s", range=Range.WAIT_S)
+        "等待数据面中尚未就绪的行；不设时为 wait_timeout_s", range=Range.WAIT_S, on_resume="exact")
     data_plane: float | None = key(None, "a reply of the data plane, without the wait for rows; 120 when unset",
-        "数据面的答复，不计等待行的时间；不设时为 120", range=Range.WAIT_S)
+        "数据面的答复，不计等待行的时间；不设时为 120", range=Range.WAIT_S, on_resume="exact")
     collective: float | None = key(None, "ranks wait for each other in a collective; fixed when they start; 1800 when unset",
-        "各 rank 在集合通信中互相等待；启动时即固定；不设时为 1800", range=Range.WAIT_S)
+        "各 rank 在集合通信中互相等待；启动时即固定；不设时为 1800", range=Range.WAIT_S, on_resume="exact")
     server: float | None = key(None, "silence of a rollout server; vllm_server_timeout when unset",
-        "推理服务器的沉默；不设时为 vllm_server_timeout", range=Range.WAIT_S)
+        "推理服务器的沉默；不设时为 vllm_server_timeout", range=Range.WAIT_S, on_resume="exact")
     tool: float | None = key(None, "a call of a tool whose tool file sets no timeout; 30 when unset", "一次工具调用",
-        range=Range.WAIT_S)
+        range=Range.WAIT_S, on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -72,10 +74,10 @@ class FaultTolerance:
     """Recovery of a run whose worker dies or hangs."""
 
     enabled: bool = key(False, "a dead or hung worker ends all workers, and the run resumes from its last checkpoint",
-        "有 worker 死亡或卡住时结束全部 worker，运行自行从最后一个检查点继续")
-    max_restarts: int = key(3, "maximum restarts in a run", "一次运行中最多几次", range=Range.RESTARTS)
+        "有 worker 死亡或卡住时结束全部 worker，运行自行从最后一个检查点继续", on_resume="exact")
+    max_restarts: int = key(3, "maximum restarts in a run", "一次运行中最多几次", range=Range.RESTARTS, on_resume="exact")
     heartbeat_interval_s: float = key(5.0, "seconds between two heartbeats; a process that is stopped for six of them is hung",
-        "两次心跳之间的秒数；停住达六次之久即视为卡住", range=Bounds(0.1, 3600))
+        "两次心跳之间的秒数；停住达六次之久即视为卡住", range=Bounds(0.1, 3600), on_resume="exact")
 
 # fmt: on
 

@@ -20,20 +20,22 @@ class SamplingConfig:
 
     # the defaults are upstream's, but for top_k
     max_tokens: int = key(128, "longest response, in tokens", "最长的回答，单位 token", range=Range.TOKENS,
-        elsewhere="max_response_length response_length rollout_max_response_len generate_max_len max_new_tokens")
+        elsewhere="max_response_length response_length rollout_max_response_len generate_max_len max_new_tokens",
+        on_resume="in_flight")
     top_p: float = key(1.0, "nucleus: probability mass that is kept", "nucleus：保留的概率质量",
-        range=Bounds(0, 1, excludes_low=True), elsewhere="rollout_top_p")
+        range=Bounds(0, 1, excludes_low=True), elsewhere="rollout_top_p", on_resume="in_flight")
     top_k: int = key(-1, "most likely tokens that are kept; -1 keeps all", "保留最可能的 token 数；-1 为全部",
-        range=Bounds(-1, 10**7), elsewhere="rollout_top_k", upstream=("default 50", "默认 50"))
+        range=Bounds(-1, 10**7), elsewhere="rollout_top_k", upstream=("default 50", "默认 50"), on_resume="in_flight")
     min_p: float = key(0.0, "tokens below this fraction of the most likely one are dropped",
-        "低于最可能 token 的这一比例的 token 被去掉", range=Range.FRACTION)
+        "低于最可能 token 的这一比例的 token 被去掉", range=Range.FRACTION, on_resume="in_flight")
     temperature: float = key(0.2, "divides the logits, in rollout and in training alike: 0 (greedy), or 0.01 to 2",
         "logits 除以它，推理与训练相同：0（贪心），或 0.01 到 2", range=Bounds(0, 2), elsewhere="rollout_temperature",
-        upstream=("a group sampling_config without it fails in the workers", "写了 sampling_config 而缺它，工作进程会出错"))
+        upstream=("a group sampling_config without it fails in the workers", "写了 sampling_config 而缺它，工作进程会出错"),
+        on_resume="in_flight")
     ignore_eos: bool = key(False, "continue after the end token: every response has max_tokens (for benchmarks)",
-        "越过结束 token 继续：每个回答都有 max_tokens（用于性能测试）")
+        "越过结束 token 继续：每个回答都有 max_tokens（用于性能测试）", on_resume="in_flight")
     seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset",
-        "每个样本的种子的基数；不设时为运行的种子", range=Range.SEED)
+        "每个样本的种子的基数；不设时为运行的种子", range=Range.SEED, on_resume="exact")
 
 
 ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
@@ -46,70 +48,75 @@ class GenerateConfig:
     infer_tensor_parallel_size: int = key(8,
         "devices one rollout replica is split over; when omitted: as many as the actor's weights, if heads allow",
         "一个推理副本切分到的设备数", range=Range.PROCESSES,
-        elsewhere="vllm_tensor_parallel_size rollout.tensor_model_parallel_size rollout_num_gpus_per_engine")
+        elsewhere="vllm_tensor_parallel_size rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
+        on_resume="exact")
     infer_pipeline_parallel_size: int = key(1, "must be 1: the rollout engine has no pipeline here",
-        "必须为 1：这里的推理引擎没有流水并行", range=Range.PROCESSES)
+        "必须为 1：这里的推理引擎没有流水并行", range=Range.PROCESSES, on_resume="exact")
     infer_expert_parallel_size: int = key(1, "replicas that share the experts of a MoE model", "共同分担 MoE 模型专家的副本数",
-        range=Range.DEVICES, needs=("enable_expert_parallel", (True,)))
+        range=Range.DEVICES, needs=("enable_expert_parallel", (True,)), on_resume="exact")
     enable_expert_parallel: bool = key(False,
         "keep experts unsplit and spread them over all devices of the replicas that share them",
-        "专家保持完整，分散到共享它们的各副本的全部设备上")
+        "专家保持完整，分散到共享它们的各副本的全部设备上", on_resume="exact")
 
     max_num_seqs: int = key(1,
         "responses that are generated at the same time in one replica; when omitted: its part of a rollout",
-        "一个副本同时生成的回答数", range=Bounds(1, 10**6), elsewhere="vllm_max_num_seqs")
+        "一个副本同时生成的回答数", range=Bounds(1, 10**6), elsewhere="vllm_max_num_seqs", on_resume="exact")
     max_model_len: int = key(2048, "longest prompt + response, in tokens; when omitted: max_prompt_length + max_tokens",
-        "最长的 prompt + 回答，单位 token", range=Range.TOKENS, elsewhere="vllm_max_model_len vllm_max_model_length")
+        "最长的 prompt + 回答，单位 token", range=Range.TOKENS, elsewhere="vllm_max_model_len vllm_max_model_length",
+        on_resume="in_flight")
     max_num_batched_tokens: int = key(2048, "tokens one engine step may process", "引擎一步可处理的 token 数",
-        range=Range.TOKENS)
+        range=Range.TOKENS, on_resume="exact")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16",
         "number format of the rollout weights; float32 exactly when bf16 is false",
-        "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是")
+        "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是", on_resume="exact")
     update_weights_bucket_mb: int = key(512,
         "maximum MiB in flight on a device in one exchange of a weight sync, which takes two such buckets of memory",
-        "一次权重推送的每轮交换中，一个设备上在途数据的上限，单位 MiB；推送共占两个这样的桶", range=Bounds(1, 10**6))
+        "一次权重推送的每轮交换中，一个设备上在途数据的上限，单位 MiB；推送共占两个这样的桶", range=Bounds(1, 10**6),
+        on_resume="exact")
     update_weight_mode: Literal["full", "delta"] = key("full",
         "slices in a weight sync: all, or those whose bits changed since the last sync; the proof covers all",
-        "权重推送传什么：全部切片，或只传自上次推送以来比特有变化的切片；校验始终覆盖全部")
+        "权重推送传什么：全部切片，或只传自上次推送以来比特有变化的切片；校验始终覆盖全部", on_resume="exact")
     lora_push: Literal["merged", "adapter"] = key("merged",
         "form of low-rank adapters in the engine: merged into the weights, or as an adapter next to weights that are sent once",
-        "低秩适配器如何到达引擎：合并进权重，或作为适配器放在只推送一次的权重旁边")
+        "低秩适配器如何到达引擎：合并进权重，或作为适配器放在只推送一次的权重旁边", on_resume="exact")
     gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache",
         "权重与 KV cache 占设备内存的比例", range=Bounds(0, 1, excludes_low=True), only_on="npu cuda",
-        elsewhere="vllm_gpu_memory_utilization sglang_mem_fraction_static")
+        elsewhere="vllm_gpu_memory_utilization sglang_mem_fraction_static", on_resume="exact")
     kv_cache_memory_gib: float | None = key(None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs",
-        "一个副本的 KV cache，单位 GiB；不设：够 max_num_seqs 用的大小", range=Range.POSITIVE, only_on="cpu")
+        "一个副本的 KV cache，单位 GiB；不设：够 max_num_seqs 用的大小", range=Range.POSITIVE, only_on="cpu", on_resume="exact")
     trust_remote_code: bool = key(False,
         "run Python code that comes with the model folder; leave off for models you do not trust",
-        "运行模型文件夹自带的 Python 代码；不信任的模型不要打开")
+        "运行模型文件夹自带的 Python 代码；不信任的模型不要打开", on_resume="exact")
 
     offload_train_optimizer: bool = key(False, "move optimizer state to host memory while the engine generates",
-        "生成时把优化器状态移到主机内存", elsewhere="offload_optimizer optimizer_offload adam_offload")
+        "生成时把优化器状态移到主机内存", elsewhere="offload_optimizer optimizer_offload adam_offload", on_resume="exact")
     offload_train_grad: bool = key(False, "free the gradient buffers while the engine generates", "生成时释放梯度缓冲",
-        elsewhere="grad_offload")
+        elsewhere="grad_offload", on_resume="exact")
     offload_train_param: bool = key(False, "move the training weights to host memory while the engine generates",
-        "生成时把训练权重移到主机内存", elsewhere="offload_model param_offload")
+        "生成时把训练权重移到主机内存", elsewhere="offload_model param_offload", on_resume="exact")
 
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
-        elsewhere="vllm_enable_prefix_caching")
-    enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager")
+        elsewhere="vllm_enable_prefix_caching", on_resume="exact")
+    enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
+        on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",
-        only_on="npu")
+        only_on="npu", on_resume="exact")
     eplb_token_collects: bool = key(False, "count the tokens of each expert in rollouts",
-        "统计 rollout 中发给各专家的 token 数")
+        "统计 rollout 中发给各专家的 token 数", on_resume="exact")
     eplb_token_save_path: str = key("./", "folder of these counts, a file for each rank; counts of later runs are added",
-        "存放这些统计的文件夹，每个 rank 一个文件；以后的运行在其上累加", needs=("eplb_token_collects", (True,)))
+        "存放这些统计的文件夹，每个 rank 一个文件；以后的运行在其上累加", needs=("eplb_token_collects", (True,)),
+        on_resume="exact")
 
     vllm_server_host: str | list[str] | None = key(None,
         "machines with standalone servers (`mindspeed-rl rollout`) that generate for the run; unset: the run's own engines",
-        "运行 `mindspeed-rl rollout` 的机器，在那里生成；不设时用本次运行自己的引擎")
+        "运行 `mindspeed-rl rollout` 的机器，在那里生成；不设时用本次运行自己的引擎", on_resume="exact")
     vllm_server_port: int | list[int] = key(8000, "port of these servers: one for all, or one for each host",
-        "这些服务器的端口：一个通用，或每台一个", range=Bounds(1, 65535))
+        "这些服务器的端口：一个通用，或每台一个", range=Bounds(1, 65535), on_resume="exact")
     vllm_server_timeout: float = key(120.0,
         "seconds a rollout server may be silent, with requests or during a weight sync, before it is removed",
-        "推理服务器（生成或推送权重时）最多可沉默多少秒，超过就剔除", range=Range.POSITIVE)
+        "推理服务器（生成或推送权重时）最多可沉默多少秒，超过就剔除", range=Range.POSITIVE, on_resume="exact")
     vllm_server_token_file: str | None = key(None,
         "file with the token that these servers require; unset: the variable MINDSPEED_RL_SERVER_TOKEN",
-        "存有这些服务器令牌的文件；不设时取变量 MINDSPEED_RL_SERVER_TOKEN")
+        "存有这些服务器令牌的文件；不设时取变量 MINDSPEED_RL_SERVER_TOKEN", on_resume="exact")
 
-    sampling_config: SamplingConfig = key(SamplingConfig, "sampling of a response", "如何采样一个回答")
+    sampling_config: SamplingConfig = key(SamplingConfig, "sampling of a response", "如何采样一个回答", on_resume="exact")

@@ -28,11 +28,12 @@ class _PromptColumns:
     """Columns of raw prompts; without a name the handler's column is read, an empty name switches the column off."""
 
     prompt: str | None = key(None, "column of the question, or of the chat messages", "问题或对话消息所在的列",
-        elsewhere="prompt_key input_key")
-    query: str | None = key(None, "column appended to the question", "接在问题之后的列")
-    response: str | None = key(None, "column of the reference answer", "参考答案的列", elsewhere="label_key")
-    system: str | None = key(None, "column of the system prompt", "system prompt 的列")
-    history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列")
+        elsewhere="prompt_key input_key", on_resume="order")
+    query: str | None = key(None, "column appended to the question", "接在问题之后的列", on_resume="order")
+    response: str | None = key(None, "column of the reference answer", "参考答案的列", elsewhere="label_key",
+        on_resume="order")
+    system: str | None = key(None, "column of the system prompt", "system prompt 的列", on_resume="order")
+    history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
 
 
 @dataclass(kw_only=True)
@@ -44,50 +45,55 @@ class _DataKeys:
         "hf://owner/name, each followed by [start:stop] or #count where a part is read",
         "索引数据集的前缀；列表为权重与前缀交替。prompt 也可以是原始文件、文件夹或 hf://owner/name，其后可加 [start:stop] 或 "
         "#count", elsewhere="dataset dataset_name prompt_data train_files",
-        upstream=("reads indexed datasets only", "只读索引数据集"))
+        upstream=("reads indexed datasets only", "只读索引数据集"), on_resume="order")
     eval_data_path: str | None = key(None, "prefix of the held-out dataset; unset: the part that split holds back, if any",
-        "留出集的前缀；不设时为 split 留出的部分（如有）", elsewhere="val_dataset eval_dataset val_files eval_prompt_data")
+        "留出集的前缀；不设时为 split 留出的部分（如有）", elsewhere="val_dataset eval_dataset val_files eval_prompt_data",
+        on_resume="exact")
     eval_num_prompts: int | None = key(None, "held-out prompts of one evaluation; all when unset",
-        "一次评测用的留出 prompt 数；不设为全部", range=Range.ROWS)
+        "一次评测用的留出 prompt 数；不设为全部", range=Range.ROWS, on_resume="exact")
     split: str | None = key(None, "fractions of training, validation and test, for example 100,0,0; only the first trains",
-        "训练、验证、测试的份额，例如 100,0,0；只有第一份参与训练")
+        "训练、验证、测试的份额，例如 100,0,0；只有第一份参与训练", on_resume="order")
     dataset_additional_keys: list[str] = key([], "further dataset columns that travel with a sample, normally [labels]",
-        "随样本一起走的其他数据列，通常为 [labels]")
+        "随样本一起走的其他数据列，通常为 [labels]", on_resume="exact")
     full_shuffle_instruction_dataset: bool = key(False, "shuffle over all epochs at once instead of inside each",
-        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo orm prm")
-    no_shuffle: bool = key(False, "read the dataset in file order", "按文件顺序读取数据")
+        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo orm prm", on_resume="order")
+    no_shuffle: bool = key(False, "read the dataset in file order", "按文件顺序读取数据", on_resume="order")
     tokenizer_name_or_path: str | None = key(None, "folder of a Hugging Face tokenizer", "Hugging Face tokenizer 的文件夹",
-        elsewhere="tokenizer_path")
-    tokenizer_not_use_fast: bool = key(False, "take the slow Python tokenizer", "用较慢的 Python tokenizer")
+        elsewhere="tokenizer_path", on_resume="order")
+    tokenizer_not_use_fast: bool = key(False, "take the slow Python tokenizer", "用较慢的 Python tokenizer",
+        on_resume="order")
     padded_vocab_size: int | None = key(None, "rows of the embedding; the model's vocabulary when unset",
-        "嵌入的行数；不设时为模型的词表大小", range=Range.WIDTH)
+        "嵌入的行数；不设时为模型的词表大小", range=Range.WIDTH, on_resume="fixed")
     prompt_type: str | None = key(None, "chat template of the prompts", "prompt 用的对话模板",
-        elsewhere="chat_template template")
-    prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates", "放有其他对话模板的文件")
+        elsewhere="chat_template template", on_resume="order")
+    prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates", "放有其他对话模板的文件",
+        on_resume="order")
     map_keys: _PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}",
-        "原始 prompt：按预处理的名字给出列名，{prompt: question, query: ''}")
+        "原始 prompt：按预处理的名字给出列名，{prompt: question, query: ''}", on_resume="order")
     handler_name: str | None = key(None, "raw prompts: the handler that reads them; found by their columns when unset",
-        "原始 prompt：读取它的 handler；不设时按列名判断")
+        "原始 prompt：读取它的 handler；不设时按列名判断", on_resume="order")
     enable_thinking: bool | None = key(None,
         "raw prompts: thinking mode of the chat template; the template's default when unset",
-        "原始 prompt：对话模板是否开启思考；不设时随模板默认")
+        "原始 prompt：对话模板是否开启思考；不设时随模板默认", on_resume="order")
     system_prompt: str | None = key(None, "raw prompts: system prompt of every row that has none",
-        "原始 prompt：行中没有 system prompt 时所用的 system prompt", elsewhere="system default_system")
+        "原始 prompt：行中没有 system prompt 时所用的 system prompt", elsewhere="system default_system", on_resume="order")
     on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: reaction to a malformed row",
-        "原始 prompt：遇到格式错误的行怎么办")
+        "原始 prompt：遇到格式错误的行怎么办", on_resume="order")
     no_pad_to_seq_lengths: bool = key(False, "pad a micro-batch to its longest sequence, not to seq_length",
-        "micro-batch 填充到其中最长序列，而不是 seq_length")
+        "micro-batch 填充到其中最长序列，而不是 seq_length", on_resume="exact")
     reset_position_ids: bool = key(False, "positions restart with every sample of a pack", "打包时每个样本的位置从头开始",
-        stages="pretrain sft")
-    reset_attention_mask: bool = key(False, "a sample of a pack attends only to itself", "打包时一个样本只看见自己")
+        stages="pretrain sft", on_resume="exact")
+    reset_attention_mask: bool = key(False, "a sample of a pack attends only to itself", "打包时一个样本只看见自己",
+        on_resume="exact")
     pack: bool = key(False, "rows of the dataset hold several samples each", "数据集的一行含多个样本", stages="sft",
-        elsewhere="packing")
+        elsewhere="packing", on_resume="exact")
     neat_pack: bool = key(False, "packed samples attend only to themselves; needs pack and reset_attention_mask",
-        "打包的样本只看见自己；需要 pack 与 reset_attention_mask", stages="sft")
+        "打包的样本只看见自己；需要 pack 与 reset_attention_mask", stages="sft", on_resume="exact")
     # the token of the Math-Shepherd data, as upstream has it
     placeholder_token: str = key("ки", "prm: the token at which a step is judged", "prm：对一个步骤做判断的 token",
-        stages="prm")
-    reward_tokens: list[str] = key([], "prm: the tokens that express judgements", "prm：代表判断结果的 token", stages="prm")
+        stages="prm", on_resume="exact")
+    reward_tokens: list[str] = key([], "prm: the tokens that express judgements", "prm：代表判断结果的 token", stages="prm",
+        on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -95,34 +101,35 @@ class _ParallelKeys:
     """Parallelism: the split of a model over devices."""
 
     num_npus: int | None = key(None, "devices of a run without rl_config; tensor x pipeline x context parallel size when unset",
-        "没有 rl_config 时的设备数；不设时为张量 x 流水 x 上下文并行数", range=Range.DEVICES)
+        "没有 rl_config 时的设备数；不设时为张量 x 流水 x 上下文并行数", range=Range.DEVICES, on_resume="random")
     tensor_model_parallel_size: int = key(1, "devices one layer is split over", "一层切分到的设备数", range=Range.PROCESSES,
-        elsewhere="tensor_parallel_size")
+        elsewhere="tensor_parallel_size", on_resume="random")
     pipeline_model_parallel_size: int = key(1, "consecutive groups of layers, each on separate devices",
-        "连续的层组数，每组在各自的设备上", range=Range.PROCESSES, elsewhere="pipeline_parallel_size")
+        "连续的层组数，每组在各自的设备上", range=Range.PROCESSES, elsewhere="pipeline_parallel_size", on_resume="random")
     expert_model_parallel_size: int = key(1, "devices the experts of a layer are spread over", "一层的专家分布到的设备数",
-        range=Range.PROCESSES, needs=("num_experts", "set"))
+        range=Range.PROCESSES, needs=("num_experts", "set"), on_resume="random")
     expert_tensor_parallel_size: int | None = key(None,
         "devices one expert is split over; unset: 1 with moe_tp_extend_ep, otherwise the tensor parallel size",
         "一个专家切分到的设备数；不设时：moe_tp_extend_ep 为 1，否则为张量并行数", range=Range.PROCESSES,
-        needs=("num_experts", "set"))
+        needs=("num_experts", "set"), on_resume="random")
     context_parallel_size: int = key(1, "devices one sequence is split over", "一条序列切分到的设备数", range=Range.PROCESSES,
-        elsewhere="ulysses_sequence_parallel_size ring_attn_size")
+        elsewhere="ulysses_sequence_parallel_size ring_attn_size", on_resume="random")
     context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = key("ulysses_cp_algo",
         "context parallelism by heads (Ulysses) or by ring (megatron_cp_algo)",
-        "上下文并行按头切分（Ulysses），或用环（megatron_cp_algo）", needs=("context_parallel_size", "above 1"))
+        "上下文并行按头切分（Ulysses），或用环（megatron_cp_algo）", needs=("context_parallel_size", "above 1"),
+        on_resume="exact")
     num_layers_per_virtual_pipeline_stage: int | None = key(None, "layers of a chunk in the interleaved pipeline schedule",
-        "交错流水调度中一块的层数", range=Range.LAYERS)
+        "交错流水调度中一块的层数", range=Range.LAYERS, on_resume="random")
     num_layer_list: str | int | list[int] | None = key(None, 'layers of each pipeline stage, for example "16,17,16,15"',
-        '各流水阶段的层数，例如 "16,17,16,15"')
+        '各流水阶段的层数，例如 "16,17,16,15"', on_resume="random")
     noop_layers: str | int | list[int] | None = key(None, 'indices of layers that do nothing, for example "5,95"',
-        '不做任何事的层的编号，例如 "5,95"')
+        '不做任何事的层的编号，例如 "5,95"', on_resume="fixed")
     use_tp_pp_dp_mapping: bool = key(False, "rank order tp-cp-pp-dp instead of tp-cp-dp-pp",
-        "rank 顺序为 tp-cp-pp-dp，而不是 tp-cp-dp-pp")
+        "rank 顺序为 tp-cp-pp-dp，而不是 tp-cp-dp-pp", on_resume="random")
     moe_tp_extend_ep: bool = key(False, "spread unsplit experts over the tensor parallel ranks instead of splitting them",
-        "把整个专家分布到张量并行 rank 上，而不是切分专家", needs=("num_experts", "set"))
+        "把整个专家分布到张量并行 rank 上，而不是切分专家", needs=("num_experts", "set"), on_resume="random")
     sequence_parallel: bool = key(False, "split the activations between tensor parallel layers", "在张量并行层之间切分激活",
-        needs=("tensor_model_parallel_size", "above 1"))
+        needs=("tensor_model_parallel_size", "above 1"), on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -130,35 +137,43 @@ class _OptimizerKeys:
     """Optimizer, schedule and the communication around it."""
 
     # the defaults of this group are Megatron-LM's, on which upstream's run files rely
-    optimizer: Literal["adam"] = key("adam", "AdamW", "AdamW", elsewhere="optim")
-    lr: float | None = key(None, "peak learning rate", "学习率峰值", range=Range.RATE, elsewhere="learning_rate optim.lr")
+    optimizer: Literal["adam"] = key("adam", "AdamW", "AdamW", elsewhere="optim", on_resume="exact")
+    lr: float | None = key(None, "peak learning rate", "学习率峰值", range=Range.RATE, elsewhere="learning_rate optim.lr",
+        on_resume="schedule")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key("linear",
-        "schedule after the warm-up", "预热之后的学习率曲线", elsewhere="lr_scheduler_type lr_scheduler")
+        "schedule after the warm-up", "预热之后的学习率曲线", elsewhere="lr_scheduler_type lr_scheduler", on_resume="schedule")
     lr_decay_iters: int | None = key(None, "iterations until min_lr; train_iters when unset",
-        "到达 min_lr 的迭代数；不设时为 train_iters", range=Range.ITERATIONS, needs=_DECAYING)
+        "到达 min_lr 的迭代数；不设时为 train_iters", range=Range.ITERATIONS, needs=_DECAYING, on_resume="schedule")
     lr_warmup_fraction: float | None = key(None, "warm-up as a fraction of lr_decay_iters", "预热占 lr_decay_iters 的比例",
-        range=Range.FRACTION, elsewhere="warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio")
+        range=Range.FRACTION, elsewhere="warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio", on_resume="schedule")
     lr_warmup_iters: int = key(0, "warm-up in iterations; not together with lr_warmup_fraction",
         "预热的迭代数；不能与 lr_warmup_fraction 同时设", range=Range.ITERATIONS_FROM_0,
-        elsewhere="warmup_steps lr_warmup_steps")
-    lr_warmup_init: float = key(0.0, "learning rate at the start of the warm-up", "预热开始时的学习率", range=Range.RATE)
+        elsewhere="warmup_steps lr_warmup_steps", on_resume="schedule")
+    lr_warmup_init: float = key(0.0, "learning rate at the start of the warm-up", "预热开始时的学习率", range=Range.RATE,
+        on_resume="schedule")
     min_lr: float = key(0.0, "learning rate at the end", "结束时的学习率", range=Range.RATE,
-        needs=_DECAYING)
-    weight_decay: float = key(0.01, "decoupled weight decay", "解耦的权重衰减", range=Bounds(0, 1000), elsewhere="l2")
+        needs=_DECAYING, on_resume="schedule")
+    weight_decay: float = key(0.01, "decoupled weight decay", "解耦的权重衰减", range=Bounds(0, 1000), elsewhere="l2",
+        on_resume="exact")
     clip_grad: float = key(1.0, "global gradient norm above which gradients are scaled down; 0 turns it off",
-        "全局梯度范数超过它时缩小梯度；0 为关闭", range=Range.ITERATIONS_FROM_0, elsewhere="max_grad_norm max_norm grad_clip")
-    adam_beta1: float = key(0.9, "decay of the first moment", "一阶矩的衰减", range=Range.DECAY)
-    adam_beta2: float = key(0.999, "decay of the second moment", "二阶矩的衰减", range=Range.DECAY)
+        "全局梯度范数超过它时缩小梯度；0 为关闭", range=Range.ITERATIONS_FROM_0, elsewhere="max_grad_norm max_norm grad_clip",
+        on_resume="exact")
+    adam_beta1: float = key(0.9, "decay of the first moment", "一阶矩的衰减", range=Range.DECAY, on_resume="exact")
+    adam_beta2: float = key(0.999, "decay of the second moment", "二阶矩的衰减", range=Range.DECAY, on_resume="exact")
     adam_eps: float = key(1e-8, "added to the root of the second moment", "加在二阶矩的平方根上",
-        range=Bounds(0, 1, excludes_low=True, default=1e-8), elsewhere="adam_epsilon")
+        range=Bounds(0, 1, excludes_low=True, default=1e-8), elsewhere="adam_epsilon", on_resume="exact")
     use_distributed_optimizer: bool = key(False, "split optimizer state over the data-parallel ranks",
-        "把优化器状态切分到数据并行 rank 上")
-    overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass", "反向传播进行中即归约梯度")
-    overlap_param_gather: bool = key(False, "gather weights during the forward pass", "前向传播进行中即收集权重")
-    no_check_for_nan_in_loss_and_grad: bool = key(False, "do not stop at NaN or infinity", "遇到 NaN 或无穷大时不停止")
+        "把优化器状态切分到数据并行 rank 上", on_resume="exact")
+    overlap_grad_reduce: bool = key(False, "reduce gradients during the backward pass", "反向传播进行中即归约梯度",
+        on_resume="exact")
+    overlap_param_gather: bool = key(False, "gather weights during the forward pass", "前向传播进行中即收集权重",
+        on_resume="exact")
+    no_check_for_nan_in_loss_and_grad: bool = key(False, "do not stop at NaN or infinity", "遇到 NaN 或无穷大时不停止",
+        on_resume="exact")
     gemm_gradient_accumulation_fusion: bool = key(False, "accumulate gradients inside the matrix product",
-        "在矩阵乘内部累加梯度", only_on="npu")
-    ddp_bucket_size: int | None = key(None, "elements of one gradient bucket", "一个梯度桶的元素数", range=Bounds(1, 10**12))
+        "在矩阵乘内部累加梯度", only_on="npu", on_resume="exact")
+    ddp_bucket_size: int | None = key(None, "elements of one gradient bucket", "一个梯度桶的元素数", range=Bounds(1, 10**12),
+        on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -168,37 +183,40 @@ class _CheckpointKeys:
     load: str | None = key(None, "folder with Megatron checkpoints or a Hugging Face model",
         "含 Megatron 检查点或 Hugging Face 模型的文件夹",
         elsewhere="model_name_or_path hf_checkpoint pretrain model.path resume_from_checkpoint",
-        upstream=("reads Megatron checkpoints only", "只读 Megatron 检查点"))
+        upstream=("reads Megatron checkpoints only", "只读 Megatron 检查点"), on_resume="exact")
     save: str | None = key(None, "folder for checkpoints", "检查点写入的文件夹",
-        elsewhere="ckpt_path default_local_dir save_path")
+        elsewhere="ckpt_path default_local_dir save_path", on_resume="exact")
     save_interval: int | None = key(None, "iterations between checkpoints; unset: only the last one",
         "两次检查点之间的迭代数；不设时只保存最后一次", range=Range.ITERATIONS, needs=("save", "set"),
-        elsewhere="save_steps save_freq")
+        elsewhere="save_steps save_freq", on_resume="exact")
     save_hf: bool = key(False, "also write each checkpoint as a Hugging Face folder", "每个检查点同时写成 Hugging Face 文件夹",
-        needs=("save", "set"))
+        needs=("save", "set"), on_resume="exact")
     keep_last: int | None = key(None, "checkpoints that are kept; all when unset", "保留的检查点数；不设为全部",
-        range=Range.ITERATIONS, needs=("save", "set"), elsewhere="save_total_limit max_ckpt_num max_actor_ckpt_to_keep")
+        range=Range.ITERATIONS, needs=("save", "set"), elsewhere="save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+        on_resume="exact")
     async_save: bool = key(False, "write checkpoints in the background", "在后台写检查点",
-        needs=("ckpt_format", ("torch_dist",)))
+        needs=("ckpt_format", ("torch_dist",)), on_resume="exact")
     ckpt_format: Literal["torch", "torch_dist"] = key("torch_dist", "one file a rank, or sharded and loadable under any layout",
-        "每个 rank 一个文件，或分片并可在任意切分下读入")
+        "每个 rank 一个文件，或分片并可在任意切分下读入", on_resume="exact")
     load_iteration: int | None = key(None, "iteration of the checkpoint in `load`; the newest when unset",
-        "读 `load` 中的哪个检查点；不设为最新的", range=Range.ITERATIONS_FROM_0)
+        "读 `load` 中的哪个检查点；不设为最新的", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     load_previous: bool = key(False, "resume from the newest intact checkpoint of `load` when the newest is damaged",
-        "最新的检查点损坏时，从 `load` 中最近一个完好的继续")
+        "最新的检查点损坏时，从 `load` 中最近一个完好的继续", on_resume="exact")
     sigterm_grace_s: float = key(60.0, "seconds after SIGTERM in which the running iteration may end and be saved",
-        "收到 SIGTERM 后，正在进行的迭代完成并保存可用的秒数", range=Bounds(0, 31 * 86400))
+        "收到 SIGTERM 后，正在进行的迭代完成并保存可用的秒数", range=Bounds(0, 31 * 86400), on_resume="exact")
     finetune: bool = key(False, "load weights only: no optimizer, no random state, iteration 0",
-        "只读权重：不读优化器和随机状态，从第 0 次迭代开始")
-    no_load_optim: bool | None = key(None, "do not load the optimizer", "不读优化器", needs=("load", "set"))
-    no_load_rng: bool | None = key(None, "do not load the random state", "不读随机状态", needs=("load", "set"))
-    no_save_optim: bool | None = key(None, "do not save the optimizer", "不保存优化器")
-    no_save_rng: bool | None = key(None, "do not save the random state", "不保存随机状态")
+        "只读权重：不读优化器和随机状态，从第 0 次迭代开始", on_resume="exact")
+    no_load_optim: bool | None = key(None, "do not load the optimizer", "不读优化器", needs=("load", "set"),
+        on_resume="exact")
+    no_load_rng: bool | None = key(None, "do not load the random state", "不读随机状态", needs=("load", "set"),
+        on_resume="exact")
+    no_save_optim: bool | None = key(None, "do not save the optimizer", "不保存优化器", on_resume="exact")
+    no_save_rng: bool | None = key(None, "do not save the random state", "不保存随机状态", on_resume="exact")
     pretrained_checkpoint: str | None = key(None, "folder to start from when `load` holds no checkpoint yet",
-        "`load` 中尚无检查点时的起点文件夹")
+        "`load` 中尚无检查点时的起点文件夹", on_resume="reference")
     load_checkpoint_loosely: bool = key(False,
         "weights missing in the checkpoint keep their initial values, unknown ones are skipped",
-        "检查点中缺少的权重保持新建时的值，多出的权重略过")
+        "检查点中缺少的权重保持新建时的值，多出的权重略过", on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -206,30 +224,34 @@ class _MemoryKeys:
     """Recomputation, swapping, low-rank adapters."""
 
     recompute_granularity: Literal["full", "selective"] | None = key(None, "recompute whole layers or only attention",
-        "重计算整层，或只重计算注意力")
+        "重计算整层，或只重计算注意力", on_resume="exact")
     recompute_method: Literal["uniform", "block"] | None = key(None, "full: chunks of equal size, or the first layers only",
-        "full：等大的块，或只有开头若干层", needs=("recompute_granularity", ("full",)))
+        "full：等大的块，或只有开头若干层", needs=("recompute_granularity", ("full",)), on_resume="exact")
     recompute_num_layers: int | None = key(None, "full: layers of a chunk or of the block", "full：一块的层数，或开头的层数",
-        range=Range.LAYERS, needs=("recompute_granularity", ("full",)))
+        range=Range.LAYERS, needs=("recompute_granularity", ("full",)), on_resume="exact")
     recompute_modules: list[_RecomputedModule] | None = key(None, "selective: modules that are recomputed",
-        "selective：要重计算的模块", needs=("recompute_granularity", ("selective",)))
-    recompute_activation_function: bool = key(False, "recompute the activation function of the MLP", "重计算 MLP 的激活函数")
-    swap_attention: bool = key(False, "move attention activations to host memory", "把注意力的激活移到主机内存", only_on="npu")
-    swap_optimizer: bool = key(False, "keep optimizer state in host memory", "优化器状态放在主机内存")
+        "selective：要重计算的模块", needs=("recompute_granularity", ("selective",)), on_resume="exact")
+    recompute_activation_function: bool = key(False, "recompute the activation function of the MLP", "重计算 MLP 的激活函数",
+        on_resume="exact")
+    swap_attention: bool = key(False, "move attention activations to host memory", "把注意力的激活移到主机内存", only_on="npu",
+        on_resume="exact")
+    swap_optimizer: bool = key(False, "keep optimizer state in host memory", "优化器状态放在主机内存", on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
-        "bf16 权重与其 fp32 副本共用存储", only_on="npu")
+        "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
-        range=Range.TOKENS)
+        range=Range.TOKENS, on_resume="exact")
     lora_target_modules: list[str] | None = key(None,
         "layers with adapters: linear_qkv linear_proj linear_fc1 linear_fc2; unset: no LoRA",
-        "带适配器的层：linear_qkv linear_proj linear_fc1 linear_fc2；不设则不用 LoRA", elsewhere="target_modules")
+        "带适配器的层：linear_qkv linear_proj linear_fc1 linear_fc2；不设则不用 LoRA", elsewhere="target_modules",
+        on_resume="fixed")
     lora_r: int = key(8, "rank of the adapters", "适配器的秩", range=Bounds(1, 10**5), needs=("lora_target_modules", "set"),
-        elsewhere="lora_rank lora_dim")
+        elsewhere="lora_rank lora_dim", on_resume="fixed")
     lora_alpha: int = key(16, "scale of the adapters is lora_alpha / lora_r", "适配器的缩放为 lora_alpha / lora_r",
-        range=Bounds(1, 10**6), needs=("lora_target_modules", "set"))
+        range=Bounds(1, 10**6), needs=("lora_target_modules", "set"), on_resume="fixed")
     lora_dropout: float = key(0.0, "dropout in front of the adapters", "适配器之前的 dropout", range=Range.FRACTION,
-        needs=("lora_target_modules", "set"))
-    lora_ckpt_filter: bool = key(False, "save the adapters only", "只保存适配器", needs=("lora_target_modules", "set"))
+        needs=("lora_target_modules", "set"), on_resume="exact")
+    lora_ckpt_filter: bool = key(False, "save the adapters only", "只保存适配器", needs=("lora_target_modules", "set"),
+        on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -237,41 +259,43 @@ class _KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
     use_ascend_coc: bool = key(False, "overlap tensor parallel communication with computation", "张量并行的通信与计算重叠",
-        only_on="npu")
+        only_on="npu", on_resume="exact")
     coc_mode: int = key(-1, "variant of that overlap", "该重叠的方式", range=Bounds(-1, 2), needs=("use_ascend_coc", (True,)),
-        only_on="npu")
+        only_on="npu", on_resume="exact")
     coc_parallel_num: int = key(1, "slices of that overlap", "该重叠的份数", range=Bounds(1, 1024),
-        needs=("use_ascend_coc", (True,)), only_on="npu")
+        needs=("use_ascend_coc", (True,)), only_on="npu", on_resume="exact")
     coc_fused_kernel: bool = key(False, "fused kernels for that overlap", "该重叠用融合算子", needs=("use_ascend_coc", (True,)),
-        only_on="npu")
+        only_on="npu", on_resume="exact")
     hccl_group_buffer: str | None = key(None,
         "MiB of HCCL buffers by process group, like tp:256;dp:64; others have rl_config.hccl_buffersize",
-        "按进程组给出的 HCCL 缓冲（MiB），如 tp:256;dp:64；其余组用 rl_config.hccl_buffersize", only_on="npu")
+        "按进程组给出的 HCCL 缓冲（MiB），如 tp:256;dp:64；其余组用 rl_config.hccl_buffersize", only_on="npu",
+        on_resume="exact")
 
 
 @dataclass(kw_only=True)
 class _PreferenceKeys:
     """Stages dpo and simpo."""
 
-    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "dpo: form of the loss", "dpo：损失的形式", stages="dpo")
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "dpo: form of the loss", "dpo：损失的形式", stages="dpo",
+        on_resume="exact")
     dpo_beta: float = key(0.1, "dpo: strength of the KL term to the reference", "dpo：与参考模型联系的强度",
-        range=Range.POSITIVE, stages="dpo")
+        range=Range.POSITIVE, stages="dpo", on_resume="exact")
     dpo_label_smoothing: float = key(0.0, "dpo: probability that a preference is wrong", "dpo：偏好标注出错的概率",
-        range=Bounds(0, 0.5), stages="dpo")
+        range=Bounds(0, 0.5), stages="dpo", on_resume="exact")
     pref_ftx: float = key(0.0, "dpo, simpo: weight of the supervised loss on the chosen answer",
-        "dpo、simpo：对 chosen 回答的监督损失的权重", range=Bounds(0, 1e6), stages="dpo simpo")
+        "dpo、simpo：对 chosen 回答的监督损失的权重", range=Bounds(0, 1e6), stages="dpo simpo", on_resume="exact")
     simpo_beta: float = key(2.5, "simpo: scale of the length-averaged log-probabilities", "simpo：按长度平均的对数概率的缩放",
-        range=Range.POSITIVE, stages="simpo")
+        range=Range.POSITIVE, stages="simpo", on_resume="exact")
     gamma_beta_ratio: float = key(1.4, "simpo: margin / simpo_beta", "simpo：间隔 / simpo_beta", range=Bounds(0, 1e6),
-        stages="simpo")
+        stages="simpo", on_resume="exact")
     simpo_loss_type: Literal["sigmoid", "hinge"] = key("sigmoid", "simpo: form of the loss", "simpo：损失的形式",
-        stages="simpo")
+        stages="simpo", on_resume="exact")
     simpo_label_smoothing: float = key(0.0, "simpo: probability that a preference is wrong", "simpo：偏好标注出错的概率",
-        range=Bounds(0, 0.5), stages="simpo")
+        range=Bounds(0, 0.5), stages="simpo", on_resume="exact")
     ref_model: str = key("", "dpo: folder of the reference weights; the policy's initial weights when empty",
-        "dpo：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo")
+        "dpo：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo", on_resume="reference")
     refer_model_iter: int = key(1, "dpo: iteration of that checkpoint", "dpo：该检查点的迭代号", range=Range.ITERATIONS,
-        stages="dpo")
+        stages="dpo", on_resume="reference")
 
 
 @dataclass(kw_only=True)
@@ -282,41 +306,47 @@ class MegatronConfig(
 
     # one Literal, so that the suggestion for a wrong stage comes from all of them
     stage: Literal[_RLStage, _SupervisedStage] | None = key(None, "stage of training, which selects model and loss",
-        "训练什么、用哪种损失")
-    model: str | None = key(None, "name of the model block whose keys are applied first", "模型块的名字，其键最先生效")
+        "训练什么、用哪种损失", on_resume="fixed")
+    model: str | None = key(None, "name of the model block whose keys are applied first", "模型块的名字，其键最先生效",
+        on_resume="exact")
     global_batch_size: int | None = key(None,
         "prompts of one iteration; with num_generations completions of an optimizer step; supervised stages: samples of a step",
         "一次迭代的 prompt 数；设了 num_generations 时为一个优化器步的回答数；监督阶段为一步的样本数", range=Range.ROWS,
-        elsewhere="rollout_batch_size data.train_batch_size")
+        elsewhere="rollout_batch_size data.train_batch_size", on_resume="exact")
     micro_batch_size: int | None = key(None, "samples of one forward pass of a data-parallel rank; 1 when unset",
         "一个数据并行 rank 一次前向的样本数；不设为 1", range=Range.ROWS,
-        elsewhere="per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu")
+        elsewhere="per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+        on_resume="exact")
     train_iters: int | None = key(None, "iterations of the run: rollouts in reinforcement learning, optimizer steps elsewhere",
         "运行的迭代数：强化学习为 rollout 次数，其他阶段为优化器步数", range=Range.ITERATIONS_FROM_0,
-        elsewhere="max_steps total_training_steps num_rollout")
+        elsewhere="max_steps total_training_steps num_rollout", on_resume="schedule")
     train_epochs: float | None = key(None,
         "passes over the prompts, in place of train_iters; reinforcement learning, one rollout an iteration",
         "对 prompt 训练的遍数，代替 train_iters；强化学习，每次迭代一个 rollout",
-        range=Bounds(0, 1e6, excludes_low=True, default=1), elsewhere="num_train_epochs total_epochs num_episodes num_epoch")
+        range=Bounds(0, 1e6, excludes_low=True, default=1), elsewhere="num_train_epochs total_epochs num_episodes num_epoch",
+        on_resume="schedule")
     seq_length: int | None = key(None, "longest training sequence of supervised stages; at most max_model_len",
-        "监督阶段最长的训练序列；不超过 max_model_len", range=Range.TOKENS, elsewhere="max_length max_len")
+        "监督阶段最长的训练序列；不超过 max_model_len", range=Range.TOKENS, elsewhere="max_length max_len", on_resume="order")
 
-    seed: int = key(1234, "seed of the run", "运行的随机种子", range=Range.SEED)
+    seed: int = key(1234, "seed of the run", "运行的随机种子", range=Range.SEED, on_resume="order")
     bf16: bool = key(True, "weights and activations in bfloat16 with fp32 master weights; false: everything in fp32",
-        "权重与激活用 bfloat16，主权重用 fp32；false：全部 fp32")
-    npu_deterministic: bool = key(False, "reproducible kernels on the NPU", "NPU 上用可复现的算子", only_on="npu")
-    deterministic: bool = key(False, "reproducible kernels on CPU and CUDA", "CPU 与 CUDA 上用可复现的算子", only_on="cpu cuda")
+        "权重与激活用 bfloat16，主权重用 fp32；false：全部 fp32", on_resume="fixed")
+    npu_deterministic: bool = key(False, "reproducible kernels on the NPU", "NPU 上用可复现的算子", only_on="npu",
+        on_resume="exact")
+    deterministic: bool = key(False, "reproducible kernels on CPU and CUDA", "CPU 与 CUDA 上用可复现的算子", only_on="cpu cuda",
+        on_resume="exact")
     ai_framework: Literal["mindspore"] | None = key(None, "backend below the engine; only torch (null) is available",
-        "引擎之下的后端；只有 torch（null）")
+        "引擎之下的后端；只有 torch（null）", on_resume="exact")
 
     # Megatron-LM's defaults again
     log_interval: int = key(100, "supervised stages: iterations between two metric lines", "监督阶段：两行指标之间的迭代数",
-        range=Range.ITERATIONS, stages=_SUPERVISED, elsewhere="logging_steps", upstream=("read by dpo only", "只有 dpo 读取"))
+        range=Range.ITERATIONS, stages=_SUPERVISED, elsewhere="logging_steps", upstream=("read by dpo only", "只有 dpo 读取"),
+        on_resume="exact")
     eval_iters: int = key(100, "supervised stages: batches of one evaluation", "监督阶段：一次评测的批数",
-        range=Range.ITERATIONS_FROM_0, stages=_SUPERVISED)
+        range=Range.ITERATIONS_FROM_0, stages=_SUPERVISED, on_resume="exact")
     eval_interval: int = key(1000, "iterations between evaluations", "两次评测之间的迭代数", range=Range.ITERATIONS,
-        elsewhere="eval_steps test_freq")
-    skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED)
+        elsewhere="eval_steps test_freq", on_resume="exact")
+    skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED, on_resume="exact")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ class Resource:
     """Devices of one role."""
 
     num_npus: int | None = key(None, "devices of the role on all nodes, of any kind",
-        "该角色在所有节点上的设备数，不论设备种类", range=Range.DEVICES)
+        "该角色在所有节点上的设备数，不论设备种类", range=Range.DEVICES, on_resume="random")
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class IntegratedModeConfig:
     """Extras of the mode in which actor, reference and rollout share devices."""
 
     ref_model_load_path: str | None = key(None, "weights of the reference model; the actor's initial weights when unset",
-        "参考模型的权重；不设时为 actor 的起点", elsewhere="ref_load ref_model_path")
+        "参考模型的权重；不设时为 actor 的起点", elsewhere="ref_load ref_model_path", on_resume="reference")
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class RouterReplay:
         "R2: the update routes tokens as the pass of the old log-probabilities did; R3: both route them as the rollout "
         "engine did; models with experts only",
         "R2：更新时 token 送往旧对数概率那一遍选的专家；R3：两遍都送往推理引擎选的专家；仅用于有专家的模型",
-        elsewhere="router_replay.mode")
+        elsewhere="router_replay.mode", on_resume="in_flight")
 
 
 @dataclass(kw_only=True)
@@ -69,87 +69,92 @@ class _BatchKeys:
     """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
 
     n_samples_per_prompt: int = key(1, "responses sampled for each prompt (the group)", "每个 prompt 采样的回答数（一组）",
-        range=Range.ROWS, elsewhere="num_samples_per_prompt group_size rollout.n rollout_n")
+        range=Range.ROWS, elsewhere="num_samples_per_prompt group_size rollout.n rollout_n", on_resume="in_flight")
     mini_batch_size: int = key(1, "prompts of one optimizer step", "一个优化器步的 prompt 数", range=Range.ROWS,
-        elsewhere="ppo_mini_batch_size")
+        elsewhere="ppo_mini_batch_size", on_resume="exact")
     epochs: int = key(1, "passes over one rollout batch", "对一个 rollout 批训练几遍", range=Bounds(1, 10000),
-        elsewhere="ppo_epochs")
+        elsewhere="ppo_epochs", on_resume="exact")
     num_iterations: int | None = key(None, "the same as epochs, the name in ms-swift and TRL",
-        "同 epochs，ms-swift 与 TRL 的叫法", range=Bounds(1, 10000))
+        "同 epochs，ms-swift 与 TRL 的叫法", range=Bounds(1, 10000), on_resume="exact")
     num_generations: int | None = key(None,
         "the group size; setting it switches to completion-level counting of global_batch_size",
-        "组的大小；设了它，global_batch_size 就改按回答计数", range=Range.ROWS)
+        "组的大小；设了它，global_batch_size 就改按回答计数", range=Range.ROWS, on_resume="in_flight")
     generation_batch_size: int | None = key(None, "completions of one rollout; a multiple of global_batch_size",
-        "一次 rollout 的回答数；是 global_batch_size 的倍数", range=Range.ROWS)
+        "一次 rollout 的回答数；是 global_batch_size 的倍数", range=Range.ROWS, on_resume="exact")
     steps_per_generation: int | None = key(None, "optimizer steps of one rollout; not together with generation_batch_size",
-        "一次 rollout 的优化器步数；不能与 generation_batch_size 同时设", range=Range.ROWS)
+        "一次 rollout 的优化器步数；不能与 generation_batch_size 同时设", range=Range.ROWS, on_resume="exact")
     max_prompt_length: int = key(512, "prompts of at least this many tokens are left out",
         "达到这么多 token 的 prompt 会被略去", range=Range.TOKENS,
-        elsewhere="prompt_max_len rollout_max_prompt_len prompt_length")
+        elsewhere="prompt_max_len rollout_max_prompt_len prompt_length", on_resume="order")
     max_completion_length: int | None = key(None, "the same as sampling_config.max_tokens", "同 sampling_config.max_tokens",
-        range=Range.TOKENS)
+        range=Range.TOKENS, on_resume="in_flight")
     actor_forward_micro_batch_size: int | None = key(None,
         "samples of one log-probability pass of the actor; micro_batch_size when unset",
         "actor 计算对数概率时一次的样本数；不设时为 micro_batch_size", range=Range.ROWS,
-        elsewhere="log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu")
+        elsewhere="log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu", on_resume="exact")
     ref_forward_micro_batch_size: int | None = key(None,
         "samples of one log-probability pass of the reference; micro_batch_size when unset",
         "参考模型计算对数概率时一次的样本数；不设时为 micro_batch_size", range=Range.ROWS,
-        elsewhere="ref.log_prob_micro_batch_size_per_gpu")
+        elsewhere="ref.log_prob_micro_batch_size_per_gpu", on_resume="exact")
 
     actor_rollout_dispatch_size: int | None = key(None, "rows a rollout replica takes at once; derived when unset",
-        "一个推理副本一次取的行数；不设时推导", range=Range.ROWS)
+        "一个推理副本一次取的行数；不设时推导", range=Range.ROWS, on_resume="exact")
     actor_logprob_dispatch_size: int | None = key(None,
         "rows an actor replica takes at once for log-probabilities; derived when unset",
-        "一个 actor 副本为对数概率一次取的行数；不设时推导", range=Range.ROWS)
+        "一个 actor 副本为对数概率一次取的行数；不设时推导", range=Range.ROWS, on_resume="exact")
     ref_dispatch_size: int | None = key(None, "rows a reference replica takes at once; derived when unset",
-        "一个参考模型副本一次取的行数；不设时推导", range=Range.ROWS)
+        "一个参考模型副本一次取的行数；不设时推导", range=Range.ROWS, on_resume="exact")
     reward_dispatch_size: int | None = key(None, "rows scored at once; derived when unset", "一次打分的行数；不设时推导",
-        range=Range.ROWS)
+        range=Range.ROWS, on_resume="exact")
     adv_dispatch_size: int | None = key(None, "rows whose advantages are computed at once", "一次计算优势的行数",
-        range=Range.ROWS, no_effect=("the advantages of an iteration are computed together", "一次迭代的优势一起计算"))
+        range=Range.ROWS, no_effect=("the advantages of an iteration are computed together", "一次迭代的优势一起计算"),
+        on_resume="exact")
     actor_update_dispatch_size: int | None = key(None, "rows an actor replica takes at once for the update",
         "一个 actor 副本为更新一次取的行数", range=Range.ROWS,
-        no_effect=("an update takes the rows of one optimizer step", "取一个优化器步的行"))
+        no_effect=("an update takes the rows of one optimizer step", "取一个优化器步的行"), on_resume="exact")
     dynamic_sampling_dispatch_size: int | None = key(None, "rows filtered at once", "一次过滤的行数", range=Range.ROWS,
-        no_effect=("groups are filtered after a rollout", "一次 rollout 结束后才过滤组"))
+        no_effect=("groups are filtered after a rollout", "一次 rollout 结束后才过滤组"), on_resume="exact")
     kl_dispatch_size: int | None = key(None, "rows whose KL enters the reward at once", "一次把 KL 计入奖励的行数",
-        range=Range.ROWS, no_effect=("the KL enters together with the advantages", "与优势一起计入"))
+        range=Range.ROWS, no_effect=("the KL enters together with the advantages", "与优势一起计入"), on_resume="exact")
     critic_value_dispatch_size: int | None = key(None, "rows a critic replica takes at once for values; derived when unset",
-        "一个 critic 副本为价值一次取的行数；不设时推导", range=Range.ROWS)
+        "一个 critic 副本为价值一次取的行数；不设时推导", range=Range.ROWS, on_resume="exact")
     critic_update_dispatch_size: int | None = key(None, "rows a critic replica takes at once for the update",
         "一个 critic 副本为更新一次取的行数", range=Range.ROWS,
-        no_effect=("an update takes the rows of one optimizer step", "取一个优化器步的行"))
+        no_effect=("an update takes the rows of one optimizer step", "取一个优化器步的行"), on_resume="exact")
 
     use_remove_padding: bool = key(False, "pack sequences without padding", "打包序列，不留填充", supervised=True,
-        elsewhere="padding_free packing_samples")
+        elsewhere="padding_free packing_samples", on_resume="exact")
     use_prefix_grouper: bool = key(False, "prefix sharing: compute a prompt once for all its samples in a micro-batch",
-        "前缀共享：同一 micro-batch 中，一个 prompt 的所有样本只计算一次 prompt", needs=("use_remove_padding", (True,)))
+        "前缀共享：同一 micro-batch 中，一个 prompt 的所有样本只计算一次 prompt", needs=("use_remove_padding", (True,)),
+        on_resume="exact")
     use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget instead of a row count",
-        "micro-batch 按 token 预算装满，而不按行数", supervised=True, elsewhere="use_dynamic_batch_size")
+        "micro-batch 按 token 预算装满，而不按行数", supervised=True, elsewhere="use_dynamic_batch_size", on_resume="exact")
     max_packing_token_size: int = key(4096, "token budget of a micro-batch; the three keys below take it when unset",
         "一个 micro-batch 的 token 预算；下面三个键不设时取它", range=Range.TOKENS, needs=_DYNAMIC, supervised=True,
         elsewhere="ppo_max_token_len_per_gpu max_tokens_per_gpu",
-        upstream=("does not reach the three passes, which then have 4096 each", "不会传到三个阶段，它们各为 4096"))
+        upstream=("does not reach the three passes, which then have 4096 each", "不会传到三个阶段，它们各为 4096"),
+        on_resume="exact")
     ref_max_packing_token_size: int | None = key(None, "token budget of the reference pass", "参考模型的 token 预算",
-        range=Range.TOKENS, needs=_DYNAMIC)
+        range=Range.TOKENS, needs=_DYNAMIC, on_resume="exact")
     actor_max_packing_token_size: int | None = key(None, "token budget of the actor's log-probability pass",
-        "actor 计算对数概率的 token 预算", range=Range.TOKENS, needs=_DYNAMIC)
+        "actor 计算对数概率的 token 预算", range=Range.TOKENS, needs=_DYNAMIC, on_resume="exact")
     update_max_packing_token_size: int | None = key(None, "token budget of the update", "更新的 token 预算", range=Range.TOKENS,
-        needs=_DYNAMIC, supervised=True)
+        needs=_DYNAMIC, supervised=True, on_resume="exact")
     dynamic_max_batch_size: int | None = key(None, "rows of a micro-batch at most; the three keys below take it when unset",
         "一个 micro-batch 最多的行数；下面三个键不设时取它", range=Range.ROWS, needs=_DYNAMIC, supervised=True,
-        upstream=("does not reach the three passes", "不会传到三个阶段"))
+        upstream=("does not reach the three passes", "不会传到三个阶段"), on_resume="exact")
     ref_dynamic_max_batch_size: int | None = key(None, "the same for the reference pass", "同上，用于参考模型",
-        range=Range.ROWS, needs=_DYNAMIC)
+        range=Range.ROWS, needs=_DYNAMIC, on_resume="exact")
     actor_dynamic_max_batch_size: int | None = key(None, "the same for the actor's log-probability pass",
-        "同上，用于 actor 的对数概率", range=Range.ROWS, needs=_DYNAMIC)
+        "同上，用于 actor 的对数概率", range=Range.ROWS, needs=_DYNAMIC, on_resume="exact")
     update_dynamic_max_batch_size: int | None = key(None, "the same for the update", "同上，用于更新", range=Range.ROWS,
-        needs=_DYNAMIC, supervised=True)
+        needs=_DYNAMIC, supervised=True, on_resume="exact")
     use_dp_batch_balance: bool = key(False, "distribute rows so that data-parallel ranks have about the same number of tokens",
-        "分配行时使各数据并行 rank 的 token 数相近", supervised=True, elsewhere="balance_batch balance_data")
-    guarantee_order: bool = key(False, "rows keep their order, so that a run repeats exactly", "行保持原位，使运行可完全复现")
-    shuffle_mini_batch: bool = key(False, "shuffle rows before they are cut into mini-batches", "切成 mini-batch 之前打乱行")
+        "分配行时使各数据并行 rank 的 token 数相近", supervised=True, elsewhere="balance_batch balance_data", on_resume="exact")
+    guarantee_order: bool = key(False, "rows keep their order, so that a run repeats exactly", "行保持原位，使运行可完全复现",
+        on_resume="exact")
+    shuffle_mini_batch: bool = key(False, "shuffle rows before they are cut into mini-batches", "切成 mini-batch 之前打乱行",
+        on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -159,31 +164,33 @@ class _ModeKeys:
     trainer_mode: Literal["sync", "one_step_off", "async"] = key("sync",
         "sync: an iteration trains on its own rollout; one_step_off: on that of the iteration before; async: on what is "
         "ready; the latter two need a rollout engine on dedicated devices",
-        "sync：每次迭代用自己的 rollout 训练；one_step_off：用上一次迭代的；async：用已就绪的；后两者需要推理引擎有专用设备")
+        "sync：每次迭代用自己的 rollout 训练；one_step_off：用上一次迭代的；async：用已就绪的；后两者需要推理引擎有专用设备",
+        on_resume="in_flight")
     max_off_policy_threshold: float = key(1.0,
         "versions of the weights by which the rollout may be ahead; 0 equals sync, a fraction is a part of the last "
         "version's prompts", "rollout 最多领先几个权重版本；0 与 sync 相同，小数表示最后一个版本中的一部分 prompt",
-        range=Bounds(0, 1e6), needs=_ASYNC)
+        range=Bounds(0, 1e6), needs=_ASYNC, on_resume="exact")
     max_off_policy_strategy: Literal["pace", "wait", "drop"] = key("pace",
         "pace: starts prompts only while all will train in time, and takes them as they become ready; wait: takes them "
         "strictly in order; drop: starts more, and discards what is too old",
         "pace：只在都能及时训练时才开始新 prompt，就绪即取；wait：严格按 prompt 顺序取；drop：多开始一些，太旧的丢弃",
-        needs=_ASYNC)
+        needs=_ASYNC, on_resume="exact")
     parameter_sync_step: int = key(1, "iterations between two weight syncs to the rollout engine",
-        "两次把权重推给推理引擎之间的迭代数", range=Range.ITERATIONS, needs=_ASYNC)
+        "两次把权重推给推理引擎之间的迭代数", range=Range.ITERATIONS, needs=_ASYNC, on_resume="in_flight")
     num_warmup_batches: int = key(1, "iterations for which responses are ready before the first iteration trains",
-        "第一次迭代训练之前须就绪的回答，以迭代数计", range=Bounds(1, 10000), needs=_ASYNC)
+        "第一次迭代训练之前须就绪的回答，以迭代数计", range=Bounds(1, 10000), needs=_ASYNC, on_resume="exact")
     partial_rollout: bool = key(True,
         "new weights interrupt responses, which continue with them; false: weights wait until all have ended",
-        "新权重打断正在生成的回答，之后用新权重继续；false：等它们全部结束", needs=_ASYNC)
+        "新权重打断正在生成的回答，之后用新权重继续；false：等它们全部结束", needs=_ASYNC, on_resume="exact")
     partial_rollout_max_split: int = key(1,
         "sync: rollouts over which a long response may extend; each lets it grow by max_tokens divided by this",
-        "sync：一个长回答可跨几次 rollout；每次最多再生成 max_tokens 除以此值个 token", range=Bounds(1, 64))
+        "sync：一个长回答可跨几次 rollout；每次最多再生成 max_tokens 除以此值个 token", range=Bounds(1, 64),
+        on_resume="in_flight")
     off_policy_token_limit: float | None = key(None,
         "tokens from weights that are older by more versions than this do not train; off when unset",
-        "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0)
+        "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     async_generate: bool | None = key(None, "true is trainer_mode one_step_off, the name in ms-swift",
-        "true 即 trainer_mode one_step_off，ms-swift 的说法")
+        "true 即 trainer_mode one_step_off，ms-swift 的说法", on_resume="in_flight")
 
 
 @dataclass(kw_only=True)
@@ -192,20 +199,22 @@ class _AdvantageKeys:
 
     # text, not a Literal, like every name of an algorithm: a plug-in is module:NAME
     adv_estimator: str = key("group_norm", "advantage estimator", "优势如何计算", names=tuple(ADVANTAGES),
-        elsewhere="advantage_estimator", upstream=("group_norm and gae only", "只有 group_norm 与 gae"))
+        elsewhere="advantage_estimator", upstream=("group_norm and gae only", "只有 group_norm 与 gae"),
+        on_resume="exact")
     scale_rewards: Scale = key("group", "rewards whose spread divides the centred rewards",
-        "中心化后的奖励除以什么范围的离散度")
+        "中心化后的奖励除以什么范围的离散度", on_resume="exact")
     adv_epsilon: float = key(1e-6, "added to the spread before dividing; TRL and ms-swift take 1e-4",
-        "除之前加在离散度上；TRL 与 ms-swift 取 1e-4")
-    gamma: float = key(1.0, "discount of later tokens", "对后面 token 的折扣", needs=_read_by(ADVANTAGES, "gamma"))
+        "除之前加在离散度上；TRL 与 ms-swift 取 1e-4", on_resume="exact")
+    gamma: float = key(1.0, "discount of later tokens", "对后面 token 的折扣", needs=_read_by(ADVANTAGES, "gamma"),
+        on_resume="exact")
     lam: float = key(0.95, "GAE: bias against variance", "GAE：偏差与方差的权衡",
-        needs=_read_by(ADVANTAGES, "lam"), elsewhere="lambd")
+        needs=_read_by(ADVANTAGES, "lam"), elsewhere="lambd", on_resume="exact")
     advantage_whiten: bool = key(True, "whiten advantages over the batch", "在整批上白化优势",
-        needs=_read_by(ADVANTAGES, "advantage_whiten"), upstream=("never read", "从未读取"))
+        needs=_read_by(ADVANTAGES, "advantage_whiten"), upstream=("never read", "从未读取"), on_resume="exact")
     critic_warmup: int = key(0, "iterations in which only the critic learns", "只训练 critic 的迭代数",
-        range=Range.ITERATIONS_FROM_0, needs=_CRITIC)
+        range=Range.ITERATIONS_FROM_0, needs=_CRITIC, on_resume="exact")
     cliprange_value: float = key(0.5, "distance from its old value beyond which the loss of a value is clipped",
-        "价值离旧值多远之后损失被截断", needs=_CRITIC, elsewhere="value_clip")
+        "价值离旧值多远之后损失被截断", needs=_CRITIC, elsewhere="value_clip", on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -219,60 +228,64 @@ class _LossKeys:
         "ray_dapo 且 token_level_loss 为 false 时为序列均值的均值", names=tuple(POLICY_LOSSES),
         upstream=(
             "no such key; the token mean is taken in each micro-batch, here over the global batch",
-            "没有此键；token 均值在每个 micro-batch 内取，这里在全局批上取"))
+            "没有此键；token 均值在每个 micro-batch 内取，这里在全局批上取"), on_resume="exact")
     importance_sampling_level: Level | None = key(None, "unit of the ratio new / old; unset: token, for gspo sequence",
-        "新旧策略比值在什么范围上计算；不设：token，gspo 为 sequence")
+        "新旧策略比值在什么范围上计算；不设：token，gspo 为 sequence", on_resume="exact")
     token_level_loss: bool = key(True, "stage ray_dapo without loss_type: token mean instead of the mean of sequence means",
-        "阶段 ray_dapo 且未设 loss_type：用 token 均值，而不用序列均值的均值")
+        "阶段 ray_dapo 且未设 loss_type：用 token 均值，而不用序列均值的均值", on_resume="exact")
     clip_ratio: float = key(0.2, "the ratio is clipped to 1 - clip_ratio .. 1 + clip_ratio",
-        "比值截断到 1 - clip_ratio .. 1 + clip_ratio", elsewhere="cliprange eps_clip epsilon")
+        "比值截断到 1 - clip_ratio .. 1 + clip_ratio", elsewhere="cliprange eps_clip epsilon", on_resume="exact")
     clip_higher_enable: bool = key(False, "clip by clip_ratio_low and clip_ratio_high instead",
-        "改用 clip_ratio_low 与 clip_ratio_high 截断")
+        "改用 clip_ratio_low 与 clip_ratio_high 截断", on_resume="exact")
     clip_ratio_low: float = key(0.1, "the ratio is clipped at 1 - this", "比值在 1 - 此值处截断", needs=_CLIP_HIGHER,
-        elsewhere="epsilon_low")
+        elsewhere="epsilon_low", on_resume="exact")
     clip_ratio_high: float = key(0.1, "the ratio is clipped at 1 + this; the cap itself for cispo_cap",
-        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身", needs=_CLIP_HIGHER, elsewhere="epsilon_high eps_clip_high")
+        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身", needs=_CLIP_HIGHER, elsewhere="epsilon_high eps_clip_high",
+        on_resume="exact")
     clip_ratio_c: float | None = key(None, "dual clip: bound of the loss for negative advantages, above 1; off when unset",
-        "双重截断：负优势时损失的界，大于 1；不设为关闭", elsewhere="eps_clip_c")
+        "双重截断：负优势时损失的界，大于 1；不设为关闭", elsewhere="eps_clip_c", on_resume="exact")
     delta: float | None = key(None,
         "two-sided clip: the unclipped ratio is capped here, at least 1 + the upper clip; off when unset",
-        "双侧截断：未截断的比值以此为上限，至少为 1 + 上截断；不设为关闭", range=Bounds(1, 1e6, excludes_low=True, default=2))
+        "双侧截断：未截断的比值以此为上限，至少为 1 + 上截断；不设为关闭", range=Bounds(1, 1e6, excludes_low=True, default=2),
+        on_resume="exact")
     tau_pos: float = key(1.0, "sapo: temperature for positive advantages", "sapo：正优势的温度",
-        needs=_read_by(POLICY_LOSSES, "tau_pos"))
+        needs=_read_by(POLICY_LOSSES, "tau_pos"), on_resume="exact")
     tau_neg: float = key(1.05, "sapo: temperature for negative advantages", "sapo：负优势的温度",
-        needs=_read_by(POLICY_LOSSES, "tau_neg"))
+        needs=_read_by(POLICY_LOSSES, "tau_neg"), on_resume="exact")
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", "熵奖励的权重", range=Range.WEIGHT,
-        elsewhere="entropy_coef entropy_loss_coef")
+        elsewhere="entropy_coef entropy_loss_coef", on_resume="exact")
     top_entropy_quantile: float = key(1.0, "fraction of tokens, those of highest entropy, that enter the policy term",
-        "进入策略项的 token 比例，取熵最高的")
+        "进入策略项的 token 比例，取熵最高的", on_resume="exact")
     off_policy_sequence_mask_delta: float | None = key(None,
         "leave out sequences with negative advantage whose mean log-ratio old - new exceeds this; off when unset",
-        "略去优势为负且平均对数比 old - new 超过此值的序列；不设为关闭", range=Range.WEIGHT)
+        "略去优势为负且平均对数比 old - new 超过此值的序列；不设为关闭", range=Range.WEIGHT, on_resume="exact")
     overlong_filter: bool = key(False, "truncated responses do not train", "被截断的回答不参与训练",
-        elsewhere="mask_truncated_completions")
+        elsewhere="mask_truncated_completions", on_resume="exact")
     rollout_importance_sampling_mode: str | None = key(None,
         "weights that correct for the difference between rollout engine and trainer: of each token, of the sequence (product "
         "of its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences masked by "
         "their mean",
         "修正推理引擎与训练器差异的权重：按 token、按序列（其 token 之积）或其几何均值，截断或掩蔽；token_geometric_mask：按 "
-        "token 加权，按序列均值掩蔽", names=tuple(CORRECTIONS), elsewhere="vllm_importance_sampling_mode rollout_is")
+        "token 加权，按序列均值掩蔽", names=tuple(CORRECTIONS), elsewhere="vllm_importance_sampling_mode rollout_is",
+        on_resume="exact")
     rollout_importance_sampling_threshold: float = key(2.0, "upper bound of that correction", "该修正的上界", needs=_MISMATCH,
-        elsewhere="tis_clip rollout_is_threshold vllm_importance_sampling_cap")
+        elsewhere="tis_clip rollout_is_threshold vllm_importance_sampling_cap", on_resume="exact")
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", "掩蔽形式的下界",
-        needs=_MISMATCH)
+        needs=_MISMATCH, on_resume="exact")
     log_rollout_offpolicy_metrics: bool = key(True, "log the difference between trainer and rollout engine",
-        "记录训练器与推理引擎相差多少")
+        "记录训练器与推理引擎相差多少", on_resume="exact")
     log_probs_diff_limit: float | None = key(None,
         "stop when trainer and rollout log-probabilities differ by more; off when unset",
-        "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1))
+        "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1),
+        on_resume="exact")
     router_replay: RouterReplay = key(RouterReplay, "experts to which the actor routes the tokens of a rollout",
-        "actor 把一次 rollout 的 token 送往哪些专家")
+        "actor 把一次 rollout 的 token 送往哪些专家", on_resume="exact")
     use_routing_replay: bool | None = key(None, "true is router_replay.mode R2, the name in slime",
-        "true 即 router_replay.mode R2，slime 的说法")
+        "true 即 router_replay.mode R2，slime 的说法", on_resume="in_flight")
     use_rollout_routing_replay: bool | None = key(None, "true is router_replay.mode R3, the name in slime",
-        "true 即 router_replay.mode R3，slime 的说法")
+        "true 即 router_replay.mode R3，slime 的说法", on_resume="in_flight")
     enable_rollout_routing_replay: bool | None = key(None, "true is router_replay.mode R3, the name in verl",
-        "true 即 router_replay.mode R3，verl 的说法")
+        "true 即 router_replay.mode R3，verl 的说法", on_resume="in_flight")
 
 
 @dataclass(kw_only=True)
@@ -280,139 +293,147 @@ class _KlKeys:
     """KL divergence to the reference model."""
 
     kl_penalty: str = key("low_var_kl", "estimator of the KL divergence", "KL 散度的估计器", names=tuple(KL_ESTIMATORS),
-        elsewhere="kl_loss_type kl_estimator", upstream=("kl, abs, mse and low_var_kl only", "只有 kl、abs、mse 与 low_var_kl"))
+        elsewhere="kl_loss_type kl_estimator", upstream=("kl, abs, mse and low_var_kl only", "只有 kl、abs、mse 与 low_var_kl"),
+        on_resume="exact")
     kl_ctrl_type: Literal["fixed", "adaptive"] = key("fixed", "constant coefficient, or one steered towards kl_target",
         "固定系数，或向 kl_target 调节的系数",
-        upstream=("the adapted coefficient never reaches the loss", "调节后的系数从未到达损失"))
+        upstream=("the adapted coefficient never reaches the loss", "调节后的系数从未到达损失"), on_resume="exact")
     init_kl_coef: float = key(0.01, "coefficient of the KL divergence; no reference model is needed when 0",
-        "KL 散度的系数；为 0 时不需要参考模型", elsewhere="kl_coef kl_loss_coef")
+        "KL 散度的系数；为 0 时不需要参考模型", elsewhere="kl_coef kl_loss_coef", on_resume="kl")
     # upstream's run files carry a beta that it never reads; with num_generations it is the one of ms-swift
     beta: float | None = key(None, "the same as init_kl_coef, the name in ms-swift; read only together with num_generations",
         "同 init_kl_coef，ms-swift 的叫法；只与 num_generations 一起读", range=Bounds(0, 1e6),
-        upstream=("has the default 0.1 and is never read", "默认 0.1，从未读取"))
+        upstream=("has the default 0.1 and is never read", "默认 0.1，从未读取"), on_resume="kl")
     kl_horizon: int = key(1000, "adaptive: samples over which the coefficient moves", "adaptive：系数变化所经过的样本数",
-        needs=_ADAPTIVE, elsewhere="horizon")
+        needs=_ADAPTIVE, elsewhere="horizon", on_resume="exact")
     kl_target: float = key(0.1, "adaptive: KL of a token that the coefficient is steered to", "adaptive：系数所趋向的每 token KL",
-        needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"))
+        needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"), on_resume="exact")
     use_kl_in_reward: bool = key(False, "subtract the KL from the rewards instead of adding it to the loss",
-        "从奖励中减去 KL，而不加到损失里", elsewhere="kl_in_reward")
+        "从奖励中减去 KL，而不加到损失里", elsewhere="kl_in_reward", on_resume="exact")
     kl_clamp: bool = key(True, "clamp the log-ratio to +-20 and low_var_kl to +-10, as MindSpeed-RL does; TRL does not",
-        "把对数比限制到 +-20、low_var_kl 限制到 +-10，同 MindSpeed-RL；TRL 不限制")
+        "把对数比限制到 +-20、low_var_kl 限制到 +-10，同 MindSpeed-RL；TRL 不限制", on_resume="exact")
     use_bias_correction_kl: bool = key(False, "multiply the KL by the ratio new / old (unbiased off-policy)",
-        "KL 乘以新旧策略比值（off-policy 时无偏）")
-    sync_ref_model: bool = key(False, "update the reference with the actor's weights during the run", "让参考模型跟随 actor")
+        "KL 乘以新旧策略比值（off-policy 时无偏）", on_resume="exact")
+    sync_ref_model: bool = key(False, "update the reference with the actor's weights during the run", "让参考模型跟随 actor",
+        on_resume="reference")
     ref_model_sync_steps: int = key(512, "iterations between two such updates", "两次跟随之间的迭代数", range=Range.ITERATIONS,
-        needs=_SYNC_REF, elsewhere="ref_update_interval")
+        needs=_SYNC_REF, elsewhere="ref_update_interval", on_resume="exact")
     ref_model_mixup_alpha: float = key(0.6, "fraction of the actor in the updated reference",
-        "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF)
+        "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF, on_resume="exact")
 
 
 @dataclass(kw_only=True)
 class _RewardKeys:
     """Reward functions and models, failed scores, filters of groups."""
 
-    rule_reward: bool = key(True, "score by functions; false: only by a reward model", "用函数打分；false：只用奖励模型")
+    rule_reward: bool = key(True, "score by functions; false: only by a reward model", "用函数打分；false：只用奖励模型",
+        on_resume="in_flight")
     verifier_function: list[str] = key(["base_acc"], "reward functions by name or as module:function",
         "奖励函数，用名字或 module:function", needs=_RULES, elsewhere="rm_type reward_fn custom_reward_function.name",
-        upstream=("skips names that are unknown", "跳过不认识的名字"))
-    verifier_weight: list[float] = key([1.0], "weight of each", "各自的权重", range=Range.WEIGHT, needs=_RULES)
+        upstream=("skips names that are unknown", "跳过不认识的名字"), on_resume="in_flight")
+    verifier_weight: list[float] = key([1.0], "weight of each", "各自的权重", range=Range.WEIGHT, needs=_RULES,
+        on_resume="in_flight")
     reward_funcs: list[str] | None = key(None, "the same as verifier_function, the name in ms-swift",
-        "同 verifier_function，ms-swift 的叫法")
+        "同 verifier_function，ms-swift 的叫法", on_resume="in_flight")
     reward_weights: list[float] | None = key(None, "the same as verifier_weight; 1.0 each when unset",
-        "同 verifier_weight；不设时各为 1.0", range=Range.WEIGHT)
+        "同 verifier_weight；不设时各为 1.0", range=Range.WEIGHT, on_resume="in_flight")
     external_plugins: list[str] = key([],
         "Python files that register further reward functions; their folders also hold losses and estimators given as "
         "module:NAME", "登记更多奖励函数的 Python 文件；其文件夹中也查找以 module:NAME 给出的损失与估计器",
-        elsewhere="custom_rm_path custom_reward_function.path")
+        elsewhere="custom_rm_path custom_reward_function.path", on_resume="in_flight")
     # upstream never reads this key and the next
     verifier_parallel: int = key(1, "reward worker processes when num_reward_workers is unset",
-        "num_reward_workers 未设时的奖励进程数", range=Range.PROCESSES, upstream=("never read", "从未读取"))
+        "num_reward_workers 未设时的奖励进程数", range=Range.PROCESSES, upstream=("never read", "从未读取"), on_resume="exact")
     verifier_timeout: int = key(30, "seconds one score may take when reward_timeout_s is unset",
-        "reward_timeout_s 未设时一次打分可用的秒数", range=Bounds(1, 31 * 86400), upstream=("never read", "从未读取"))
+        "reward_timeout_s 未设时一次打分可用的秒数", range=Bounds(1, 31 * 86400), upstream=("never read", "从未读取"),
+        on_resume="exact")
     num_reward_workers: int | None = key(None, "reward worker processes; verifier_parallel when unset",
-        "奖励进程数；不设时为 verifier_parallel", range=Range.PROCESSES)
+        "奖励进程数；不设时为 verifier_parallel", range=Range.PROCESSES, on_resume="exact")
     reward_timeout_s: float | None = key(None, "seconds one score may take; verifier_timeout when unset",
-        "一次打分可用的秒数；不设时为 verifier_timeout", range=Range.SCORE_S)
+        "一次打分可用的秒数；不设时为 verifier_timeout", range=Range.SCORE_S, on_resume="exact")
     reward_memory_gib: float | None = key(4.0, "memory one reward process may use, in GiB; null: no limit",
-        "一个奖励进程可用的内存，单位 GiB；null：不限", range=Range.POSITIVE)
+        "一个奖励进程可用的内存，单位 GiB；null：不限", range=Range.POSITIVE, on_resume="exact")
     reward_failure_policy: Literal["drop", "retry", "zero"] = key("drop", "treatment of a sample whose score failed",
-        "打分失败的样本怎么办")
+        "打分失败的样本怎么办", on_resume="in_flight")
     reward_failure_limit: float = key(0.1, "fraction of failed scores among the last 1024 above which the run stops",
-        "最近 1024 次打分中失败的比例超过此值时停止", range=Range.FRACTION)
+        "最近 1024 次打分中失败的比例超过此值时停止", range=Range.FRACTION, on_resume="exact")
     unscored_iterations_limit: int = key(3,
         "consecutive iterations without any scored response after which the run stops; 0: it continues",
-        "连续多少次迭代没有任何回答得到分数就停止运行；0 表示一直运行", range=Range.ITERATIONS_FROM_0)
+        "连续多少次迭代没有任何回答得到分数就停止运行；0 表示一直运行", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     reward_model: str | None = key(None, "folder of a reward model whose score is added last",
-        "奖励模型的文件夹，其得分最后加入", elsewhere="reward_model_path reward_pretrain reward_model.path")
+        "奖励模型的文件夹，其得分最后加入", elsewhere="reward_model_path reward_pretrain reward_model.path",
+        on_resume="in_flight")
     reward_model_weight: float = key(1.0, "its weight next to the reward functions", "它与奖励函数并列时的权重",
-        range=Range.WEIGHT)
+        range=Range.WEIGHT, on_resume="in_flight")
     process_reward_aggregation: Literal["min", "mean", "product", "last", "max"] = key("min",
         "aggregation of the scores of steps into that of the response, for a reward model with reward_tokens",
-        "带 reward_tokens 的奖励模型：各步骤得分如何合成回答的得分")
+        "带 reward_tokens 的奖励模型：各步骤得分如何合成回答的得分", on_resume="in_flight")
     judge_url: str | None = key(None, "OpenAI-compatible endpoint of a generative judge; off when unset",
-        "生成式评判的 OpenAI 兼容地址；不设为关闭")
-    judge_model: str | None = key(None, "model name sent to that endpoint", "发给该地址的模型名", needs=("judge_url", "set"))
+        "生成式评判的 OpenAI 兼容地址；不设为关闭", on_resume="in_flight")
+    judge_model: str | None = key(None, "model name sent to that endpoint", "发给该地址的模型名", needs=("judge_url", "set"),
+        on_resume="in_flight")
     judge_prompt: str | None = key(None, "file with the judge's prompt template", "评判 prompt 模板的文件",
-        needs=("judge_url", "set"))
+        needs=("judge_url", "set"), on_resume="in_flight")
     judge_parser: str | None = key(None, "module:function that turns the judge's reply into a score",
-        "把评判的回复变成得分的 module:function", needs=("judge_url", "set"))
+        "把评判的回复变成得分的 module:function", needs=("judge_url", "set"), on_resume="in_flight")
     judge_weight: float = key(1.0, "weight of the judge's score", "评判得分的权重", range=Range.WEIGHT,
-        needs=("judge_url", "set"))
+        needs=("judge_url", "set"), on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,
-        needs=("judge_url", "set"))
+        needs=("judge_url", "set"), on_resume="exact")
     cosine_min_len_value_wrong: float = key(-0.5, "cosine: a wrong answer of length 0", "cosine：长度为 0 的错误答案",
-        range=Range.WEIGHT)
+        range=Range.WEIGHT, on_resume="in_flight")
     cosine_max_len_value_wrong: float = key(0.0, "cosine: a wrong answer of full length", "cosine：满长的错误答案",
-        range=Range.WEIGHT)
+        range=Range.WEIGHT, on_resume="in_flight")
     cosine_min_len_value_correct: float = key(1.0, "cosine: a right answer of length 0", "cosine：长度为 0 的正确答案",
-        range=Range.WEIGHT)
+        range=Range.WEIGHT, on_resume="in_flight")
     cosine_max_len_value_correct: float = key(0.5, "cosine: a right answer of full length", "cosine：满长的正确答案",
-        range=Range.WEIGHT)
+        range=Range.WEIGHT, on_resume="in_flight")
     cosine_max_len: int | None = key(None, "cosine: full length in tokens; max_tokens when unset",
-        "cosine：满长的 token 数；不设时为 max_tokens", range=Range.TOKENS)
+        "cosine：满长的 token 数；不设时为 max_tokens", range=Range.TOKENS, on_resume="in_flight")
     repetition_n_grams: int = key(3, "repetition: length of the counted n-grams", "repetition：所计片段的长度",
-        range=Bounds(1, 10**6))
+        range=Bounds(1, 10**6), on_resume="in_flight")
     repetition_max_penalty: float = key(-1.0, "repetition: score of a response that only repeats",
-        "repetition：全是重复的回答的得分", range=Range.WEIGHT)
+        "repetition：全是重复的回答的得分", range=Range.WEIGHT, on_resume="in_flight")
     soft_max_length: int | None = key(None, "soft_overlong: length with the full penalty; max_tokens when unset",
-        "soft_overlong：全额惩罚的长度；不设时为 max_tokens", range=Range.TOKENS)
+        "soft_overlong：全额惩罚的长度；不设时为 max_tokens", range=Range.TOKENS, on_resume="in_flight")
     soft_cache_length: int | None = key(None,
         "soft_overlong: tokens before it over which the penalty grows; required by soft_overlong",
-        "soft_overlong：在此长度之前惩罚逐渐增大的 token 数；soft_overlong 必须设", range=Range.TOKENS_FROM_0)
+        "soft_overlong：在此长度之前惩罚逐渐增大的 token 数；soft_overlong 必须设", range=Range.TOKENS_FROM_0,
+        on_resume="in_flight")
     overlong_buffer_enable: bool = key(False, "penalize responses near the length limit", "惩罚接近长度上限的回答",
-        elsewhere="overlong_buffer.enable")
+        elsewhere="overlong_buffer.enable", on_resume="in_flight")
     overlong_buffer: int = key(0, "tokens before the limit over which the penalty grows", "上限之前惩罚逐渐增大的 token 数",
-        range=Range.TOKENS_FROM_0, needs=_OVERLONG, elsewhere="overlong_buffer.len")
+        range=Range.TOKENS_FROM_0, needs=_OVERLONG, elsewhere="overlong_buffer.len", on_resume="in_flight")
     overlong_buffer_penalty_factor: float = key(1.0, "penalty at the limit", "到上限时的惩罚", range=Range.WEIGHT,
-        needs=_OVERLONG, elsewhere="overlong_buffer.penalty_factor")
+        needs=_OVERLONG, elsewhere="overlong_buffer.penalty_factor", on_resume="in_flight")
     # upstream repeats the limit here; a rule keeps both equal
     rollout_max_tokens: int = key(2048, "the limit; equal to max_tokens", "该上限；等于 max_tokens", range=Range.TOKENS,
-        needs=_OVERLONG)
+        needs=_OVERLONG, on_resume="in_flight")
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough",
-        "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable")
+        "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable", on_resume="exact")
     filter_groups_metric: str = key("acc", "reward function that must vary", "必须有差异的奖励函数", needs=_FILTER,
-        elsewhere="filter_groups.metric")
+        elsewhere="filter_groups.metric", on_resume="exact")
     filter_groups_max_batches: int = key(1, "rollouts an iteration may take; 0 or less: no limit",
         "一次迭代最多的 rollout 数；0 或更小：不限", range=Bounds(-1, 10**6), needs=_FILTER,
-        elsewhere="filter_groups.max_num_gen_batches")
+        elsewhere="filter_groups.max_num_gen_batches", on_resume="exact")
     filter_groups_train_batch_size: int = key(1, "prompts on which an iteration trains", "一次迭代训练的 prompt 数",
-        range=Range.ROWS, needs=_FILTER)
+        range=Range.ROWS, needs=_FILTER, on_resume="exact")
     dynamic_sample: bool = key(False, "replace groups whose total reward does not vary by new ones",
-        "总奖励没有差异的组用新的组替换", elsewhere="dynamic_filtering")
+        "总奖励没有差异的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
     max_resample_times: int = key(3, "extra rollouts an iteration may take", "一次迭代最多追加的 rollout 数",
-        range=Bounds(0, 10**6), needs=("dynamic_sample", (True,)))
+        range=Bounds(0, 10**6), needs=("dynamic_sample", (True,)), on_resume="exact")
     log_completions: bool = key(False, "write prompts, responses, reward parts and advantages to completions.jsonl",
-        "把 prompt、回答、各项奖励与优势写入 completions.jsonl")
+        "把 prompt、回答、各项奖励与优势写入 completions.jsonl", on_resume="exact")
     log_completions_interval: int = key(1, "iterations between two such writes", "两次写入之间的迭代数", range=Range.ITERATIONS,
-        needs=("log_completions", (True,)))
+        needs=("log_completions", (True,)), on_resume="exact")
     log_completions_keep: int = key(16, "completions of one such write", "一次写入的回答数", range=Bounds(0, 10**7),
-        needs=("log_completions", (True,)))
+        needs=("log_completions", (True,)), on_resume="exact")
     save_rollouts_interval: int = key(0,
         "iterations between two rollout batches in rollouts/ of the run folder, for `mindspeed-rl parity`; 0: none",
         "每隔多少次迭代把 rollout 批写入运行文件夹的 rollouts/，供 `mindspeed-rl parity` 用；0：不写",
-        range=Range.ITERATIONS_FROM_0)
+        range=Range.ITERATIONS_FROM_0, on_resume="exact")
     eval_greedy: bool = key(True, "evaluate with temperature 0 instead of the training sampling",
-        "评测用温度 0，而不用训练时的采样")
+        "评测用温度 0，而不用训练时的采样", on_resume="exact")
 
 
 @dataclass(kw_only=True)
@@ -420,42 +441,48 @@ class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
 
     multi_turn_enable: bool = key(False, "samples of several turns, by an agent loop", "由智能体循环生成多轮样本",
-        elsewhere="multi_turn.enable")
+        elsewhere="multi_turn.enable", on_resume="in_flight")
     agent_loop: str | None = key(None,
         "loop that generates a sample, by name or module:Class; by default environment, scheduler or tool_agent where "
         "environment, multi_turn_scheduler or tool_config_path is set, else single_turn",
         "样本如何生成：名称或 module:Class；不设时：设了 environment、multi_turn_scheduler 或 tool_config_path 就用 "
         "environment、scheduler 或 tool_agent，否则 single_turn",
-        names=("single_turn", "tool_agent", "scheduler", "environment"), needs=_TOOLS, elsewhere="default_agent_loop")
+        names=("single_turn", "tool_agent", "scheduler", "environment"), needs=_TOOLS, elsewhere="default_agent_loop",
+        on_resume="in_flight")
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset",
-        "一个样本中模型的轮数；不设时能放多少轮就多少轮", range=Bounds(1, 10**6), needs=_TOOLS, elsewhere="max_assistant_turns")
+        "一个样本中模型的轮数；不设时能放多少轮就多少轮", range=Bounds(1, 10**6), needs=_TOOLS, elsewhere="max_assistant_turns",
+        on_resume="in_flight")
     environment: str | None = key(None,
         "module:Class of an environment with reset, step and close, verifiers:NAME of that library, or a YAML file that "
         "names one under environment, with args, python and timeout_s",
         "环境的 module:Class，有 reset、step 与 close；或该库的 verifiers:NAME；或一个 YAML 文件，在 environment 下指定其一，"
-        "另有 args、python 与 timeout_s", needs=_TOOLS)
+        "另有 args、python 与 timeout_s", needs=_TOOLS, on_resume="in_flight")
     multi_turn_scheduler: str | None = key(None,
         "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them",
-        "有 step 与 check_finished 的 module:Class，或处理行列表的 module:function，写法同 ms-swift", needs=_TOOLS)
+        "有 step 与 check_finished 的 module:Class，或处理行列表的 module:function，写法同 ms-swift", needs=_TOOLS,
+        on_resume="in_flight")
     trajectory_reward: Literal["both", "turns", "final", "none"] = key("both",
         "rewards of tools and environments that are added: those of turns, those of the final state",
-        "工具与环境给的分中哪些加入奖励：各轮的、最终状态的", needs=_TOOLS)
-    trajectory_reward_weight: float = key(1.0, "its weight", "它的权重", range=Range.WEIGHT, needs=_TOOLS)
+        "工具与环境给的分中哪些加入奖励：各轮的、最终状态的", needs=_TOOLS, on_resume="in_flight")
+    trajectory_reward_weight: float = key(1.0, "its weight", "它的权重", range=Range.WEIGHT, needs=_TOOLS,
+        on_resume="in_flight")
     verifier_reads: Literal["response", "last_turn"] = key("response",
         "part of a sample of several turns that reward functions read: all of it, with replies of tools, or the model's last "
-        "turn", "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），或模型的最后一轮", needs=_TOOLS)
-    tool_config_path: str | None = key(None, "YAML list of tools", "工具的 YAML 列表", needs=_TOOLS)
+        "turn", "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），或模型的最后一轮", needs=_TOOLS, on_resume="in_flight")
+    tool_config_path: str | None = key(None, "YAML list of tools", "工具的 YAML 列表", needs=_TOOLS, on_resume="order")
     tool_parser_format: str | None = key(None, "format of calls; by default that of the template prompt_type, else hermes",
-        "调用的写法；默认按 prompt_type 的模板，否则为 hermes", needs=_TOOLS, elsewhere="multi_turn.format")
+        "调用的写法；默认按 prompt_type 的模板，否则为 hermes", needs=_TOOLS, elsewhere="multi_turn.format",
+        on_resume="in_flight")
     max_tool_calls: int = key(0, "calls of one sample; 0: no limit", "一个样本的调用次数；0：不限", range=Range.CALLS,
-        needs=_TOOLS)
-    max_parallel_calls: int = key(0, "calls of one turn; 0: no limit", "一轮的调用数；0：不限", range=Range.CALLS, needs=_TOOLS)
+        needs=_TOOLS, on_resume="in_flight")
+    max_parallel_calls: int = key(0, "calls of one turn; 0: no limit", "一轮的调用数；0：不限", range=Range.CALLS, needs=_TOOLS,
+        on_resume="in_flight")
     max_total_response_length: int = key(0, "tokens after the prompt, of all turns together",
-        "prompt 之后所有轮合计的 token 数", range=Range.TOKENS_FROM_0, needs=_TOOLS)
+        "prompt 之后所有轮合计的 token 数", range=Range.TOKENS_FROM_0, needs=_TOOLS, on_resume="in_flight")
     max_tool_response_length: int = key(0, "tokens of one tool reply", "一次工具回复的 token 数", range=Range.TOKENS_FROM_0,
-        needs=_TOOLS)
+        needs=_TOOLS, on_resume="in_flight")
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(None, "part of a long reply that is cut",
-        "过长的回复截掉哪一部分", needs=_TOOLS)
+        "过长的回复截掉哪一部分", needs=_TOOLS, on_resume="in_flight")
 
 
 @dataclass(kw_only=True)
@@ -463,77 +490,84 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     """Reinforcement learning: everything that is neither model, engine nor sampling."""
 
     actor_resource: Resource = key(Resource, "devices of the actor, and of all roles that share them",
-        "actor 及与它共用设备的所有角色的设备")
-    reference_resource: Resource | None = key(None, "dedicated devices of the reference model", "参考模型专用设备")
-    reward_resource: Resource | None = key(None, "dedicated devices of the reward model", "奖励模型专用设备")
+        "actor 及与它共用设备的所有角色的设备", on_resume="exact")
+    reference_resource: Resource | None = key(None, "dedicated devices of the reference model", "参考模型专用设备",
+        on_resume="exact")
+    reward_resource: Resource | None = key(None, "dedicated devices of the reward model", "奖励模型专用设备",
+        on_resume="exact")
     critic_resource: Resource | None = key(None, "dedicated devices of the critic; the actor's when unset",
-        "critic 专用设备；不设时同 actor", needs=_CRITIC)
+        "critic 专用设备；不设时同 actor", needs=_CRITIC, on_resume="exact")
     rollout_resource: Resource | None = key(None,
         "dedicated devices of the rollout: servers of infer_tensor_parallel_size devices; the actor's when unset",
-        "推理专用设备：每个服务器 infer_tensor_parallel_size 个；不设时同 actor")
+        "推理专用设备：每个服务器 infer_tensor_parallel_size 个；不设时同 actor", on_resume="exact")
     rollout_server_restarts: int = key(3,
         "rollout servers that may be started anew in a run, in place of lost ones; needs rollout_resource",
-        "一次运行中最多重新启动几个失去的推理服务器；需要 rollout_resource", range=Range.RESTARTS)
+        "一次运行中最多重新启动几个失去的推理服务器；需要 rollout_resource", range=Range.RESTARTS, on_resume="exact")
     use_integrated_worker: bool = key(True,
         "actor, reference and rollout share their devices in time; false: each role with a resource has dedicated devices",
         "actor、参考模型与推理分时共用设备；false：设了资源的角色有专用设备",
-        upstream=("false is documented but not supported", "false 时各角色有专用设备"))
-    integrated_mode_config: IntegratedModeConfig | None = key(None, "extras of that mode", "该方式的附加设置")
+        upstream=("false is documented but not supported", "false 时各角色有专用设备"), on_resume="exact")
+    integrated_mode_config: IntegratedModeConfig | None = key(None, "extras of that mode", "该方式的附加设置",
+        on_resume="exact")
     blocking: bool = key(True, "finish every phase before the next starts; false: phases overlap as rows become ready",
         "每个阶段结束后才开始下一个；false：行一就绪阶段就重叠进行",
         upstream=(
             "false waits for single rows without a limit; here wait_timeout_s ends a wait",
-            "false 时无限期等待；这里由 wait_timeout_s 结束等待"))
+            "false 时无限期等待；这里由 wait_timeout_s 结束等待"), on_resume="exact")
     share_backbone: bool = key(False, "LoRA: the reference is the actor with its adapters off",
-        "LoRA：参考模型就是关掉适配器的 actor")
+        "LoRA：参考模型就是关掉适配器的 actor", on_resume="reference")
 
     data_strategy: Literal["td", "transfer_dock", "dock", "tq", "transfer_queue", "queue"] = key("td",
-        "data plane: transfer dock, or the distributed transfer queue", "数据面：transfer dock，或分布式的 transfer queue")
+        "data plane: transfer dock, or the distributed transfer queue", "数据面：transfer dock，或分布式的 transfer queue",
+        on_resume="exact")
     transfer_queue_data_shard_num: int = key(1, "storage actors of the transfer queue", "transfer queue 的存储 actor 数",
-        range=Range.PROCESSES, needs=_QUEUE)
+        range=Range.PROCESSES, needs=_QUEUE, on_resume="exact")
     wait_timeout_s: float = key(1800.0, "seconds any wait for rows may take before the run stops with a report of the wait",
-        "等待行最多的秒数，超过即停止并说明谁在等什么", range=Range.WAIT_S)
+        "等待行最多的秒数，超过即停止并说明谁在等什么", range=Range.WAIT_S, on_resume="exact")
     deadlines: DeadlineKeys = key(DeadlineKeys, "seconds that other waits may take, one key for each kind of wait",
-        "其他等待各可持续的秒数，按等待的对象", supervised=True)
+        "其他等待各可持续的秒数，按等待的对象", supervised=True, on_resume="exact")
     fault_tolerance: FaultTolerance = key(FaultTolerance, "recovery of a run whose worker dies or hangs",
-        "有 worker 死亡或卡住时运行如何处理", supervised=True)
+        "有 worker 死亡或卡住时运行如何处理", supervised=True, on_resume="exact")
 
-    is_multimodal: bool = key(False, "image input; not available", "图像输入；尚不可用")
+    is_multimodal: bool = key(False, "image input; not available", "图像输入；尚不可用", on_resume="exact")
 
     use_tensorboard: bool = key(False, "write TensorBoard files into the run folder", "在运行文件夹中写 TensorBoard 文件",
-        supervised=True)
+        supervised=True, on_resume="exact")
     use_wandb: bool = key(False, "log to Weights & Biases; TensorBoard is then off, unless report_to names it",
-        "记录到 Weights & Biases；此时 TensorBoard 关闭，除非 report_to 写明它", supervised=True)
-    wandb_project: str = key("", "project", "项目", needs=_WANDB, supervised=True, elsewhere="project_name")
+        "记录到 Weights & Biases；此时 TensorBoard 关闭，除非 report_to 写明它", supervised=True, on_resume="exact")
+    wandb_project: str = key("", "project", "项目", needs=_WANDB, supervised=True, elsewhere="project_name",
+        on_resume="exact")
     wandb_exp_name: str = key("", "run name", "运行名", needs=_WANDB, supervised=True,
-        elsewhere="wandb_run_name run_name experiment_name")
-    wandb_save_dir: str = key("", "local folder", "本地文件夹", needs=_WANDB, supervised=True)
+        elsewhere="wandb_run_name run_name experiment_name", on_resume="exact")
+    wandb_save_dir: str = key("", "local folder", "本地文件夹", needs=_WANDB, supervised=True, on_resume="exact")
     wandb_mode: Literal["online", "offline", "disabled"] | None = key(None,
         "destination of records; wandb's setting when unset (WANDB_MODE, else online)",
-        "记录去哪里；不设时按 wandb 自己的设置（WANDB_MODE，否则 online）", needs=_WANDB, supervised=True)
-    use_swanlab: bool = key(False, "log to SwanLab", "记录到 SwanLab", supervised=True)
+        "记录去哪里；不设时按 wandb 自己的设置（WANDB_MODE，否则 online）", needs=_WANDB, supervised=True, on_resume="exact")
+    use_swanlab: bool = key(False, "log to SwanLab", "记录到 SwanLab", supervised=True, on_resume="exact")
     report_to: list[str] = key([], "trackers by name, as the use_ keys switch them on, or module:Class of your own",
-        "按名字列出的记录器（等同于打开相应的 use_ 键），或自己的 module:Class", supervised=True)
-    swanlab_mode: str = key("", "cloud, local or offline", "cloud、local 或 offline", needs=_SWANLAB, supervised=True)
-    swanlab_project: str = key("", "project", "项目", needs=_SWANLAB, supervised=True)
-    swanlab_exp_name: str = key("", "run name", "运行名", needs=_SWANLAB, supervised=True)
-    swanlab_save_dir: str = key("", "local folder", "本地文件夹", needs=_SWANLAB, supervised=True)
-    use_mlflow: bool = key(False, "log to MLflow", "记录到 MLflow", supervised=True)
+        "按名字列出的记录器（等同于打开相应的 use_ 键），或自己的 module:Class", supervised=True, on_resume="exact")
+    swanlab_mode: str = key("", "cloud, local or offline", "cloud、local 或 offline", needs=_SWANLAB, supervised=True,
+        on_resume="exact")
+    swanlab_project: str = key("", "project", "项目", needs=_SWANLAB, supervised=True, on_resume="exact")
+    swanlab_exp_name: str = key("", "run name", "运行名", needs=_SWANLAB, supervised=True, on_resume="exact")
+    swanlab_save_dir: str = key("", "local folder", "本地文件夹", needs=_SWANLAB, supervised=True, on_resume="exact")
+    use_mlflow: bool = key(False, "log to MLflow", "记录到 MLflow", supervised=True, on_resume="exact")
     mlflow_tracking_uri: str = key("", "a server (http://...) or a folder (file:///...); mlflow/ in the run folder when empty",
-        "服务地址（http://...）或文件夹（file:///...）；为空时是运行文件夹里的 mlflow/", needs=_MLFLOW, supervised=True)
+        "服务地址（http://...）或文件夹（file:///...）；为空时是运行文件夹里的 mlflow/", needs=_MLFLOW, supervised=True,
+        on_resume="exact")
     mlflow_experiment: str = key("", "experiment; mindspeed_rl when empty", "实验名；为空时是 mindspeed_rl", needs=_MLFLOW,
-        supervised=True)
+        supervised=True, on_resume="exact")
     mlflow_run_name: str = key("", "run name; the name of the run folder when empty", "运行名；为空时是运行文件夹的名字",
-        needs=_MLFLOW, supervised=True)
+        needs=_MLFLOW, supervised=True, on_resume="exact")
     log_max_throughput: bool = key(True, "throughput counts the longest instead of the mean length, as MindSpeed-RL does",
-        "吞吐按最长而不按平均长度计算，同 MindSpeed-RL", upstream=("read by grpo only", "只有 grpo 读取"))
+        "吞吐按最长而不按平均长度计算，同 MindSpeed-RL", upstream=("read by grpo only", "只有 grpo 读取"), on_resume="exact")
 
     num_cpus_for_placement_group: int = key(8, "CPUs that Ray reserves with each device", "Ray 在每个设备旁保留的 CPU 数",
-        range=Bounds(0, 10000), only_on="npu cuda", supervised=True)
+        range=Bounds(0, 10000), only_on="npu cuda", supervised=True, on_resume="exact")
     hccl_buffersize: int = key(256, "buffer of one HCCL communicator, in MiB", "一个 HCCL 通信域的缓冲，单位 MiB",
-        range=Bounds(1, 10**6), only_on="npu", supervised=True)
+        range=Bounds(1, 10**6), only_on="npu", supervised=True, on_resume="exact")
     runtime_env_path: str = key("configs/envs/runtime_env.yaml", "environment variables of the workers", "各工作进程的环境变量",
-        only_on="npu cuda", supervised=True)
+        only_on="npu cuda", supervised=True, on_resume="exact")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
 class Pretraining(Stage[Mapping[str, Tensor]]):
     """Next-token prediction. With `reset_attention_mask` the documents of a sample see only themselves.
 
-    The samples and their order depend on data_path, split, seq_length, seed, train_iters and global_batch_size: a resumed run
-    must not change them.
+    The samples and their order depend on data_path, split, seq_length, seed, train_iters and global_batch_size.
     """
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,6 +57,10 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
     def _build(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[_Samples | None, ...]:
         data = PretrainData([str(path) for path in paths], self._seq_length, split, seed=self.config.seed)
         return build_pretrain_datasets(data, self.tokenizer, counts)
+
+    def describe_order(self, items: _Samples, plan: BatchPlan) -> list[int]:
+        """See `Stage`; the first samples stand for all, since a longer run may only add some after the others."""
+        return [zlib.crc32(pickle.dumps([items[index] for index in range(min(16, len(items)))]))]
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
         """Yield samples in the dataset's own order, which is shuffled already."""

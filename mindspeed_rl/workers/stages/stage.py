@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils import data
 
@@ -85,12 +88,21 @@ class Stage(ABC, Generic[_Item]):
             held_out = self.open(config.eval_data_path)
         return data.Subset(items, range(first)), held_out if len(held_out) else None
 
+    def describe_order(self, items: SupportsLenAndGetItem[_Item], plan: BatchPlan) -> list[int]:
+        """Return numbers that differ for other items, and for another order: size of a pass, a sum over some, seed, shuffling."""
+        some = [items[int(index)] for index in np.linspace(0, len(items) - 1, min(16, len(items)))]
+        size = len(items) * self._epochs_of_pass(len(items), plan)
+        return [size, zlib.crc32(pickle.dumps(some)), self.config.seed, int(self.config.no_shuffle)]
+
+    def _epochs_of_pass(self, num_items: int, plan: BatchPlan) -> int:
+        if not self.config.full_shuffle_instruction_dataset:
+            return 1
+        return max(1, -(-(plan.train_iters or 0) * plan.num_samples // num_items))
+
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
         """Yield global batches of item indexes without end, after `start` consumed items."""
-        config, epochs = self.config, 1
-        if config.full_shuffle_instruction_dataset:
-            epochs = max(1, -(-(plan.train_iters or 0) * plan.num_samples // num_items))
-        sampler = BatchSampler(num_items * epochs, seed=config.seed, shuffle=not config.no_shuffle)
+        size = num_items * self._epochs_of_pass(num_items, plan)
+        sampler = BatchSampler(size, seed=self.config.seed, shuffle=not self.config.no_shuffle)
         for batch in sampler.batches(start, plan.num_samples):
             yield [index % num_items for index in batch]
 
