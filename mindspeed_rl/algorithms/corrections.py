@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import row_mean, row_sum
 from mindspeed_rl.algorithms.interfaces import Terms, masked_extreme, masked_mean
+from mindspeed_rl.algorithms.kl import k3
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import Objective
@@ -84,7 +85,6 @@ def measure_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     return {
         "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
         "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
-        # expm1, because w - 1 cancels where both policies nearly agree
-        "rollout/kl": masked_mean(torch.expm1(difference) - difference, mask),
+        "rollout/kl": masked_mean(k3(-difference), mask),
         "rollout/ess": ("ess", (masked.sum(), mask.sum(), masked.square().sum())),
     }

@@ -7,12 +7,17 @@ With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/
     k3 = e^-x + x - 1 unbiased value, never negative; as a loss its gradient is that of KL(ref || pi)
 
 "k3+" has the value of k3 and has the gradient of k2.
+
+Under the importance ratio r = pi / pi_old all but "abs" have the gradient of KL(pi || ref), r x: k1 by r (1 + x), whose first
+part is zero on average, and k3 by d(r k3) = r (1 - e^-x + k3) = r x. For k3 it is computed as r x: in float32 the difference of
+the two large terms loses it below x = -12, and a limit on k3 would turn its sign from x = -2.6 on. So it is for k2 and "k3+",
+whose ratio has no gradient of its own: r k2 would have r (x + x^2 / 2), of the wrong sign below x = -2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,12 +42,38 @@ def k2(x: Tensor) -> Tensor:
     return 0.5 * x.square()
 
 
+#: |x| below which four terms of the series of e^-x + x - 1 are exact to 2e-6 of it; above, float32 keeps as much of the sum
+_SERIES_BELOW = 0.1
+
+
+class _K3(torch.autograd.Function):
+    """Function e^-x + x - 1, without the cancellations of value and gradient near x = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(x)
+        # near 0 the two terms cancel
+        series = x.square() * (0.5 - x / 6.0 + x.square() / 24.0 - x**3 / 120.0)
+        return torch.where(x.abs() < _SERIES_BELOW, series, torch.expm1(-x) + x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        return -torch.expm1(-ctx.saved_tensors[0]) * grad
+
+
 def k3(x: Tensor) -> Tensor:
-    """Return e^-x + x - 1, without the cancellation near x = 0."""
-    return torch.expm1(-x) + x
+    """Return e^-x + x - 1."""
+    return _K3.apply(x)
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, clamp: bool = False) -> Tensor:
+def kl_penalty(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    estimator: KlEstimator,
+    *,
+    clamp: bool = False,
+    log_ratio: Tensor | None = None,
+) -> Tensor:
     """Return the per-token KL estimate.
 
     Args:
@@ -51,6 +82,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
         clamp: limit x and the value as in the estimator's record: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL and
             verl do for low_var_kl, and not at all for the others. Beyond it the gradient is zero, except where the record
             names another function for the gradient, which is never limited (k3+).
+        log_ratio: [B, R] log pi - log pi_old, with gradient, where the estimate is to be one under pi: the tokens were sampled
+            by pi_old, so it is multiplied by the ratio, value and gradient alike.
 
     Returns:
         [B, R]; meaningless where the caller's mask is False.
@@ -61,22 +94,24 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
         value = function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
     else:
         value = function(x)
-    if estimator.gradient is None:
-        return value
-    slope = estimator.load_gradient()(x)
+    ratio = torch.ones_like(x) if log_ratio is None else log_ratio.exp()
+    gradient = estimator.load_gradient(weighted=log_ratio is not None)
+    if gradient is None:
+        return ratio * value
+    slope = ratio.detach() * gradient(x)
     # the value of one function with the gradient of the other
-    return slope + (value - slope).detach()
+    return (ratio * value).detach() + (slope - slope.detach())
 
 
 @dataclass
 class _KlController:
     """Controller of the KL coefficient: constant, or moved towards a target KL (arXiv:1909.08593).
 
-    update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
+    update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * min(num_samples / horizon, 1)).
 
     Attributes:
         coef: the coefficient.
-        target: KL that it is moved to; None leaves it constant.
+        target: KL of a token that it is moved to; None leaves it constant.
         horizon: samples over which it is moved.
     """
 
@@ -91,10 +126,11 @@ class _KlController:
             raise ValueError(f"kl_horizon must be positive, not {self.horizon}")
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
+        """Move the coefficient after an iteration of `num_samples` responses whose mean KL of a token was `current_kl`."""
         if self.target is not None:
             error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-            self.coef *= 1.0 + error * num_samples / self.horizon
+            # without the limit, five horizons of samples in an iteration would turn its sign
+            self.coef *= 1.0 + error * min(num_samples / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}

@@ -85,7 +85,9 @@ def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     ratio, advantages = inputs.ratio, inputs.advantages
     # torch.where of two numbers would round them to float32.
     tau = torch.full_like(advantages, objective.tau_neg).masked_fill(advantages > 0, objective.tau_pos)
-    return -torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+    # 1 - sigmoid(-z): the derivative of sigmoid(z) is 0 in float32 from z = 17 on, where the ratio is as large
+    gate = 1.0 - torch.sigmoid(-tau * (ratio - 1.0))
+    return -gate * (4.0 / tau) * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
@@ -136,12 +138,17 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     # with a reference its KL is measured, even if it does not train
     if objective.kl_in_loss or inputs.ref_log_probs is not None:
         reference = _require(inputs.ref_log_probs, "ref_log_probs", "the KL term")
-        kl = kl_penalty(log_probs, reference, objective.kl, clamp=objective.kl_clamp)
-        # tokens come from the old policy: the ratio turns the estimate into one under the new
-        if objective.use_bias_correction_kl:
-            kl = kl * log_ratio.exp()
+        kl = kl_penalty(
+            log_probs,
+            reference,
+            objective.kl,
+            clamp=objective.kl_clamp,
+            log_ratio=log_ratio if objective.use_bias_correction_kl else None,
+        )
         kl_sum, _ = total(kl)
         metrics["actor/kl_loss"] = ("mean", (kl_sum.detach(), count))
+        # of a token, whatever the normalizer: an adaptive coefficient follows it
+        metrics["actor/ref_kl"] = masked_mean(kl, mask)
         if objective.kl_in_loss:
             loss_sum = loss_sum + objective.kl_in_loss * kl_sum
     if objective.entropy_coeff:

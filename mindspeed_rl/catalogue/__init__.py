@@ -192,8 +192,13 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
 _KL = "mindspeed_rl.algorithms.kl"
 _LIMITS = (20.0, 10.0)
 _K1 = KlEstimator(target=f"{_KL}:k1", formula="log pi - log pi_ref")
-_K2 = KlEstimator(target=f"{_KL}:k2", formula="(log pi - log pi_ref)^2 / 2")
-_K3 = KlEstimator(target=f"{_KL}:k3", clamp=_LIMITS, formula="exp(d) - d - 1, d = log pi_ref - log pi")
+_K2 = KlEstimator(target=f"{_KL}:k2", weighted_gradient=f"{_KL}:k2", formula="(log pi - log pi_ref)^2 / 2")
+_K3 = KlEstimator(
+    target=f"{_KL}:k3",
+    weighted_gradient=f"{_KL}:k2",
+    clamp=_LIMITS,
+    formula="exp(d) - d - 1, d = log pi_ref - log pi",
+)
 _K3_PLUS = KlEstimator(
     target=f"{_KL}:k3",
     gradient=f"{_KL}:k2",

@@ -206,21 +206,27 @@ class KlEstimator(Algorithm):
     Attributes:
         clamp: (limit of x, limit of the value) with kl_clamp; None: kl_clamp has no effect.
         gradient: "module:function" of x whose gradient replaces the value's; None: the value's.
+        weighted_gradient: the same, times the ratio, for the gradient of ratio x value; None: `gradient`.
     """
 
     clamp: tuple[float, float] | None = None
     gradient: str | None = None
+    weighted_gradient: str | None = None
 
     key: ClassVar[str] = "kl_penalty"
     parameters: ClassVar[tuple[str, ...]] = ("x",)
 
-    def load_gradient(self) -> Callable[..., Any]:
-        """Return the torch function whose gradient is taken.
+    def load_gradient(self, *, weighted: bool) -> Callable[..., Any] | None:
+        """Return the torch function whose gradient is taken; None for that of the value.
+
+        Args:
+            weighted: the value is multiplied by the importance ratio.
 
         Raises:
             ValueError: it cannot be imported.
         """
-        return _import(self.gradient or self.target, f"target {self.target!r}", self.folders)
+        target = (weighted and self.weighted_gradient) or self.gradient
+        return None if target is None else _import(target, f"target {target!r}", self.folders)
 
 
 @dataclass(frozen=True, kw_only=True)

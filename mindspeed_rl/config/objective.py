@@ -338,7 +338,7 @@ def _kl_lines(objective: Objective, numbers: dict[str, Any]) -> list[str]:
     if objective.kl_clamp and limits is not None:
         text += f" (d within +-{limits[0]:g}, KL within +-{limits[1]:g})"
     if objective.kl_ctrl_type == "adaptive":
-        text += f", adaptive towards {objective.kl_target:g} over {objective.kl_horizon}"
+        text += f", adaptive towards {objective.kl_target:g} a token over {objective.kl_horizon} samples"
     if objective.kl_place == "reward":
         return [f"reward      r_t - {objective.kl_in_reward:g} * KL_t, KL = {text}"]
     return [f"KL          {'ratio x ' if objective.use_bias_correction_kl else ''}{text}"]

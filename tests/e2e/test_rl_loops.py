@@ -95,7 +95,7 @@ def test_the_reference_follows_the_actor_when_and_as_far_as_it_is_told_to(world:
     np.testing.assert_allclose(quarter.weights["ref"], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "figure"), [("rloo_tiny_cpu", "reward/kl"), (GRPO, "actor/kl_loss")])
+@pytest.mark.parametrize(("name", "figure"), [("rloo_tiny_cpu", "reward/kl"), ("dr_grpo_tiny_cpu", "actor/ref_kl")])
 def test_the_adaptive_coefficient_moves_towards_its_target(world: World, name: str, figure: str) -> None:
     keys = ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_horizon=640", "rl_config.init_kl_coef=0.1"]
     for target in (1e-6, 100.0):

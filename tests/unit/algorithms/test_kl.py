@@ -68,6 +68,56 @@ def test_k3_plus_keeps_the_gradient_of_k2_beyond_the_clamp(x):
         assert log_probs.grad.item() == pytest.approx(x)
 
 
+LIMITS = [
+    s * x for x in (0.0, 1e-8, 1e-4, 0.02, 0.099, 0.11, 0.3, 1.0, 2.6, 2.7, 6.0, 12.5, 19.9, 20.1, 40.0, 60.0) for s in (1, -1)
+]
+
+
+def exact(kind, x, clamp):
+    """Value and slope of an estimator in double precision, from its formula."""
+    inside = min(max(x, -20.0), 20.0) if clamp else x
+    # by its series, because the sum cancels in double precision too
+    k3 = sum((-inside) ** n / math.factorial(n) for n in range(2, 9)) if abs(x) < 0.01 else math.expm1(-inside) + inside
+    limited = clamp and (abs(x) > 20.0 or k3 > 10.0)
+    k3 = min(k3, 10.0) if clamp else k3
+    return {
+        "k1": (x, 1.0),
+        "abs": (abs(x), float(np.sign(x))),
+        "k2": (x * x / 2, x),
+        "k3": (k3, 0.0 if limited else -math.expm1(-x)),
+        "k3+": (k3, x),
+    }[kind]
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k3+"])
+def test_value_and_slope_are_exact_in_float32_at_every_limit(kind, clamp):
+    x = torch.tensor(LIMITS, requires_grad=True)
+    values = kl_penalty(x, torch.zeros_like(x), kind, clamp=clamp)
+    (slopes,) = torch.autograd.grad(values.sum(), x)
+    at_float32 = x.detach().double().tolist()
+    np.testing.assert_allclose(values.detach(), [exact(kind, a, clamp)[0] for a in at_float32], rtol=3e-6, atol=0)
+    np.testing.assert_allclose(slopes, [exact(kind, a, clamp)[1] for a in at_float32], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k3+"])
+def test_under_the_ratio_k2_and_k3_have_the_gradient_of_the_kl_itself_at_every_limit(kind, clamp):
+    """d(r k) = r (k' + k): for k3 r (1 - e^-x + e^-x + x - 1) = r x, which a limit on the value must not change."""
+    for drift in (0.0, 0.7, -3.0):
+        log_probs = torch.tensor(LIMITS, requires_grad=True)
+        log_ratio = log_probs - (log_probs.detach() - drift)
+        estimator = find(KL_ESTIMATORS, KlEstimator, kind)
+        values = kl.kl_penalty(log_probs, torch.zeros(len(LIMITS)), estimator, clamp=clamp, log_ratio=log_ratio)
+        (slopes,) = torch.autograd.grad(values.sum(), log_probs)
+        expected = []
+        for x, ratio in zip(log_probs.detach().double().tolist(), log_ratio.detach().double().exp().tolist()):
+            value, slope = exact(kind, x, clamp)
+            expected.append((ratio * value, ratio * (x if kind in ("k2", "k3", "k3+") else value + slope)))
+        np.testing.assert_allclose(values.detach(), [value for value, _ in expected], rtol=3e-6, atol=0)
+        np.testing.assert_allclose(slopes, [slope for _, slope in expected], rtol=3e-6, atol=0)
+
+
 def test_the_clamp_leaves_the_other_estimators_alone():
     for kind in ("k1", "k2", "abs"):
         assert at([-40.0], kind, clamp=True)[0][0] == at([-40.0], kind)[0][0]
@@ -117,6 +167,12 @@ def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth():
     assert controller.coef == pytest.approx(0.1 * 1.1)
     controller.update(current_kl=0.0, num_samples=100)
     assert controller.coef == pytest.approx(0.1 * 1.1 * 0.8)
+
+
+def test_more_samples_than_a_horizon_move_the_coefficient_by_a_fifth_and_never_turn_its_sign():
+    controller = _KlController(0.1, target=2.0, horizon=100)
+    controller.update(current_kl=0.0, num_samples=100_000)
+    assert controller.coef == pytest.approx(0.08)
 
 
 def test_a_controller_continues_from_its_saved_state():

@@ -287,6 +287,34 @@ def test_sapo_by_hand_has_slope_one_on_policy():
     assert gradient == pytest.approx([-0.5, 0.5])
 
 
+@pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
+def test_sapo_keeps_value_and_slope_in_float32_where_the_gate_is_nearly_open_or_shut(tau):
+    """L = -(4 / tau) s(z), dL/dlog r = -4 s(z) s(-z) r with z = tau (r - 1)."""
+    ratios = [1e-8, 1e-3, 0.5, 1.0, 4.0, 10.0, 14.0, 18.0, 25.0]
+    log_probs = torch.tensor([[math.log(r) for r in ratios]], dtype=torch.float64).float().requires_grad_()
+    batch = PolicyBatch(log_probs, torch.ones(1, 9), torch.ones(1, 9, dtype=torch.bool), old_log_probs=torch.zeros(1, 9))
+    output = policy_loss(batch, objective("sapo", tau_pos=tau))
+    (gradient,) = torch.autograd.grad(output.loss_sum, log_probs)
+    at = [math.exp(x) for x in log_probs[0].double().tolist()]
+    gates = [1 / (1 + math.exp(-tau * (r - 1))) for r in at]
+    assert output.loss_sum.item() == pytest.approx(-4 / tau * sum(gates) / 9, rel=1e-6)
+    expected = [-4 * gate / (1 + math.exp(tau * (r - 1))) * r / 9 for r, gate in zip(at, gates)]
+    # e^-z of z = 24 has lost as many bits as z has before its point
+    np.testing.assert_allclose(gradient[0], expected, rtol=1e-5)
+
+
+def test_the_kl_metric_that_a_controller_follows_is_that_of_a_token_under_every_normalizer():
+    generator = torch.Generator().manual_seed(3)
+    log_probs = -torch.rand(3, 5, generator=generator)
+    ref = log_probs - torch.rand(3, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    x = (log_probs - ref)[mask].double().numpy()
+    for loss_type in ("dapo", "grpo", "gspo", "dr_grpo"):
+        batch = PolicyBatch(log_probs.clone().requires_grad_(), torch.zeros(3, 5), mask, ref_log_probs=ref)
+        output = policy_loss(batch, objective(loss_type, kl_coef=0.1, kl_penalty="k2", max_response_length=64))
+        assert output.metrics["actor/ref_kl"].result() == pytest.approx((x**2 / 2).mean(), rel=1e-5)
+
+
 def test_opsm_drops_negative_sequences_that_drifted_and_keeps_them_in_the_count():
     log_probs = torch.full((3, 1), -2.0)
     batch = PolicyBatch(

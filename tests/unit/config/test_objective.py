@@ -75,7 +75,7 @@ def test_clip_higher_replaces_the_symmetric_clip() -> None:
         ({"delta": 4.0}, ["min(r, 4)"]),
         ({"rollout_importance_sampling_mode": "token_truncate"}, ["token_truncate(pi_old / pi_rollout)"]),
         ({"use_kl_in_reward": True, "kl_penalty": "kl"}, ["r_t - 0.01 * KL_t", "log pi - log pi_ref"]),
-        ({"kl_ctrl_type": "adaptive"}, ["adaptive towards 100 over 1000"]),
+        ({"kl_ctrl_type": "adaptive"}, ["adaptive towards 0.1 a token over 1000 samples"]),
         ({"top_entropy_quantile": 0.2}, ["20% of tokens"]),
         ({"adv_epsilon": 1e-4}, ["0.0001"]),
     ],
