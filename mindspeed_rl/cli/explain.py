@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
 
+from mindspeed_rl.cli.train import prepare_environment, resolve_run
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain.effects import describe_learning_rate
 from mindspeed_rl.config.explain.key_reference import find_entries
-from mindspeed_rl.config.explain.plan_page import explain, render, report_failure
+from mindspeed_rl.config.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rewards.static_check import check_reward_functions
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
-    A valid file that lacks keys, or needs a feature that this version does not have, ends in "not ready" and returns 0: rules
-    can be checked before the last path is known.
+    Where a file that the run names is on this machine, all checks of `train` run, and what it would refuse is an error.
+    Elsewhere, for example on a laptop, keys alone are checked: a file that lacks keys, or needs a feature that this version
+    does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in any case.
 
     Args:
         argv: the arguments after `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
@@ -37,6 +39,7 @@ def main(argv: list[str]) -> int:
     source.add_argument("--keys", metavar="TEXT", help="print the keys with TEXT in their name or meaning, as in docs/keys.md")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument("--validate", action="store_true", help="print only what train would refuse on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
@@ -52,36 +55,46 @@ def main(argv: list[str]) -> int:
         report = explain(cfg, arguments.nodes)
         if cfg.rl_config is not None and not cfg.is_supervised:
             report["errors"] += check_reward_functions(cfg.rl_config)
-            report["valid"] = not report["errors"]
-            if cfg.actor_config.train_epochs is not None and report["valid"] and not report["missing"] + report["unavailable"]:
-                report |= _length(cfg, arguments.nodes)
+        if not report["errors"] and (arguments.validate or cfg.has_files_here):
+            _check_files(cfg, arguments.nodes, report)
+        elif not report["errors"]:
+            report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
+        report["valid"] = not report["errors"]
     except ConfigError as error:
         report = report_failure(error.errors)
+    if arguments.validate and not arguments.json:
+        text = "\n".join(f"error: {error}" for error in report["errors"]) or "valid"
+    else:
+        text = json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report)
     try:
-        print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # a pager or `head` has ended; the output that Python still buffers is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
 
 
-def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
-    """Return the part of the report that depends on the number of prompts, as a run would read them."""
-    os.environ.update(build_quiet_environment(os.environ))
+def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
+    """Run both stages of the checks of `train`, and add what they find to the report."""
+    prepare_environment()
     # they import torch and Ray, which no other plan needs
-    from mindspeed_rl.trainers.prompt_loader import count_prompts, resolve_length
+    from mindspeed_rl.trainers.rl_setup import RLInputs, check_rl
+    from mindspeed_rl.trainers.sft_setup import check_supervised
 
-    run = resolve(cfg, num_nodes, platform=cfg.platform)
-    epochs = cfg.actor_config.train_epochs
+    notes = io.StringIO()
     try:
-        count = count_prompts(run)
-    except ValueError as error:
-        return {"length": f"{epochs:g} passes over prompts that could not be counted: {error}"}
-    run = resolve_length(run, count)
-    each = run.plan.num_prompts
-    return {
-        "length": f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration",
-        "learning_rate": describe_learning_rate(run.config),
-    }
+        with contextlib.redirect_stdout(notes):
+            run = resolve_run(cfg, num_nodes)
+            inputs = check_supervised(run) if cfg.is_supervised else check_rl(run)
+    except (ValueError, RuntimeError, OSError) as error:
+        report["errors"] += error.errors if isinstance(error, ConfigError) else [str(error)]
+        return
+    finally:
+        report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
+    run, epochs = inputs.run, cfg.actor_config.train_epochs
+    if epochs is not None and isinstance(inputs, RLInputs):
+        each, count = run.plan.num_prompts, len(inputs.prompts)
+        report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration"
+        report["learning_rate"] = describe_learning_rate(run.config)
 
 
 def _print_keys(text: str) -> int:

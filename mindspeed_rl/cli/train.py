@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         prepare_environment()
         # to the end: apart from importing, the driver waits and records metrics
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
-            run = _resolve_run(cfg, arguments.nodes)
+            run = resolve_run(cfg, arguments.nodes)
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.resume import Recovery
@@ -67,7 +67,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _resolve_run(cfg: RunConfig, num_nodes: int) -> Run:
+def resolve_run(cfg: RunConfig, num_nodes: int) -> Run:
+    """Run the first stage of checks: what the run file says, with the config.json of its models.
+
+    The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
+
+    Raises:
+        ValueError: the run file is wrong; all violations are named.
+    """
     # these import torch and transformers, which read the environment
     from mindspeed_rl.trainers.model_plans import with_model_configs
 

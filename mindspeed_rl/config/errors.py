@@ -39,13 +39,13 @@ class KeyNames:
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, so that one wrong path hides no other; do nothing where at most one fails, which fails again later.
+    """Run all checks, so that one wrong path hides no other.
 
     Args:
         checks: each raises ValueError for what is wrong with one file.
 
     Raises:
-        ConfigError: several of them fail; a sentence each.
+        ConfigError: one of them fails, or several; a sentence each.
     """
     errors: dict[str, None] = {}
     for check in checks:
@@ -55,7 +55,7 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
             errors |= dict.fromkeys(error.errors)
         except ValueError as error:
             errors[str(error)] = None
-    if len(errors) > 1:
+    if errors:
         raise ConfigError(errors)
 
 

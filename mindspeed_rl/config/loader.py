@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from mindspeed_rl.config.keys import ROLE_GROUPS, collect_names
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.keys.ignored import IGNORED
-from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
 from mindspeed_rl.config.model_metadata import read_model_metadata
@@ -84,7 +85,8 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         set_keys["sampling_config"] = frozenset(normalize(sampling)) if isinstance(sampling, Mapping) else frozenset()
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
-    platform, run_dir = tree.get("platform") or "auto", tree.get("run_dir")
+    platform, run_dir = tree.get("platform"), tree.get("run_dir")
+    platform = "auto" if platform is None else platform
     if platform not in PLATFORMS:
         errors.append(unknown_value("platform", platform, PLATFORMS))
     if run_dir is not None and not isinstance(run_dir, str):
@@ -122,10 +124,21 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
             if role is not None and (metadata := read_model_metadata(role)) is not None
         },
     )
-    cfg = derive(cfg)
+    cfg = derive(cfg if cfg.is_supervised or rl is None or rl.dropout_in_update else _disable_dropout(cfg))
     if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):
         raise ConfigError(unusable)
     return cfg
+
+
+def _disable_dropout(cfg: RunConfig) -> RunConfig:
+    """Return the run with no dropout in any role: see `rl_config.dropout_in_update`."""
+    roles = {name: role for name in ("megatron_training", *ROLE_GROUPS) if (role := getattr(cfg, name)) is not None}
+    # a reference without a group of its own is the actor's; what is out of range is left to the rules
+    changed = {
+        id(role): replace(role, **{name: 0.0 for name in DROPOUT_KEYS if 0.0 <= getattr(role, name) <= 1.0})
+        for role in roles.values()
+    }
+    return replace(cfg, **{name: changed[id(role)] for name, role in roles.items()})
 
 
 def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -17,7 +17,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.placement import Placement
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, read_engine_shape
-from mindspeed_rl.config.rules.validation import unavailable, validate
+from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.run import Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.sizes import BatchPlan
 
@@ -59,6 +59,11 @@ class Run:
     def fault_tolerance(self) -> FaultTolerance:
         """Keys of fault_tolerance; supervised stages have the defaults."""
         return FaultTolerance() if self.config.rl_config is None else self.config.rl_config.fault_tolerance
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """A sentence for each key that training needs and the run file leaves unset."""
+        return missing_for_training(self.config)
 
     @property
     def stage(self) -> str:

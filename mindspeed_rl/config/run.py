@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -13,6 +15,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.objective import Objective, build_objective
 from mindspeed_rl.config.placement import Placement, place
+from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.config.sizes import Sizes, read_sizes
 
 #: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
@@ -131,12 +134,19 @@ class RunConfig:
             role,
             num_attention_heads=shape.num_heads,
             group_query_attention=shape.num_kv_heads is not None,
-            num_query_groups=shape.num_kv_heads,
+            num_query_groups=shape.num_kv_heads or 1,
             multi_latent_attention=shape.is_latent,
             # layers with experts have widths of their own
             ffn_hidden_size=None if shape.num_experts else shape.ffn_hidden_size,
             num_experts=shape.num_experts,
         )
+
+    @property
+    def keys_on_resume(self) -> dict[str, object]:
+        """The values that a run which resumes from a checkpoint of this one is compared with, by dotted name."""
+        shared = "megatron_training" if self.is_supervised else "actor_config"
+        groups = {name: getattr(self, name) for name in ("critic_config", "rl_config", "generate_config")}
+        return record_keys({shared: self.actor_config} | {name: group for name, group in groups.items() if group is not None})
 
     @property
     def response_limit(self) -> int:
@@ -152,6 +162,18 @@ class RunConfig:
         assert self.rl_config is not None
         several = self.rl_config.agent_loop_name != "single_turn"
         return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
+
+    @property
+    def has_files_here(self) -> bool:
+        """True where a model, a tokenizer or data that the run file names is on this machine."""
+        roles = [role for role in (self.actor_config, self.critic_config, self.reward_config) if role is not None]
+        names: list[object] = []
+        for role in roles:
+            names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
+            names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
+        paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
+        # files of a data set begin with its prefix
+        return any(os.path.exists(path) or glob.glob(f"{glob.escape(path)}_*") for path in paths)
 
     def as_written(self) -> dict[str, dict[str, object]]:
         """Return the keys that the run file or an override sets, with their values, by group."""

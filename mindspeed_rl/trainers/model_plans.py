@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.checkpoint.model_source import (
+    check_critic_start,
     check_reward_start,
-    find_critic,
     find_model,
     reference_of,
     rl_reference,
@@ -134,7 +134,12 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     if run.objective.has_critic:
         critic = cfg.critic_config
         assert critic is not None  # a rule requires it
-        critic_source = find_critic(critic, resumes_after)
+        saves_there = critic.load is not None and critic.save is not None and Path(critic.load) == Path(critic.save)
+        if resumes_after is None and saves_there and critic.pretrained_checkpoint and not critic.finetune:
+            # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
+            critic = dataclasses.replace(critic, load=None, load_iteration=None)
+        critic_source = find_model(critic, "critic_config")
+        check_critic_start(critic, critic_source, resumes_after)
         models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
     if (reward := cfg.reward_model_keys) is not None:
         reward_source = _find_reward_model(cfg, reward)

@@ -13,6 +13,7 @@ from mindspeed_rl.config.explain.effects import (
     find_warnings,
 )
 from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.schema import Range
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
@@ -28,11 +29,11 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts; the command fills it in);
-    `samples` (of several turns); `learning_rate`; `derived` (keys that the file omits and that follow from it, each with its
-    value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
-    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to
-    start). Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
+    `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts) and `unchecked`, which the command
+    fills in; `samples` (of several turns); `learning_rate`; `derived` (keys that the file omits and that follow from it, each
+    with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
+    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
+    Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     violations = validate(cfg, num_nodes)
     sizes = None if cfg.sizes is None else replace(cfg.sizes, num_nodes=num_nodes)
@@ -66,6 +67,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
         "resources": {} if sizes is None else _describe_resources(cfg, sizes),
         "formula": formula(cfg),
         "length": "",
+        "unchecked": "",
         "samples": _describe_samples(cfg),
         "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
@@ -90,6 +92,7 @@ def report_failure(errors: list[str]) -> Report:
         "resources": {},
         "formula": "",
         "length": "",
+        "unchecked": "",
         "samples": "",
         "learning_rate": "",
         "derived": {},
@@ -149,6 +152,8 @@ def render(report: Report) -> str:
         parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
     if report["warnings"]:
         parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
+    if report["unchecked"]:
+        parts.append(f"Not checked\n  {report['unchecked']}")
     if report["errors"]:
         parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
     if report["valid"]:
@@ -266,7 +271,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
         if layout is not None:
             roles[role] = _describe_role(layout, cfg.with_shape(f"{role}_config"))
     groups: dict[str, list[list[int]]] = {}
-    if actor.num_npus % actor.replica_size == 0:
+    if actor.num_npus % actor.replica_size == 0 and Range.DEVICES.contain(actor.num_npus):
         groups |= _list_parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
         if experts := _list_expert_groups(actor, cfg.with_shape("actor_config")):
             groups["ep"] = experts
@@ -278,7 +283,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
         }
         if engines is not None and shares_experts:
             roles["rollout"] |= {"replicas_sharing_experts": engines.sharing, "ep": engines.expert_ranks}
-        if sizes.rollout.num_npus % sizes.rollout.replica_size == 0:
+        if sizes.rollout.num_npus % sizes.rollout.replica_size == 0 and Range.DEVICES.contain(sizes.rollout.num_npus):
             groups["rollout"] = _list_parallel_groups(sizes.rollout)["tp"]
             if engines is not None and shares_experts and not engines.world_size % engines.expert_ranks:
                 groups["rollout_ep"] = engines.expert_groups()

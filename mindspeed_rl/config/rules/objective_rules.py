@@ -66,6 +66,8 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             f"({', '.join(rl.verifier_function)})",
             (*({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),),
         )
+    if rl.filter_groups_enable:
+        yield from _fillable_groups(cfg, rl)
     if rl.filter_groups_enable and rl.dynamic_sample:
         yield Violation(
             "one_filter",
@@ -79,6 +81,37 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
             "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
         )
+
+
+def _fillable_groups(cfg: RunConfig, rl: RLConfig) -> Iterator[Violation]:
+    """Check that a filter of groups can accept as many as an iteration trains on."""
+    size, batches, sizes = rl.filter_groups_train_batch_size, rl.filter_groups_max_batches, cfg.sizes
+    if rl.n_samples_per_prompt == 1:
+        yield Violation(
+            "filter_group_of_one",
+            {"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1},
+            "rl_config.filter_groups_enable accepts groups whose metric varies, and with rl_config.n_samples_per_prompt (1) "
+            "none does",
+            ({"rl_config.n_samples_per_prompt": 2}, {"rl_config.filter_groups_enable": False}),
+        )
+    if not rl.rule_reward:
+        yield Violation(
+            "filter_without_functions",
+            {"rl_config.filter_groups_enable": True, "rl_config.rule_reward": False},
+            f"rl_config.filter_groups_enable reads the reward function {rl.filter_groups_metric}, which does not run: "
+            "rl_config.rule_reward is false",
+            ({"rl_config.rule_reward": True}, {"rl_config.filter_groups_enable": False}),
+        )
+    if sizes is None or not sizes.can_divide or batches < 1 or size <= (most := sizes.rollout_prompts * batches):
+        return
+    needed = math.ceil(size / sizes.rollout_prompts)
+    yield Violation(
+        "filter_fills",
+        {"rl_config.filter_groups_train_batch_size": size, "rl_config.filter_groups_max_batches": batches},
+        f"rl_config.filter_groups_train_batch_size ({size}) is more than the {most} prompts of filter_groups_max_batches "
+        f"({batches}) rollouts: the batch never fills",
+        ({"rl_config.filter_groups_max_batches": needed}, {"rl_config.filter_groups_train_batch_size": int(most)}),
+    )
 
 
 def _algorithms(cfg: RunConfig) -> Iterator[Violation]:

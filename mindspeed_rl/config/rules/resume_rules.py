@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mindspeed_rl.config.keys import collect_keys
+from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,7 @@ class KeyChange:
     Attributes:
         name: dotted.
         on_resume: its class; see `Key.on_resume`.
-        saved, value: of the checkpoint and of this run, as text.
+        saved, value: of the checkpoint and of this run, as JSON.
     """
 
     name: str
@@ -35,43 +31,50 @@ class KeyChange:
         return f"{self.name} {self.saved} -> {self.value}"
 
 
-def record_keys(cfg: RunConfig) -> dict[str, object]:
-    """Return, as plain values by dotted name, all keys that a resumed run may not change, or not without a word."""
-    return {name: value for name, _, value in _list_values(cfg)}
+def record_keys(groups: Mapping[str, object]) -> dict[str, object]:
+    """Return, as plain values by dotted name, all keys that a resumed run may not change, or not without a word.
 
-
-def find_changes(cfg: RunConfig, saved: Mapping[str, object]) -> list[KeyChange]:
-    """Return the keys that differ from what `record_keys` has returned for another run."""
-    return [
-        KeyChange(name, on_resume, json.dumps(saved[name]), json.dumps(value))
-        for name, on_resume, value in _list_values(cfg)
-        if name in saved and saved[name] != value
-    ]
-
-
-def describe_changes(changes: list[KeyChange], effects: frozenset[OnResume]) -> list[str]:
-    """Return a sentence for each of these effects that a change has, with the keys that have it."""
-    sentences = []
-    for effect in ON_RESUME:
-        names = ", ".join(str(change) for change in changes if change.on_resume == effect)
-        if names and effect in effects:
-            sentences.append(f"changed since that checkpoint: {names}: {ON_RESUME[effect][0]}")
-    return sentences
-
-
-def _list_values(cfg: RunConfig) -> Iterator[tuple[str, OnResume, object]]:
-    """Yield name, class and value of each key that is compared; keys of the roles are those of actor and critic."""
-    shared = "megatron_training" if cfg.is_supervised else "actor_config"
+    Args:
+        groups: the groups of the run that are there, by name; a role's has the keys of megatron_training.
+    """
+    values = {}
     for path, key in collect_keys().items():
-        group, _, name = path.partition(".")
+        declared, _, name = path.partition(".")
         if key.on_resume in (None, "exact"):
             continue
-        for holder in (shared, "critic_config") if group == "megatron_training" else (group,):
-            value: object = getattr(cfg, holder, None)
+        for group in groups if declared == "megatron_training" else (declared,):
+            value = groups.get(group)
+            if value is None or (declared == "megatron_training") != (group in ("megatron_training", *ROLE_GROUPS)):
+                continue
             for part in name.split("."):
                 value = getattr(value, part, None)
-            if getattr(cfg, holder, None) is not None:
-                yield f"{holder}.{name}", key.on_resume, _as_plain(value)
+            values[f"{group}.{name}"] = _as_plain(value)
+    return values
+
+
+def find_changes(saved: Mapping[str, object], values: Mapping[str, object]) -> list[KeyChange]:
+    """Return the keys whose values differ; both mappings are from `record_keys`.
+
+    Parts of a model's shape that are not set on either side follow its config.json, and the length follows train_epochs.
+    """
+    changes = []
+    for name in saved.keys() & values.keys():
+        group, _, key = name.partition(".")
+        on_resume = collect_keys()[f"megatron_training.{key}" if group in ROLE_GROUPS else name].on_resume
+        is_derived = None in (saved[name], values[name]) and (on_resume == "fixed" or key == "train_iters")
+        if saved[name] != values[name] and on_resume is not None and not (is_derived and key != "lora_target_modules"):
+            changes.append(KeyChange(name, on_resume, json.dumps(saved[name]), json.dumps(values[name])))
+    return sorted(changes, key=lambda change: change.name)
+
+
+def describe_changes(changes: list[KeyChange], effects: Mapping[OnResume, bool]) -> list[str]:
+    """Return a sentence for each of these effects that a change has, with the keys that have it."""
+    sentences = []
+    for effect, (text, _) in ON_RESUME.items():
+        names = ", ".join(str(change) for change in changes if change.on_resume == effect)
+        if names and effects.get(effect):
+            sentences.append(f"changed since that checkpoint: {names}: {text}")
+    return sentences
 
 
 def _as_plain(value: object) -> object:

@@ -161,6 +161,7 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate, actor = cfg.rl_config, cfg.generate_config, cfg.actor_config
     if rl is None or generate is None or cfg.is_supervised or not rl.use_dynamic_bsz:
         return
+    limit_key = cfg.response_limit_key.rpartition(".")[2]
     longest = min(rl.max_prompt_length + cfg.response_limit, generate.max_model_len)
     # sequence and context parallelism lengthen a micro-batch to a multiple of their ranks
     unit = max(actor.tensor_model_parallel_size, 1) if actor.sequence_parallel else 1
@@ -179,9 +180,9 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "packing_budget",
             {f"rl_config.{name}": value, "rl_config.max_prompt_length": rl.max_prompt_length},
-            f"rl_config.{name} ({value}) must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
-            f"max_prompt_length {rl.max_prompt_length} + {cfg.response_limit_key.rpartition('.')[2]} {cfg.response_limit} and "
-            f"max_model_len {generate.max_model_len})",
+            f"rl_config.{name} ({value}) must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller "
+            f"of max_prompt_length {rl.max_prompt_length} + {limit_key} {cfg.response_limit} and max_model_len "
+            f"{generate.max_model_len})",
             ({f"rl_config.{name}": needed}, {"rl_config.use_dynamic_bsz": False}),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
@@ -509,6 +509,40 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation("data_path", {"megatron_training.data_path": path}, text)
 
 
+def _held_out(cfg: RunConfig) -> Iterator[Violation]:
+    actor = cfg.actor_config
+    if cfg.is_supervised and actor.skip_train and not actor.has_held_out_data:
+        keys = {"megatron_training.skip_train": True, "megatron_training.eval_data_path": None}
+        text = "megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split"
+        yield Violation("held_out", keys, text, ({"megatron_training.skip_train": False},))
+
+
+#: keys that name a file or a folder, of any group, and those of them that are empty by default
+_PATH_KEYS = frozenset(
+    "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "
+    "ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path eplb_token_save_path "
+    "vllm_server_token_file dump_path profile_save_path runtime_env_path wandb_save_dir swanlab_save_dir run_dir".split()
+)
+_EMPTY_PATHS = frozenset(("ref_model", "profile_save_path", "wandb_save_dir", "swanlab_save_dir"))
+
+
+def _paths(cfg: RunConfig) -> Iterator[Violation]:
+    """Check that no path is blank or has characters that no name of a file can have."""
+    for group, values in cfg.as_written().items():
+        for name, value in values.items():
+            key = f"generate_config.{name}" if group == "sampling_config" else name if group == "run" else f"{group}.{name}"
+            written = value if isinstance(value, list) else [value]
+            inner = value.items() if isinstance(value, Mapping) else ()
+            named = [(key, item) for item in written] if name in _PATH_KEYS else []
+            named += [(f"{key}.{other}", item) for other, item in inner if other in _PATH_KEYS]
+            for path, item in named:
+                if not isinstance(item, str) or item == "" and name in _EMPTY_PATHS:
+                    continue
+                if not item.strip() or any(ord(char) < 32 for char in item):
+                    text = f"{path} is {item!r}, which names no file or folder"
+                    yield Violation("path", {path: item}, text, ({path: None},))
+
+
 def _checkpoint_folders(cfg: RunConfig) -> Iterator[Violation]:
     """Check that roles that train save into different folders: two in one would overwrite each other."""
     actor, critic = cfg.actor_config, cfg.critic_config
@@ -548,4 +582,6 @@ RUN_RULES = (
     _dumps,
     _rates,
     _data,
+    _paths,
+    _held_out,
 )

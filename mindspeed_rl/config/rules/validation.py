@@ -125,11 +125,15 @@ def _broken_batch_rules(cfg: RunConfig, num_nodes: int) -> set[str]:
 
 def missing_for_training(cfg: RunConfig) -> list[str]:
     """Return a sentence for each key that a training run needs and the run file leaves unset."""
-    actor = cfg.actor_config
+    actor, critic = cfg.actor_config, cfg.critic_config
     length = actor.train_iters if actor.train_epochs is None else actor.train_epochs
     needed = {"train_iters": length, "lr": actor.lr, "data_path": actor.data_path}
-    needed |= {"tokenizer_name_or_path": actor.tokenizer_name_or_path}
-    return [f"{name} is not set in megatron_training or actor_config" for name, value in needed.items() if value is None]
+    # of a model without weights the folder of weights says more, once it is looked for
+    needed |= {"load": actor.load or actor.pretrained_checkpoint or actor.tokenizer_name_or_path or None}
+    missing = [f"{name} is not set in megatron_training or actor_config" for name, value in needed.items() if value is None]
+    if cfg.objective is not None and cfg.objective.has_critic and critic is not None:
+        missing += ["lr is not set in critic_config"] if critic.lr is None else []
+    return missing
 
 
 _SHARED_LAYOUT = (

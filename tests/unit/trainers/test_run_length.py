@@ -49,8 +49,9 @@ def test_explain_counts_the_prompts_and_says_the_iterations(
     }
     words = ["--config-name", "grpo_tiny_cpu", *(f"megatron_training.{key}={value}" for key, value in keys.items())]
     words += [f"actor_config.load={tiny_model}", "megatron_training.dataset_additional_keys=[]"]
+    words.append("megatron_training.eval_data_path=null")
     assert explain(words) == 0  # 64 prompts an iteration; the last row is too long
     said = capsys.readouterr().out
     assert "4 iterations: 2 passes over 100 prompts, 64 an iteration" in said and said.strip().endswith("valid")
-    assert explain([*words, f"megatron_training.data_path={tmp_path / 'nothing.jsonl'}"]) == 0
-    assert "2 passes over prompts that could not be counted: " in capsys.readouterr().out
+    assert explain([*words, f"megatron_training.data_path={tmp_path / 'nothing.jsonl'}"]) == 2
+    assert "nothing.jsonl' is neither a raw file or folder" in capsys.readouterr().out
