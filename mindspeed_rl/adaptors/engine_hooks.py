@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_rl.config import GenerateConfig
 
@@ -72,6 +72,13 @@ class EngineHooks:
     def repacked(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters that `after_load` rewrites, so that a part of them cannot be loaded alone."""
         return set()
+
+    def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return for parameters that `after_load` lays out anew: a function from a matrix of it to that which was loaded.
+
+        Elements that were not loaded come after the others, in rows or columns of their own.
+        """
+        return {}
 
     def packed_bytes(self, model: nn.Module) -> int:
         """Return the bytes of copies of weights that kernels have next to the model's parameters."""

@@ -26,11 +26,11 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.config import GenerateConfig
@@ -191,6 +191,11 @@ class VllmAscendHooks(EngineHooks):
                 module.register_parameter(weight, nn.Parameter(data, requires_grad=False))
         self._in_checkpoint_layout = False
         refresh_latent_attention(model)
+
+    def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+        if self._in_checkpoint_layout:
+            return {}
+        return {f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS}
 
     def release(self, llm: LLM) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):

@@ -15,7 +15,8 @@ They can go when vLLM's CPU worker reloads weights in place; the rollout tests c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,71 @@ def _experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, kernel.fused_experts
 
 
+#: values that every type of weights represents exactly
+_DIGITS = 128
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Layout of an expert's matrix for the kernel: blocks of consecutive elements, with rows and columns of zeros added.
+
+    Attributes:
+        block: rows and columns of a block.
+        rows, columns: those that were loaded, then the added ones; None where none was added.
+    """
+
+    block: tuple[int, int]
+    rows: Tensor | None
+    columns: Tensor | None
+
+    def __call__(self, packed: Tensor) -> Tensor:
+        """Return the matrix as it was loaded, from the kernel's."""
+        (height, width), (num_rows, num_columns) = self.block, packed.shape
+        blocks = packed.reshape(num_rows // height, num_columns // width, height, width)
+        matrix = blocks.permute(0, 2, 1, 3).reshape(num_rows, num_columns)
+        for dim, order in enumerate((self.rows, self.columns)):
+            matrix = matrix if order is None else matrix.index_select(dim, order)
+        return matrix
+
+
+def _read_packings(kernel: Any, hidden: int, intermediate: int, dtype: torch.dtype) -> list[_Packing]:
+    """Return how the kernel packs both matrices of an expert: it packs indexes of elements, digit by digit.
+
+    Raises:
+        RuntimeError: not in blocks.
+    """
+    shapes = {"w13_weight": (2 * intermediate, hidden), "w2_weight": (hidden, intermediate)}
+    found: dict[str, Tensor] = {}
+    factor = 1
+    while factor < 2 * intermediate * hidden:
+        layer = nn.Module()
+        for name, (rows, columns) in shapes.items():
+            digits = torch.arange(rows * columns).view(1, rows, columns) // factor % _DIGITS
+            layer.register_parameter(name, nn.Parameter((digits + 1).to(dtype), requires_grad=False))
+        kernel.process_weights_after_loading(layer)
+        for name in shapes:
+            digits = layer.get_parameter(name).data[0].long() - 1  # negative in what was added
+            found[name] = found.get(name, 0) + digits * factor
+        factor *= _DIGITS
+    packings = []
+    for name, (rows, columns) in shapes.items():
+        flat = found[name].flatten()
+        num_rows, num_columns = found[name].shape
+        # of a block's elements the second row follows the first; the next columns are in the next block
+        width = min(num_columns, int((flat == columns).nonzero()))
+        height = num_rows if width == num_columns else int((flat == width).nonzero()) // width
+        matrix = _Packing((height, width), None, None)(found[name])
+        orders = []
+        for added in ((matrix < 0).all(1), (matrix < 0).all(0)):
+            orders.append(torch.cat([(~added).nonzero(), added.nonzero()]).flatten() if bool(added.any()) else None)
+        packings.append(_Packing((height, width), orders[0], orders[1]))
+        if not torch.equal(packings[-1](found[name])[:rows, :columns].flatten(), torch.arange(rows * columns)):
+            raise RuntimeError(
+                f"weight push: this release of vLLM packs {name} of experts in a layout that cannot be read back."
+            )
+    return packings
+
+
 def _runner(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
@@ -104,6 +170,7 @@ class VllmCpuHooks(EngineHooks):
 
     def __init__(self) -> None:
         self._kv_bytes = 0
+        self._packings: dict[tuple[int, int, torch.dtype], Sequence[_Packing]] = {}
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         # A prompt cut over two engine steps is sampled once too often, and vLLM then rewinds the request's generator,
@@ -129,6 +196,17 @@ class VllmCpuHooks(EngineHooks):
     def repacked(self, model: nn.Module) -> set[str]:
         held = {id(weight) for module, _ in _experts(model) for weight in (module.w13_weight, module.w2_weight)}
         return {name for name, parameter in model.named_parameters() if id(parameter) in held}
+
+    def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        found: dict[str, Callable[[Tensor], Tensor]] = {}
+        for module, kernel in _experts(model):
+            up, down = module.w13_weight, module.w2_weight
+            shapes = up.size(2), kernel.moe_config.intermediate_size_per_partition, up.dtype
+            if shapes not in self._packings:
+                self._packings[shapes] = _read_packings(kernel, *shapes)
+            found |= dict(zip((names[id(up)], names[id(down)]), self._packings[shapes]))
+        return found
 
     def packed_bytes(self, model: nn.Module) -> int:
         return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))

@@ -1,7 +1,8 @@
-"""Trained low-rank adapters in a folder on every rank, as `peft` and vLLM read them, and in vLLM's engine; both proven."""
+"""Trained low-rank adapters in a folder on every rank, as `peft` and vLLM read them, and in vLLM's engine; proven by bits."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
+from mindspeed_rl.engine.lora_layers import Adapter, LoraSettings
+from mindspeed_rl.models.weights import MemorySource, WeightOp
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.protocol import LoadsWeights
 
+_PREFIX = "base_model.model."
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -49,7 +51,7 @@ class AdapterFolder:
         """Write the adapters as they are now.
 
         Raises:
-            WeightDeliveryError: on a rank whose folder differs from what was trained.
+            WeightDeliveryError: on every rank, where the folder of any differs from what was trained.
         """
         exchange, device = Exchange.from_world(), next(self._model.models[0].parameters()).device
         before, self._home = self._home, TemporaryDirectory(prefix="mindspeed-rl-adapter-")
@@ -67,40 +69,46 @@ class AdapterFolder:
         self._check(exchange, device)
 
     def _check(self, exchange: Exchange, device: torch.device) -> None:
-        """Compare sums over the trained shards with sums over the folder's tensors."""
-        mine = [
-            (op.hf, adapter.group.rank(), adapter.splits_input, bit_sum(adapter.a), bit_sum(adapter.b))
-            for op, adapter in list_owned_adapters(self._model)
-        ]
-        expected: dict[str, tuple[int, int]] = {}
-        names: dict[str, list[str]] = {}
-        for text in exchange.all_gather(json.dumps(mine), device):
-            for hf, shard, splits_input, a, b in json.loads(text):
-                modules = [name.removesuffix(".weight") for name in hf]
-                names[modules[0]] = modules
-                known = expected.get(modules[0], (0, 0))
-                # the matrix that is not split is on every shard: it counts once
-                both = (a if splits_input or not shard else 0), (b if not splits_input or not shard else 0)
-                expected[modules[0]] = (known[0] + both[0]) & MASK, (known[1] + both[1]) & MASK
-        actual = {key.removeprefix("base_model.model."): bit_sum(tensor) for key, tensor in self.tensors.items()}
-        wrong = [
-            first
-            for first, (a, b) in expected.items()
-            if any(actual.get(f"{name}.lora_A.weight") != a for name in names[first])
-            or sum(actual.get(f"{name}.lora_B.weight", 0) for name in names[first]) & MASK != b
-        ]
-        if wrong or len(actual) != 2 * sum(map(len, names.values())):
-            example = min(wrong, default="one that was not trained")
+        """Compare every trained shard with its slice of the first rank's folder, and the folders of all ranks with that one."""
+        wrong: list[str] = []
+        names: list[str] = []
+        for op, adapter in list_owned_adapters(self._model):
+            modules = [_PREFIX + name.removesuffix(".weight") for name in op.hf]
+            names += [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
+            shares = self._read_shares(op, adapter, modules)
+            if shares is None or not all(
+                _equal_bits(*pair) for pair in zip((*shares[0], shares[1]), (adapter.a,) * len(modules) + (adapter.b,))
+            ):
+                wrong.append(op.hf[0].removesuffix(".weight"))
+        digests = [hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in _FILES]
+        reports = [json.loads(text) for text in exchange.all_gather(json.dumps([wrong, names, digests]), device)]
+        wrong = [name for others, _, _ in reports for name in others]
+        foreign = {name for _, others, _ in reports for name in others} ^ set(self.tensors)
+        if wrong or foreign or digests != reports[0][2]:
+            example = min([*wrong, *foreign], default="the copy of the first rank's folder")
             raise WeightDeliveryError(
                 f"weight push: the adapters on this rank differ from those trained in {max(1, len(wrong))} layers, "
                 f"for example {example}."
             )
 
+    def _read_shares(self, op: WeightOp, adapter: Adapter, modules: Sequence[str]) -> tuple[list[Tensor], Tensor] | None:
+        """Return what the folder has of a trained shard: A of each module, and B; None where a matrix is missing."""
+        found = [self.tensors.get(f"{module}.lora_{matrix}.weight") for matrix in "AB" for module in modules]
+        matrices = [tensor.to(adapter.a.device, adapter.a.dtype) for tensor in found if tensor is not None]
+        if len(matrices) < len(found):
+            return None
+        a, b = matrices[: len(modules)], dict(zip(op.hf, matrices[len(modules) :]))
+        size, rank = adapter.group.size(), adapter.group.rank()
+        if adapter.splits_input:
+            return [matrix.chunk(size, dim=1)[rank] for matrix in a], b[op.hf[0]]
+        return a, op.read_shard(MemorySource(b), size, rank)
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
 
 _WRAPPED = "base_layer"
-
-#: HF module -> sums over the bits of A and of B
-_AdapterSums = Mapping[str, tuple[int, int]]
 
 
 class BaseLoader:
@@ -129,48 +137,56 @@ class BaseLoader:
                 parent._modules[name] = child
 
 
-def sum_loaded_adapters(model: nn.Module) -> _AdapterSums:
-    """Sum the matrices that the kernels of this rank read; of split matrices it has a part."""
+def find_differing_adapters(
+    model: nn.Module, tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype, *, rank: int = 0, num_ranks: int = 1
+) -> tuple[list[str], int]:
+    """Compare the matrices that the kernels of an engine rank read with those of a PEFT adapter, bit by bit.
+
+    A rank has a matrix in full or a slice of it; slices are in the order of the ranks, each on as many consecutive ranks as
+    there are more ranks than slices. So vLLM splits adapters, of repeated heads too. The rest of a slot is 0.
+
+    Args:
+        model: of the engine.
+        tensors: of the adapter, in full.
+        scale: factor of B A; the engine has it in B.
+        dtype: of the engine's adapters.
+        rank: of this process among those of the engine.
+        num_ranks: tensor-parallel ranks of the engine.
+
+    Returns:
+        The modules that differ, and the number of matrices compared.
+    """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    sums: dict[str, tuple[int, int]] = {}
+    missing = {key.removeprefix(_PREFIX).partition(".lora_A.")[0] for key in tensors if ".lora_A." in key}
+    wrong: list[str] = []
+    count = 0
     modules: Iterator[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
         if not hasattr(module, "lora_a_stacked"):
             continue
         prefix, _, last = name.rpartition(".")
         for part, a, b in zip(packed.get(last, (last,)), module.lora_a_stacked, module.lora_b_stacked, strict=True):
-            sums[f"{prefix}.{part}" if prefix else part] = bit_sum(a), bit_sum(b)
-    return sums
+            adapted = f"{prefix}.{part}" if prefix else part
+            missing.discard(adapted)
+            count += 2
+            sent = [tensors.get(f"{_PREFIX}{adapted}.lora_{matrix}.weight") for matrix in "AB"]
+            if sent[0] is None or sent[1] is None:
+                differs = any(bool(torch.count_nonzero(slot.view(torch.uint8))) for slot in (a, b))
+            else:
+                # cast before it is scaled, as vLLM does: the other order rounds otherwise
+                full = (sent[0].to(dtype), 1), ((sent[1].to(dtype) * scale), 0)
+                differs = not all(_fills_slot(*pair, slot[0, 0], rank, num_ranks) for pair, slot in zip(full, (a, b)))
+            if differs:
+                wrong.append(adapted)
+    return [*wrong, *sorted(missing)], count
 
 
-def sum_sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> _AdapterSums:
-    """Sum the tensors of a PEFT adapter as an engine that stores `dtype` has them: the scale is in B."""
-    sums: dict[str, tuple[int, int]] = {}
-    for key, a in tensors.items():
-        module, is_a, _ = key.removeprefix("base_model.model.").partition(".lora_A.")
-        if is_a:
-            b = tensors[key.replace(".lora_A.", ".lora_B.")]
-            # cast before it is scaled, as vLLM does: the other order rounds otherwise
-            sums[module] = bit_sum(a.to(dtype)), bit_sum(b.to(dtype) * scale)
-    return sums
-
-
-def find_differing_adapters(loaded: Sequence[_AdapterSums], sent: _AdapterSums) -> list[str]:
-    """Return the modules of an engine without the adapter that was sent.
-
-    A matrix is on each rank in full, or on all together once or, where heads are repeated, several times.
-
-    Args:
-        loaded: sums of each rank of the engine.
-        sent: sums of the adapter.
-    """
-    differing = []
-    for name in dict.fromkeys([*sent, *(name for part in loaded for name in part)]):
-        for matrix, expected in enumerate(sent.get(name, (0, 0))):
-            sums = [part.get(name, (0, 0))[matrix] for part in loaded]
-            together = sum(sums) & MASK
-            in_full = all(value == expected for value in sums)
-            if not in_full and all(together != times * expected & MASK for times in range(1, len(sums) + 1)):
-                differing.append(name)
-                break
-    return differing
+def _fills_slot(full: Tensor, dim: int, slot: Tensor, rank: int, num_ranks: int) -> bool:
+    """Return whether a slot has this rank's slice of a matrix along a dimension, and zeros in the other one."""
+    size = slot.size(dim)
+    if not size or full.size(dim) % size or num_ranks % (num_slices := full.size(dim) // size):
+        return False
+    expected = torch.zeros_like(slot)
+    part = full.narrow(dim, rank * num_slices // num_ranks * size, size)
+    expected[: part.size(0), : part.size(1)] = part
+    return _equal_bits(slot, expected)

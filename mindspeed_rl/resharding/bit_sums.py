@@ -1,116 +1,211 @@
-"""Exact integer sums over the bits of tensors, for the proof of a weight sync; `proof.py` explains the formula.
+"""Fingerprints of weights: sums over bits, weighted by the position of each element in the full HF tensor.
+
+The fingerprint of a tensor is the sum of x_rc a_r b_c modulo 2^64: x_rc is the element in row r and column c, its bits read as
+a signed integer; the a and b are odd 32-bit numbers that are all different. Shares of any parts add up to that of the full
+tensor, because a weight depends on the position in the tensor and on nothing else: a rank may have a part transposed, fused
+with other tensors, padded or stacked. Vectors are one row.
+
+One changed element is always found: its weight is odd, so no factor of the change is lost. Other changes (elements that change
+places, several elements) keep the fingerprint with a chance of about 2^-62 each, at worst 2^-48 (2^-32 in float32) where
+nothing but signs change.
 
 A module of its own, because vLLM's workers need it without Megatron. In a processor's memory the loops are compiled where there
-is much to sum (`compiled_sums`). One call sums many tensors, because a model has thousands of small ones and a call costs more
-than they do.
+is much to sum (`compiled_sums`). One call sums many parts, because a model has thousands of small ones and a call costs more
+than they do; parts at equal distances in memory, as stacked experts, are one call to a device.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from mindspeed_rl.resharding.layouts import Slice, full_slice
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 # empty: by their types numba compiles a loop for each
 _IN_NUMPY = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
-# odd, with well mixed bits; as a signed number, because sums are made in int64, which wraps modulo 2^64
-C = 0x9E3779B97F4A7C15 - (1 << 64)
 #: elements that exist as eight bytes each at a time on a device, and in a processor's memory
 _CHUNK, _CHUNK_IN_CACHE = 1 << 22, 1 << 15
 _COMPILED = "mindspeed_rl.resharding.compiled_sums"
 #: elements of one call up to which the loops are not imported: torch needs some milliseconds for them
 _UNCOMPILED = 1 << 22
-#: bytes of tensors that wait for one call of the compiled loops, as some are made only to be summed
-_WAITING_BYTES = 1 << 22
+#: bytes of parts that wait for one call, as some are made only to be summed: in a processor's memory, on a device
+_WAITING_BYTES, _WAITING_BYTES_OF_DEVICE = 1 << 22, 1 << 28
+#: odd factors of the two series of weights
+_ROW_FACTORS, _COLUMN_FACTORS = (0x2C1B3C6D, 0x297A2D39), (0x5F356495, 0x3D4D51CB)
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of x (x + C) over the elements' bit patterns x as signed integers, modulo 2^64."""
-    return bit_sums([tensor])[0]
+    """Return the fingerprint of a full tensor."""
+    return int(sum_groups([[(full_slice(tuple(tensor.shape)), tensor)]])) & MASK
 
 
-def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `bit_sum` of each tensor; synchronizes a device once."""
-    return [value & MASK for value in sum_groups([tensor] for tensor in tensors).tolist()]
-
-
-def sum_groups(groups: Iterable[Iterable[Tensor]], *, ordered: bool = False) -> Tensor:
-    """Return the sum of the `bit_sum` of the tensors of each group: [groups] int64, which wraps modulo 2^64.
+def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
+    """Return the sum of the shares in each group: [groups] int64, which wraps modulo 2^64; synchronizes a device once.
 
     Args:
-        groups: of tensors.
-        ordered: sum w_i x_i (x_i + C) over the elements of a group in order. The w_i are odd and depend on the position i, so
-            this sum changes when elements change places.
+        groups: of parts: a slice of a full tensor, of one or two dimensions, and its elements in that shape.
     """
-    by_loops = _CompiledSums(ordered)
-    #: on a processor and on a device: groups, and sums of their tensors
-    by_torch: dict[bool, tuple[list[int], list[Tensor]]] = {True: ([], []), False: ([], [])}
+    by_loops, by_torch = _CompiledSums(), _TorchSums()
     count = elements = 0
-    for group, views in enumerate(groups):
-        count, first = group + 1, 0
-        for view in views:
+    for group, parts in enumerate(groups):
+        count = group + 1
+        for tensor_slice, view in parts:
+            if not view.numel():
+                continue
             elements += view.numel()
-            if view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules):
-                by_loops.add(group, view.detach(), first)
-            else:
-                by_torch[view.is_cpu][0].append(group)
-                by_torch[view.is_cpu][1].append(_sum_by_torch(view, first if ordered else None))
-            first += view.numel()
+            (first_row, _), (first_column, _) = tensor_slice if len(tensor_slice) == 2 else ((0, 1), *tensor_slice)
+            patterns = view.detach().view(_INTEGERS[view.element_size()])
+            share = _Share(group, patterns if view.dim() == 2 else patterns[None], first_row, first_column)
+            compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)
+            (by_loops if compiled else by_torch).add(share)
     totals = by_loops.totals(count)
-    for indexes, sums in by_torch.values():
-        if sums:
-            totals.index_add_(0, torch.tensor(indexes), torch.stack(sums).cpu())  # synchronizes once
+    by_torch.add_to(totals)
     return totals
 
 
-def _sum_by_torch(view: Tensor, first: int | None) -> Tensor:
-    """Return the sum of a tensor, weighted by the elements' positions, which start at `first`; None for unweighted."""
-    patterns = view.detach().view(_INTEGERS[view.element_size()])
+@dataclass(frozen=True)
+class _Share:
+    """Elements of a group as integers [rows, columns], and the position of the first one in the full tensor."""
+
+    group: int
+    elements: Tensor
+    first_row: int
+    first_column: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything but the address: equal for parts that one call can sum."""
+        storage = self.elements.untyped_storage().data_ptr()
+        return storage, self.first_row, self.first_column, *self.elements.shape, *self.elements.stride()
+
+
+def _compute_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the weights of at least so many rows and columns; the first ones are 1."""
+    return _cached_weights(1 << max(12, (count - 1).bit_length()))
+
+
+@functools.cache
+def _cached_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    series, mask = [], (1 << 31) - 1
+    for one, other in (_ROW_FACTORS, _COLUMN_FACTORS):
+        mixed = np.arange(count, dtype=np.int64)
+        # each step can be undone, so different indexes have different weights
+        for shift, factor in ((15, one), (13, other), (16, one)):
+            mixed = mixed * factor & mask
+            mixed ^= mixed >> shift
+        series.append((2 * mixed + 1).astype(np.uint32).view(np.int32))
+    return series[0], series[1]
+
+
+@functools.cache
+def _cached_device_weights(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = (torch.from_numpy(weights).to(torch.int64).to(device) for weights in _cached_weights(count))
+    return rows, columns
+
+
+class _TorchSums:
+    """Sums by torch's kernels; many parts wait, and those at equal distances in memory are summed by one call."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Share] = []
+        self._waiting_bytes = 0
+        self._sums: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+
+    def add(self, share: _Share) -> None:
+        self._waiting.append(share)
+        self._waiting_bytes += share.elements.nbytes
+        if self._waiting_bytes >= (_WAITING_BYTES if share.elements.is_cpu else _WAITING_BYTES_OF_DEVICE):
+            self._sum()
+
+    def add_to(self, totals: Tensor) -> None:
+        """Add the sums to those of their groups."""
+        self._sum()
+        for groups, sums in self._sums.values():
+            totals.index_add_(0, torch.tensor(groups), torch.cat(sums).cpu())  # synchronizes once
+
+    def _sum(self) -> None:
+        for batch in self._batches():
+            first = batch[0].elements
+            step = batch[1].elements.storage_offset() - first.storage_offset() if len(batch) > 1 else 0
+            stacked = first.as_strided((len(batch), *first.shape), (step, *first.stride()))
+            groups, sums = self._sums.setdefault(first.device, ([], []))
+            groups += [share.group for share in batch]
+            sums.append(_sum_stacked(stacked, batch[0].first_row, batch[0].first_column))
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _batches(self) -> Iterator[list[_Share]]:
+        batch: list[_Share] = []
+        for share in sorted(self._waiting, key=lambda share: (str(share.elements.device), share.key, _offset(share))):
+            steps = {_offset(b) - _offset(a) for a, b in zip(batch[-2:], [*batch[-1:], share])} if batch else set()
+            if batch and (share.key != batch[0].key or share.elements.dtype != batch[0].elements.dtype or len(steps) > 1):
+                yield batch
+                batch = []
+            batch.append(share)
+        if batch:
+            yield batch
+
+
+def _offset(share: _Share) -> int:
+    return int(share.elements.storage_offset())
+
+
+def _sum_stacked(elements: Tensor, first_row: int, first_column: int) -> Tensor:
+    """Return the sums of parts [parts, rows, columns] at one position of their tensors: [parts] int64."""
+    num_parts, num_rows, num_columns = elements.shape
+    size = 1 << max(12, (max(first_row + num_rows, first_column + num_columns) - 1).bit_length())
+    rows, columns = _cached_device_weights(size, elements.device)
+    rows, columns = rows[first_row : first_row + num_rows], columns[first_column : first_column + num_columns]
+    limit = _CHUNK_IN_CACHE if elements.is_cpu else _CHUNK
     sums = []
-    for chunk in patterns.flatten().split(_CHUNK_IN_CACHE if view.is_cpu else _CHUNK):
-        x = chunk.to(torch.int64)
-        terms = (x + C).mul_(x)
-        if first is not None:
-            # odd, because modulo 2^64 an even factor would lose the upper bits of a change
-            terms *= torch.arange(first, first + x.numel(), device=x.device) * C * 2 + 1
-            first += x.numel()
-        sums.append(terms.sum())
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    for parts in elements.split(max(1, limit // (num_rows * num_columns))):
+        step = max(1, limit // (parts.size(0) * num_columns))
+        totals = []
+        for chunk, weights in zip(parts.split(step, dim=1), rows.split(step)):
+            by_row = chunk.to(torch.int64).mul_(columns).sum(-1)
+            # a vector is row 0, whose weight is 1
+            totals.append(by_row[:, 0] if num_rows == 1 and not first_row else by_row.mul_(weights).sum(-1))
+        sums.append(totals[0] if len(totals) == 1 else torch.stack(totals).sum(0))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 class _CompiledSums:
-    """Sums of tensors in a processor's memory; many wait for one call of the compiled loops."""
+    """Sums of parts in a processor's memory; many wait for one call of the compiled loops."""
 
-    def __init__(self, ordered: bool) -> None:
-        self._loop = "ordered_sums_of_rows" if ordered else "sums_of_rows"
-        self._rows: dict[int, list[tuple[int, int, int, int, int, int]]] = {width: [] for width in _INTEGERS}
+    def __init__(self) -> None:
+        self._rows: dict[int, list[tuple[int, ...]]] = {width: [] for width in _INTEGERS}
         self._waiting: list[Tensor] = []
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._size = 0
         self._totals = np.zeros(64, np.int64)
 
-    def add(self, group: int, view: Tensor, first: int) -> None:
-        """Add a tensor of a group, in which `first` elements are before it."""
-        if not view.numel():
-            return
-        if not view.is_contiguous() and (view.dim() != 2 or view.stride(1) != 1 or view.stride(0) < view.size(1)):
-            view = view.contiguous()
-        if view.is_contiguous():
-            rows, step, columns = 1, view.numel(), view.numel()
-        else:
-            rows, step, columns = view.size(0), view.stride(0), view.size(1)
+    def add(self, share: _Share) -> None:
+        elements, firsts = share.elements, (share.first_row, share.first_column)
+        # the inner loop runs over consecutive elements: columns, or rows of what is transposed
+        swapped = elements.stride(0) == 1 and (elements.stride(1) != 1 or elements.size(1) == 1)
+        if not swapped and elements.stride(1) != 1:
+            elements = elements.contiguous()
+        if swapped:
+            elements, firsts = elements.t(), firsts[::-1]
+        outer, inner = elements.shape
+        self._size = max(self._size, firsts[0] + outer, firsts[1] + inner)
         # by address, not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does
-        self._rows[view.element_size()].append((group, view.data_ptr(), rows, step, columns, first))
-        self._waiting.append(view)
-        self._waiting_bytes += view.nbytes
+        row = share.group, elements.data_ptr(), outer, elements.stride(0), inner, *firsts, int(swapped)
+        self._rows[elements.element_size()].append(row)
+        self._waiting.append(elements)
+        self._waiting_bytes += elements.nbytes
         if self._waiting_bytes >= _WAITING_BYTES:
-            self._sum(group + 1)
+            self._sum(share.group + 1)
 
     def totals(self, count: int) -> Tensor:
         """Return the sums of all groups."""
@@ -122,8 +217,8 @@ class _CompiledSums:
             self._totals = np.concatenate([self._totals, np.zeros(max(count, 2 * self._totals.size), np.int64)])
         for width, rows in self._rows.items():
             if rows:
-                loop = getattr(importlib.import_module(_COMPILED), self._loop)
-                loop(np.array(rows, np.int64), _IN_NUMPY[width], self._totals)
+                loop = importlib.import_module(_COMPILED).sum_parts
+                loop(np.array(rows, np.int64), _IN_NUMPY[width], *_compute_weights(self._size), self._totals)
                 rows.clear()
         self._waiting.clear()
         self._waiting_bytes = 0

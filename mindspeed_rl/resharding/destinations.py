@@ -39,19 +39,30 @@ class _Entry:
 
     Attributes:
         parameter: its name in the engine.
-        index: of the slice in the parameter.
+        plane: index of the matrix where the parameter stacks several.
+        index: of the slice in the parameter, or in the matrix: a range, or (first, past the last) of each line's position.
         transposed: True where the parameter has it transposed.
     """
 
     tensor: str
     tensor_slice: Slice
     parameter: str
-    index: tuple[int | slice, ...]
+    plane: int | None
+    index: tuple[slice | tuple[int, ...], ...]
     transposed: bool
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the elements of the slice in the engine's memory, in the slice's shape."""
-        elements = parameter[self.index]
+        return self.view_plane(parameter if self.plane is None else parameter[self.plane])
+
+    def view_plane(self, plane: Tensor) -> Tensor:
+        """Return the elements of the slice in its matrix, in the slice's shape: a view, but where lines are scattered."""
+        elements = plane
+        for dim, part in enumerate(self.index):
+            if isinstance(part, slice):
+                elements = elements[(slice(None),) * dim + (part,)]
+            else:
+                elements = elements.index_select(dim, torch.tensor(part, device=plane.device))
         if self.transposed:
             elements = elements.transpose(0, 1)
         return elements.view(slice_shape(self.tensor_slice)) if elements.dim() != len(self.tensor_slice) else elements
@@ -66,6 +77,7 @@ class Destinations:
         loaded: parameter -> the tensors that `load_weights` puts into it in full.
         dtypes: the type in which the engine stores each tensor.
         empty: parameters that take nothing on this rank, as a part of the vocabulary that is all padding.
+        scattered: slices of tensors in `loaded` and their positions there, line by line.
     """
 
     entries: tuple[_Entry, ...]
@@ -73,12 +85,56 @@ class Destinations:
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     empty: tuple[str, ...] = ()
+    scattered: tuple[_Entry, ...] = ()
 
     def needs(self) -> list[tuple[str, Slice]]:
         """Return the slices that this rank must receive."""
         direct = dict.fromkeys((entry.tensor, entry.tensor_slice) for entry in self.entries)
         named = dict.fromkeys(name for names in self.loaded.values() for name in names)
         return [*direct, *((name, full_slice(self.shapes[name])) for name in named)]
+
+    def list_shares(
+        self, parameters: Mapping[str, Tensor], unpack: Mapping[str, Callable[[Tensor], Tensor]]
+    ) -> Iterator[tuple[str, str, Slice, Tensor]]:
+        """Yield (parameter, tensor, slice, its elements); tensor "" for elements that must be 0, which no slice fills.
+
+        Args:
+            parameters: of the engine.
+            unpack: parameters whose layout is another one now -> returns a matrix of it in the layout of `load_weights`.
+        """
+        by_plane: dict[tuple[str, int | None], list[_Entry]] = {}
+        for entry in (*self.entries, *self.scattered):
+            by_plane.setdefault((entry.parameter, entry.plane), []).append(entry)
+        for name, parameter in parameters.items():
+            stacked = parameter.dim() == 3
+            for index, plane in enumerate(parameter) if stacked else [(None, parameter)]:
+                entries = by_plane.get((name, index), [])
+                matrix = unpack[name](plane) if name in unpack else plane
+                for entry in entries:
+                    yield name, entry.tensor, entry.tensor_slice, entry.view_plane(matrix)
+                if sum(num_elements(entry.tensor_slice) for entry in entries) < matrix.numel():
+                    for gap in _find_gaps(tuple(matrix.shape), [entry.index for entry in entries]):
+                        elements = matrix[tuple(slice(*side) for side in gap)] if gap else matrix[None]
+                        elements = elements.flatten() if elements.dim() > 2 else elements
+                        yield name, "", full_slice(tuple(elements.shape)), elements
+
+
+def _find_gaps(shape: tuple[int, ...], indexes: Sequence[Sequence[slice | tuple[int, ...]]]) -> list[Slice]:
+    """Return the slices of a tensor that no index has."""
+    if not indexes or not shape:
+        return [] if indexes else [full_slice(shape)]
+    lines = [set(part) if isinstance(part, tuple) else range(part.start, part.stop) for part, *_ in indexes]
+    ends = [
+        end
+        for some in lines
+        for end in ((some.start, some.stop) if isinstance(some, range) else (*some, *(i + 1 for i in some)))
+    ]
+    edges = sorted({0, shape[0], *ends})
+    gaps: list[Slice] = []
+    for start, stop in zip(edges, edges[1:]):
+        inner = [index[1:] for index, some in zip(indexes, lines) if start in some]
+        gaps += [((start, stop), *rest) for rest in _find_gaps(shape[1:], inner)]
+    return gaps
 
 
 def read_destinations(
@@ -202,12 +258,17 @@ class _Reader:
             else:
                 entries[plane[0]] += slices
         broken |= self._find_wrong({name: some for name, some in entries.items() if name not in broken})
-        members = self._find_members(broken)
+        elements = self._read_elements(broken)
+        members = {name: self._find_members(indexes["tensor"]) for name, indexes in elements.items()}
         through_load = {tensor for tensors in members.values() for tensor in tensors}
         # a tensor that `load_weights` takes goes to all its parameters through it
+        for name, some in entries.items():
+            if name not in broken and (tensors := {entry.tensor for entry in some} & through_load):
+                members[name] = tuple(sorted(tensors))
         direct = [
             entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in through_load
         ]
+        others = [entry for name in members if name not in broken for entry in entries[name] if entry.tensor in through_load]
         dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
         dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
         nothing = [name for name in self._parameters if not (members[name] if name in broken else entries[name])]
@@ -217,7 +278,8 @@ class _Reader:
                 f"weight push: {len(computed)} parameters of the rollout engine hold nothing as it was loaded, for example "
                 f"{min(computed)}; an engine that computes its weights from a checkpoint's cannot be proven to have them."
             )
-        return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing))
+        others += [entry for name, indexes in elements.items() for entry in self._find_lines(name, indexes)]
+        return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing), tuple(others))
 
     # ------------------------------------------------------------------ loading codes
 
@@ -253,36 +315,87 @@ class _Reader:
         for plane in self._planes:
             sizes = self._plane(plane).shape
             edges[plane] = [_Line(*torch.zeros(3, size, dtype=torch.int64)) for size in sizes]
+        for kind, factor in self._load_indexes():
+            for plane, lines in edges.items():
+                elements = self._plane(plane)
+                for dim, line in enumerate(lines):
+                    along = elements if elements.dim() == 1 else elements[:, 0] if dim == 0 else elements[0]
+                    _add_digit(getattr(line, kind), along, factor)
+        return edges
+
+    def _load_indexes(self) -> Iterator[tuple[_Kind, int]]:
+        """Load codes of all indexes, digit by digit; yield what was loaded, and the factor of the digit."""
         rows, columns = (max(size) for size in zip(*map(_matrix, self._shapes.values())))
         counts: dict[_Kind, int] = {"tensor": len(self._names), "row": rows, "column": columns}
         for kind, count in counts.items():
             factor = 1
-            while factor == 1 or factor < count:  # digit by digit
+            while factor == 1 or factor < count:
                 self._load_codes(kind, factor=factor)
-                for plane, lines in edges.items():
-                    elements = self._plane(plane)
-                    for dim, line in enumerate(lines):
-                        along = elements if elements.dim() == 1 else elements[:, 0] if dim == 0 else elements[0]
-                        numbers = _decode(along).cpu()
-                        # a type with fewer bits gives wrong numbers, which the proof then finds
-                        getattr(line, kind).add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
+                yield kind, factor
                 factor *= _BASE
-        return edges
 
-    def _find_members(self, broken: set[str]) -> dict[str, tuple[str, ...]]:
-        """Return for each parameter the tensors of which it has any element."""
-        totals = {name: torch.zeros(self._parameters[name].shape, dtype=torch.int64) for name in sorted(broken)}
-        factor = 1
-        while totals and (factor == 1 or factor < len(self._names)):
-            self._load_codes("tensor", factor=factor)
-            for name, total in totals.items():
-                numbers = _decode(self._parameters[name]).cpu()
-                total.add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
-            factor *= _BASE
-        return {
-            name: tuple(self._names[index] for index in total.unique().tolist() if 0 <= index < len(self._names))
-            for name, total in totals.items()
-        }
+    def _read_elements(self, broken: set[str]) -> dict[str, dict[_Kind, Tensor]]:
+        """Return the indexes of every element of these parameters; negative where there is none."""
+        found: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
+        for kind, factor in self._load_indexes() if found else ():
+            for name, indexes in found.items():
+                parameter = self._parameters[name]
+                _add_digit(indexes.setdefault(kind, torch.zeros(parameter.shape, dtype=torch.int64)), parameter, factor)
+        return found
+
+    def _find_members(self, tensors: Tensor) -> tuple[str, ...]:
+        return tuple(self._names[index] for index in tensors.unique().tolist() if 0 <= index < len(self._names))
+
+    def _find_lines(self, name: str, indexes: Mapping[_Kind, Tensor]) -> Iterator[_Entry]:
+        """Yield the slices in a parameter whose rows and columns are in any order.
+
+        Raises:
+            RuntimeError: the elements of a tensor are no lines, so that their positions could not be proven.
+        """
+        shape = indexes["tensor"].shape
+        for plane in range(shape[0]) if len(shape) == 3 else [None]:
+            parts = {kind: part if plane is None else part[plane] for kind, part in indexes.items()}
+            if vector := parts["tensor"].dim() == 1:
+                parts = {kind: part[:, None] for kind, part in parts.items()}
+            for tensor in self._find_members(parts["tensor"]):
+                entries = None
+                for transposed in (False, True):
+                    turned = {kind: part.t() if transposed else part for kind, part in parts.items()}
+                    entries = entries or self._match_lines(name, plane, tensor, turned, transposed=transposed, vector=vector)
+                if entries is None:
+                    raise RuntimeError(
+                        f"weight push: the rollout engine scatters the elements of {tensor} over {name}; "
+                        "it cannot be proven to have each in its position."
+                    )
+                yield from entries
+
+    def _match_lines(
+        self, name: str, plane: int | None, tensor: str, parts: Mapping[_Kind, Tensor], *, transposed: bool, vector: bool
+    ) -> list[_Entry] | None:
+        mine = parts["tensor"] == self._names.index(tensor)
+        lines, across = mine.any(1).nonzero().flatten(), mine.any(0).nonzero().flatten()
+        rows, columns = (parts[kind][lines][:, across] for kind in ("row", "column"))
+        if not bool(mine[lines][:, across].all()) or bool((rows != rows[:, :1]).any() | (columns != columns[:1]).any()):
+            return None
+        shape, entries = self._shapes[tensor], []
+        for row_run in _find_consecutive(rows[:, 0]):
+            for column_run in _find_consecutive(columns[0]):
+                sides = [
+                    (int(at[run[0]]), int(at[run[-1]]) + 1) for at, run in ((rows[:, 0], row_run), (columns[0], column_run))
+                ]
+                index = [tuple(lines[row_run].tolist()), tuple(across[column_run].tolist())]
+                index = index[::-1] if transposed else index
+                entries.append(
+                    _Entry(
+                        tensor,
+                        tuple(sides[: len(shape)]),
+                        name,
+                        plane,
+                        tuple(index[:1] if vector else index),
+                        transposed and not vector,
+                    )
+                )
+        return entries
 
     # ------------------------------------------------------------------ reading slices
 
@@ -315,9 +428,8 @@ class _Reader:
         shape = self._shapes[name]
         if any(stop > size for (_, stop), size in zip(tensor_slice, _matrix(shape))):
             return None
-        matrix = () if plane[1] is None else (plane[1],)
         index = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
-        return _Entry(name, tensor_slice[: len(shape)], plane[0], (*matrix, *index), transposed and len(index) == 2)
+        return _Entry(name, tensor_slice[: len(shape)], *plane, index, transposed and len(index) == 2)
 
     # ------------------------------------------------------------------ proving
 
@@ -341,6 +453,20 @@ class _Reader:
                     if not _equal_codes(entry.view(parameter), expected.to(self._device)):
                         wrong.add(name)
         return wrong
+
+
+def _add_digit(total: Tensor, elements: Tensor, factor: int) -> None:
+    """Add the numbers in elements to indexes; those without one become negative."""
+    numbers = _decode(elements).cpu()
+    # a type with fewer bits gives wrong numbers, which the proof then finds
+    total.add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
+
+
+def _find_consecutive(indexes: Tensor) -> list[Tensor]:
+    """Return the positions of indexes in ascending order, split where one does not follow the one before."""
+    order = indexes.argsort(stable=True)
+    breaks = (indexes[order].diff() != 1).nonzero().flatten() + 1
+    return list(order.tensor_split(breaks.tolist()))
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,30 +1,28 @@
-"""Proof that a rollout engine holds exactly the trained weights, by exact integer sums over their bits.
+"""Proof that a rollout engine holds exactly the trained weights, by fingerprints of their bits and positions.
 
-The sum of x (x + C) modulo 2^64 over the bit patterns x of a tensor does not depend on the order of the elements and adds up
-over chunks. The trained side is summed chunk by chunk over the training shards, not over what arrived; a chunk is the
-intersection of one training shard and one slice that an engine rank needs. So every engine rank has the sum that each of its
-parameters must have, however the engine fuses, transposes, pads (with zeros) or splits them, and checks them alone: a fault of
-one rank cannot cancel another's, and the expert ranks of several replicas need no common sum. A chunk that is lost, stale,
-misrouted, repeated or damaged changes the sums. The square is there because changes of a plain sum cancel: +d on a weight of
-one sign and on an equal one of the other. A permutation of the elements of one parameter is invisible to such a sum; the
-position of an element is read from the engine's own loader and proven there, and shows in `rollout/log_probs_diff_max`, the
-trainer's log-probs against the engine's.
+A fingerprint (`bit_sums`) weights each element by its position in the full HF tensor, and shares of any parts add up. The
+trained side is summed chunk by chunk over the training shards, not over what arrived; a chunk is the intersection of one
+training shard and one slice that an engine rank needs. The engine side is summed slice by slice where the engine's kernels read
+it: the position of each element is the one that the engine's own loader gave it (`destinations`). So every engine rank compares
+each slice of its parameters alone, however the engine fuses, transposes, pads (with zeros) or splits them: a fault of one rank
+cannot cancel another's, and the expert ranks of several replicas need no common sum. A chunk that is lost, stale, misrouted,
+repeated or damaged changes the fingerprint, and so do elements, rows, heads or experts that have changed places.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, sum_groups
+from mindspeed_rl.resharding.bit_sums import MASK, sum_groups
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.layouts import full_slice
+from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.transfer_plan import Chunk, Plan
 
 if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
@@ -83,10 +81,8 @@ def compute_chunk_sums(
     dtypes: Mapping[str, torch.dtype],
     exchange: Exchange,
     device: torch.device,
-    *,
-    ordered: bool = False,
 ) -> _ChunkSums:
-    """Return the bit sum of each chunk, from the training shards themselves; collective over the group.
+    """Return the share of each chunk in its tensor's fingerprint, from the training shards; collective over the group.
 
     Args:
         plan: of the sync.
@@ -94,30 +90,19 @@ def compute_chunk_sums(
         dtypes: the type in which the engine stores each tensor: its bits are those of the cast.
         exchange: of the group.
         device: of the group's messages.
-        ordered: return fingerprints: other bits of a chunk give another one, but for one chance in 2^64.
     """
     mine = [index for index, chunk in enumerate(plan.chunks) if chunk.prover == exchange.rank]
     assert sources is not None or not mine, "a rank without shards proves nothing"
 
-    def views(chunk: Chunk) -> Iterator[Tensor]:
+    def views(chunk: Chunk) -> Iterator[tuple[Slice, Tensor]]:
         assert sources is not None
         name = plan.tensors[chunk.tensor].name
-        return (view.to(dtypes[name]) for _, view in sources.views(name, chunk.tensor_slice))
+        return ((part, view.to(dtypes[name])) for part, view in sources.views(name, chunk.tensor_slice))
 
     sums = torch.zeros(len(plan.chunks), dtype=torch.int64)
     if mine:
-        sums[mine] = sum_groups((views(plan.chunks[index]) for index in mine), ordered=ordered)
+        sums[mine] = sum_groups(views(plan.chunks[index]) for index in mine)
     return _ChunkSums(sums.to(device), exchange)
-
-
-def _compute_expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
-    """Return the sum that each parameter of an engine rank with entries must have."""
-    expected: dict[str, int] = {}
-    indexes = plan.tensor_indexes
-    for entry in destinations.entries:
-        chunks = plan.need_chunks[indexes[entry.tensor], entry.tensor_slice]
-        expected[entry.parameter] = (expected.get(entry.parameter, 0) + sum(sums[chunk] for chunk in chunks)) & MASK
-    return expected
 
 
 def compare(
@@ -130,11 +115,12 @@ def compare(
     device: torch.device,
     replica: int = 0,
     derived: tuple[str, ...] = (),
+    unpack: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> DeliveryProof:
     """Compare every parameter of every engine with the trained weights; collective over the group.
 
-    A parameter that `load_weights` fills is compared with the full tensors in it: it has them in full, or the ranks of its
-    replica have them together, once or several times.
+    A tensor in a parameter that `load_weights` fills is compared in full: the parameter has it in full, or those of its
+    replica's ranks have it together, once or several times.
 
     Args:
         engine_model: None on a rank without an engine.
@@ -145,23 +131,33 @@ def compare(
         device: of the group's messages.
         replica: index of the engine that this rank is a part of.
         derived: suffixes of names of parameters that are computed from others.
+        unpack: see `Destinations.list_shares`.
     """
     wrong: list[str] = []
-    loaded: list[tuple[str, int, int]] = []
+    loaded: list[tuple[str, str, int, int]] = []
     count = 0
     if engine_model is not None and destinations is not None:
-        parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(derived)}
+        parameters = {name: value.data for name, value in engine_model.named_parameters() if not name.endswith(derived)}
         count = len(parameters)
-        actual = bit_sums(parameters.values())  # while the other ranks' sums are transferred
+        shares: list[tuple[str, str, Slice]] = []
+
+        def views() -> Iterator[list[tuple[Slice, Tensor]]]:
+            for parameter, tensor, tensor_slice, elements in destinations.list_shares(parameters, unpack):
+                shares.append((parameter, tensor, tensor_slice))
+                yield [(tensor_slice, elements)]
+
+        actual = sum_groups(views()).tolist()  # while the other ranks' sums are transferred
         sums = trained.wait()
-        expected, indexes = _compute_expected_sums(plan, sums, destinations), plan.tensor_indexes
-        for name, total in zip(parameters, actual):
-            if tensors := destinations.loaded.get(name):
-                slices = [(indexes[tensor], full_slice(destinations.shapes[tensor])) for tensor in tensors]
-                full = sum(sums[chunk] for tensor_slice in slices for chunk in plan.need_chunks[tensor_slice]) & MASK
-                loaded.append((name, total, full))
-            elif total != expected.get(name, 0):  # padding alone where nothing is needed
+        totals: dict[tuple[str, str], int] = {}
+        for (name, tensor, tensor_slice), share in zip(shares, actual):
+            if tensor in destinations.loaded.get(name, ()):
+                totals[name, tensor] = totals.get((name, tensor), 0) + share
+            # padding is 0
+            elif share & MASK != (_sum_need(plan, sums, tensor, tensor_slice) if tensor else 0):
                 wrong.append(name)
+        for (name, tensor), total in totals.items():
+            full = _sum_need(plan, sums, tensor, full_slice(destinations.shapes[tensor]))
+            loaded.append((name, tensor, total & MASK, full))
     else:
         trained.wait()
     verdict = torch.tensor([len(wrong) + len(loaded)], device=device)
@@ -177,17 +173,22 @@ def compare(
     return DeliveryProof(count, len({chunk.tensor for chunk in plan.chunks}), differing)
 
 
-def _find_wrong_loaded(loaded: Sequence[tuple[str, int, int]]) -> list[str]:
+def _sum_need(plan: Plan, sums: Sequence[int], tensor: str, need: Slice) -> int:
+    """Return the share of a needed slice in its tensor's fingerprint."""
+    return sum(sums[chunk] for chunk in plan.need_chunks[plan.tensor_indexes[tensor], need]) & MASK
+
+
+def _find_wrong_loaded(loaded: Sequence[tuple[str, str, int, int]]) -> list[str]:
     """Return parameters filled by `load_weights` that neither a rank nor its replica's ranks together have as trained.
 
     Args:
-        loaded: (parameter, its sum, the sum of the full tensors in it) of each rank of a replica.
+        loaded: (parameter, tensor, its fingerprint in the parameter, that of the full tensor) of each rank of a replica.
     """
-    groups: dict[str, list[tuple[int, int]]] = {}
-    for name, total, full in loaded:
-        groups.setdefault(name, []).append((total, full))
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for name, tensor, total, full in loaded:
+        groups.setdefault((name, tensor), []).append((total, full))
     wrong = []
-    for name, values in groups.items():
+    for (name, _), values in groups.items():
         together = sum(total for total, _ in values) & MASK
         # several times where ranks of the engine repeat heads
         split = any(together == times * values[0][1] & MASK for times in range(1, len(values) + 1))

@@ -181,9 +181,7 @@ class WeightPush:
         if not self._delta:
             return None, None
         trained = self._trained
-        current = compute_chunk_sums(
-            self.plan, trained.sources, self._dtypes, self._exchange, trained.device, ordered=True
-        ).wait()
+        current = compute_chunk_sums(self.plan, trained.sources, self._dtypes, self._exchange, trained.device).wait()
         # the engines' content is unknown, so all chunks are transferred
         if self._delivered is None:
             return None, current
@@ -202,20 +200,21 @@ class WeightPush:
         indexes = {self.plan.tensor_indexes[name] for name in grown}
         return changed | {index for index, chunk in enumerate(self.plan.chunks) if chunk.tensor in indexes}
 
-    def prove(self, model: nn.Module | None) -> DeliveryProof:
+    def prove(self, model: nn.Module | None, unpack: Mapping[str, Callable[[Tensor], Tensor]] | None = None) -> DeliveryProof:
         """Prove that every parameter of every engine has the trained weights.
 
         Args:
             model: this member's engine, ready to generate; None where it has none.
+            unpack: parameters that are laid out anew since they were filled -> returns a matrix of it as it was filled.
 
         Raises:
             WeightDeliveryError: one has not; raised on every member.
         """
-        proof = self.compare(model)
+        proof = self.compare(model, unpack)
         proof.check()
         return proof
 
-    def compare(self, model: nn.Module | None) -> DeliveryProof:
+    def compare(self, model: nn.Module | None, unpack: Mapping[str, Callable[[Tensor], Tensor]] | None = None) -> DeliveryProof:
         """Compare as `prove`, for members that continue without the engines that differ."""
         device = self._trained.device
         sums = compute_chunk_sums(self.plan, self._trained.sources, self._dtypes, self._exchange, device)
@@ -228,6 +227,7 @@ class WeightPush:
             device=device,
             replica=self._replica,
             derived=self._derived,
+            unpack=unpack or {},
         )
 
 

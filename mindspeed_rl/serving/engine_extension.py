@@ -113,7 +113,7 @@ class EngineExtension:
                 )
             push.write(model)
             hooks.after_load(model)
-            proof = push.compare(model)
+            proof = push.compare(model, hooks.unpack(model))
             unless_received.pop_all()
         differing = list(proof.differing.get(self._weights_replica, ()))
         return DeliveryReport(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()

@@ -30,8 +30,6 @@ from mindspeed_rl.resharding.adapters import (
     AdapterFolder,
     BaseLoader,
     find_differing_adapters,
-    sum_loaded_adapters,
-    sum_sent_adapters,
 )
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
@@ -155,7 +153,7 @@ class RolloutReplica:
         self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
         assert self.push is not None
         model = self.engine.get_model()
-        num_proven = self.push.prove(model).num_parameters
+        num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
         if adapters is not None:
             adapters.write()
             self.engine.load_adapter(adapters.path, version)
@@ -192,18 +190,17 @@ class RolloutReplica:
         Raises:
             WeightDeliveryError: on every rank, where an engine has others.
         """
-        loaded = sum_loaded_adapters(model)
+        tp = self.layout.tensor
+        mine, count = find_differing_adapters(
+            model, adapters.tensors, adapters.scale, self.dtype, rank=self.rank % tp, num_ranks=tp
+        )
         device = next(model.parameters()).device
-        message = json.dumps([self._weights_index, loaded])
-        by_rank = [json.loads(text) for text in Exchange.from_world().all_gather(message, device)]
-        sent = sum_sent_adapters(adapters.tensors, adapters.scale, self.dtype)
-        for engine in {index for index, _ in by_rank}:
-            if wrong := find_differing_adapters([part for index, part in by_rank if index == engine], sent):
-                raise WeightDeliveryError(
-                    f"weight push: {len(wrong)} adapters of the rollout engine differ from those trained: "
-                    f"{', '.join(wrong[:5])}."
-                )
-        return 2 * len(loaded)  # an A and a B each
+        reports = [json.loads(text) for text in Exchange.from_world().all_gather(json.dumps(mine), device)]
+        if wrong := list(dict.fromkeys(name for report in reports for name in report)):
+            raise WeightDeliveryError(
+                f"weight push: {len(wrong)} adapters of the rollout engine differ from those trained: {', '.join(wrong[:5])}."
+            )
+        return count
 
     # ------------------------------------------------------------------ responses
 

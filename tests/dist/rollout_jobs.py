@@ -84,7 +84,8 @@ class Pair:
     def prove(self) -> int:
         """The number of engine parameters that were compared."""
         assert self._push is not None
-        return self._push.prove(self.rollout.get_model()).num_parameters
+        model = self.rollout.get_model()
+        return self._push.prove(model, self.rollout.hooks.unpack(model)).num_parameters
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""

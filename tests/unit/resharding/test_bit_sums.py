@@ -1,14 +1,18 @@
-"""Sums over bits leave the memory they read as it was."""
+"""A fingerprint is a sum over bits and positions; its shares add up, and the memory it reads stays as it was."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from mindspeed_rl.resharding import bit_sums as module
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums, sum_groups
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, sum_groups
+from mindspeed_rl.resharding.layouts import Slice
+
+DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.fixture(params=["torch", "loops", "both"], autouse=True)
@@ -19,44 +23,114 @@ def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_CHUNK_IN_CACHE", 1 << 10)
 
 
-def test_places_count_where_sums_are_ordered() -> None:
-    tensors = [torch.arange(float(count)).sub(count // 2).to(torch.bfloat16) for count in (1, 700, 5000)]
-    bits = [[int(value) for value in tensor.view(torch.int16)] for tensor in tensors]
-    odd = 0x9E3779B97F4A7C15
+def weights(count: int, first: int, second: int) -> list[int]:
+    """The odd weights of positions, from the formula of their mixing with Python's integers."""
+    found = []
+    for index in range(count):
+        for shift, factor in ((15, first), (13, second), (16, first)):
+            index = index * factor % 2**31
+            index ^= index >> shift
+        found.append(2 * index + 1 - (2**32 if index >= 2**30 else 0))
+    return found
 
-    def weighed(values: list[int]) -> int:
-        return sum(x * (x + odd) * (2 * place * odd + 1) for place, x in enumerate(values)) & MASK
 
-    found = [int(value) & MASK for value in sum_groups([[tensor] for tensor in tensors] + [tensors], ordered=True)]
-    assert found == [*(weighed(values) for values in bits), weighed([x for values in bits for x in values])]
+ROWS, COLUMNS = weights(1200, 0x2C1B3C6D, 0x297A2D39), weights(1200, 0x5F356495, 0x3D4D51CB)
+
+
+def by_hand(tensor: torch.Tensor, row: int = 0, column: int = 0) -> int:
+    bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    lines = bits.tolist() if bits.dim() == 2 else [bits.tolist()]
+    return sum(x * ROWS[row + r] * COLUMNS[column + c] for r, line in enumerate(lines) for c, x in enumerate(line)) & MASK
+
+
+def test_the_weights_are_odd_and_all_different() -> None:
+    for series in module._compute_weights(1 << 18):
+        assert bool((series % 2 == 1).all()) and len(set(series.tolist())) == 1 << 18
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, 2:5], lambda x: x[1:3], lambda x: x.t(), lambda x: x.t()[3:, 1:], lambda x: x[::2, ::3], lambda x: x[:, :0],
+     lambda x: x[0], lambda x: x[:, 0], lambda x: x[:, :1], lambda x: x[:1], lambda x: x[0].expand(4, 1000)],
+)  # fmt: skip
+def test_a_view_is_summed_as_its_elements_are(dtype: torch.dtype, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    part = view(torch.randn(60, 1000).to(dtype))
+    assert bit_sum(part) == by_hand(part)
+    row, column = (0 if part.dim() == 1 else 7), 11
+    sides = ((row, row + part.size(0)), (column, column + part.size(-1)))
+    assert int(sum_groups([[(sides[-part.dim() :], part)]])) & MASK == by_hand(part, row, column)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shares_of_any_parts_add_up_in_any_layout(dtype: torch.dtype) -> None:
+    tensor = torch.randn(24, 40).to(dtype)
+    boxes: list[Slice] = [((0, 8), (0, 40)), ((8, 24), (0, 15)), ((8, 24), (15, 40))]
+    parts = [tensor[slice(*rows), slice(*columns)] for rows, columns in boxes]
+    layouts = [parts, [part.clone() for part in parts], [part.t().contiguous().t() for part in parts]]
+    fused = torch.cat([part.flatten() for part in parts])  # one after the other in one parameter
+    layouts.append([flat.view(part.shape) for flat, part in zip(fused.split([part.numel() for part in parts]), parts)])
+    whole = by_hand(tensor)
+    assert [int(total) & MASK for total in sum_groups(zip(boxes, some) for some in layouts)] == [whole] * 4
+    assert sum(sum_groups([(box, part)] for box, part in zip(boxes, parts)).tolist()) & MASK == whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stacked_experts_have_the_fingerprints_of_their_matrices(dtype: torch.dtype) -> None:
+    experts = torch.randn(5, 6, 16).to(dtype)  # gate and up, one above the other
+    halves = [half for expert in experts for half in expert.chunk(2)]
+    halves += [half for expert in experts.transpose(1, 2) for half in expert.chunk(2)]
+    sums = sum_groups([(((0, half.size(0)), (0, half.size(1))), half)] for half in halves)
+    assert [int(total) & MASK for total in sums] == [by_hand(half) for half in halves]
+
+
+def test_hundreds_of_tensors_of_both_widths_are_not_mixed_up() -> None:
+    tensors = []
+    for index in range(150):
+        tensor = torch.randn((5, 7) if index % 3 else (20, 70 * (index % 7))).to(DTYPES[index % 2])
+        tensors.append(tensor.t() if index % 5 == 0 else tensor[1:])
+    sums = sum_groups([(((0, x.size(0)), (0, x.size(1))), x)] for x in tensors)
+    assert [int(total) & MASK for total in sums] == [by_hand(tensor) for tensor in tensors]
+
+
+def test_a_tensor_larger_than_a_chunk_of_a_device_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(300, 1001)
+    whole = bit_sum(tensor)
+    monkeypatch.setattr(module, "_CHUNK_IN_CACHE", 1 << 20)
+    assert bit_sum(tensor) == whole
+    assert (
+        sum(sum_groups([[(((0, 300), (0, 1)), tensor[:, :1])], [(((0, 300), (1, 1001)), tensor[:, 1:])]]).tolist()) & MASK
+        == whole
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_matters(dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 3).to(dtype)
+    integers, width = {torch.bfloat16: (torch.int16, 16), torch.float32: (torch.int32, 32)}[dtype]
+    before = bit_sum(tensor)
+    for element in range(9):
+        for bit in range(width):
+            bits = tensor.clone().view(integers)
+            bits.view(-1)[element] ^= torch.tensor(1 << bit if bit < width - 1 else -(1 << bit), dtype=integers)
+            assert bit_sum(bits.view(dtype)) != before
+
+
+def test_changes_that_a_sum_of_values_or_squares_would_miss_are_found() -> None:
+    one, other = (torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16) for bits in ((0, 4, 5), (1, 2, 6)))
+    assert sum((0, 4, 5)) == sum((1, 2, 6)) and sum(x * x for x in (0, 4, 5)) == sum(x * x for x in (1, 2, 6))
+    assert bit_sum(one) != bit_sum(other)
+    assert bit_sum(torch.tensor([1.0, -1.0])) != bit_sum(torch.tensor([-1.0, 1.0]))
 
 
 def test_a_storage_that_was_summed_may_still_be_emptied_and_filled() -> None:
     for tensor in (torch.arange(6.0), torch.arange(12.0).view(3, 4)[:, :2], torch.arange(12.0).view(3, 4).T):
-        bits = [int(value) for value in tensor.contiguous().view(torch.int32).flatten()]
-        assert bit_sum(tensor) == sum(x * (x + 0x9E3779B97F4A7C15) for x in bits) & MASK
+        assert bit_sum(tensor) == by_hand(tensor)
         storage = tensor.untyped_storage()
         storage.resize_(0)
         storage.resize_(48)
 
 
 def test_nothing_sums_to_nothing() -> None:
-    assert bit_sum(torch.zeros(0)) == bit_sum(torch.zeros(0, 3)) == 0
-
-
-def test_hundreds_of_tensors_of_both_widths_are_told_apart() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = []
-    for number in range(150):
-        shape = (3, 5, 7) if number % 3 else (40, 700 * (number % 7))
-        tensor = torch.randn(shape, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
-        tensors.append(tensor.transpose(0, 1) if number % 5 == 0 else tensor[1:])
-
-    def by_hand(tensor: torch.Tensor) -> int:
-        bits = tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).long()
-        # thousands of squares of 2^62 fit into no integer, those of halves do
-        low, high = bits & 0xFFFF, bits >> 16
-        squares = int((low * low).sum()) + (2 * int((low * high).sum()) << 16) + (int((high * high).sum()) << 32)
-        return (squares + int(bits.sum()) * 0x9E3779B97F4A7C15) & MASK
-
-    assert bit_sums(tensors) == [by_hand(tensor) for tensor in tensors]
+    assert bit_sum(torch.zeros(0)) == bit_sum(torch.zeros(0, 3)) == bit_sum(torch.zeros(5)) == 0
+    assert sum_groups([]).tolist() == []

@@ -1,14 +1,15 @@
-"""Adapters in an engine are summed where its kernels read them; cut, repeated and whole matrices pass, others do not."""
+"""Adapters in an engine are compared where its kernels read them; split, repeated and full matrices pass, others do not."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.resharding.adapters import BaseLoader, find_differing_adapters, sum_loaded_adapters, sum_sent_adapters
+from mindspeed_rl.resharding.adapters import BaseLoader, find_differing_adapters
 from mindspeed_rl.workers.rollout_replica import _build_adapter_arguments
 
 
@@ -51,32 +52,62 @@ FILE = {
 }
 
 
-def rank(columns: slice, rows: slice, fault: float = 0.0) -> Any:
-    """What a tensor rank holds: B of k and v cut by rows, A of o by columns; the scale of 2 is in B."""
+def engine(columns: slice, rows: slice) -> Any:
+    """A tensor rank's engine: B of k and v split by rows, A of o by columns; the scale of 2 is in B."""
     kv = Wrapped(*((a, 2.0 * b[rows]) for a, b in (K, V)))
-    kv.lora_b_stacked[1][0, 0, 0, 0] += fault
-    return sum_loaded_adapters(Model(kv_proj=kv, o_proj=Wrapped((O[0][:, columns], 2.0 * O[1]))))
+    return Model(kv_proj=kv, o_proj=Wrapped((O[0][:, columns], 2.0 * O[1])))
 
 
-def test_two_ranks_hold_an_adapter_together_or_each_whole_or_with_repeated_heads() -> None:
-    sent = sum_sent_adapters(FILE, 2.0, torch.float32)
-    assert set(sent) == {"attn.k_proj", "attn.v_proj", "attn.o_proj"}
-    half = [rank(slice(0, 2), slice(0, 3)), rank(slice(2, 4), slice(3, 6))]
-    assert find_differing_adapters(half, sent) == []
-    assert find_differing_adapters([rank(slice(None), slice(None))], sent) == []
-    repeated = [rank(slice(0, 2), slice(0, 3)), rank(slice(2, 4), slice(3, 6))] * 2
-    assert find_differing_adapters(repeated, sent) == []
+def differing(model: Any, rank: int = 0, num_ranks: int = 1, file: dict[str, torch.Tensor] = FILE) -> list[str]:
+    return find_differing_adapters(model, file, 2.0, torch.float32, rank=rank, num_ranks=num_ranks)[0]
 
 
-@pytest.mark.parametrize("fault", [0.5, -1e-3])
-def test_a_changed_missing_or_foreign_adapter_is_named(fault: float) -> None:
-    sent = sum_sent_adapters(FILE, 2.0, torch.float32)
-    half = [rank(slice(0, 2), slice(0, 3), fault), rank(slice(2, 4), slice(3, 6))]
-    assert find_differing_adapters(half, sent) == ["attn.v_proj"]
-    assert find_differing_adapters([rank(slice(0, 2), slice(0, 3))], sent) == ["attn.k_proj", "attn.v_proj", "attn.o_proj"]
-    fewer = {name: sums for name, sums in sent.items() if name != "attn.o_proj"}
-    assert find_differing_adapters([rank(slice(None), slice(None))], fewer) == ["attn.o_proj"]
-    assert find_differing_adapters([{}], fewer) == ["attn.k_proj", "attn.v_proj"]
+HALVES = [(slice(0, 2), slice(0, 3)), (slice(2, 4), slice(3, 6))]
+
+
+def test_ranks_have_an_adapter_in_full_or_their_slices_or_those_of_repeated_heads() -> None:
+    full = engine(slice(None), slice(None))
+    assert find_differing_adapters(full, FILE, 2.0, torch.float32) == ([], 6)
+    assert [differing(full, rank, 2) for rank in range(2)] == [[], []]
+    assert [differing(engine(*half), rank, 2) for rank, half in enumerate(HALVES)] == [[], []]
+    # vLLM repeats the heads of a slice on consecutive ranks
+    assert [differing(engine(*HALVES[rank // 2]), rank, 4) for rank in range(4)] == [[]] * 4
+
+
+def test_slices_of_other_ranks_are_found() -> None:
+    everything = ["attn.k_proj", "attn.v_proj", "attn.o_proj"]
+    assert [differing(engine(*half), rank, 2) for rank, half in enumerate(HALVES[::-1])] == [everything] * 2
+    assert differing(engine(*HALVES[0]), 0, 1) == everything
+
+
+CHANGES: dict[str, Any] = {
+    "one bit": lambda slot, pick: slot.view(torch.int32)[0, pick.randrange(2)].bitwise_xor_(1 << pick.randrange(31)),
+    "two rows": lambda slot, pick: slot[:2].copy_(slot[[1, 0]]),
+    "two columns": lambda slot, pick: slot[:, :2].copy_(slot[:, [1, 0]]),
+    "not scaled": lambda slot, pick: slot.mul_(0.5),
+    "another sign": lambda slot, pick: slot[0, 0].neg_(),
+    "beyond the rank": lambda slot, pick: slot[-1, -1].add_(1e-30),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_and_permutation_is_named(change: str) -> None:
+    pick = random.Random(0)
+    for _ in range(20):
+        model = engine(slice(None), slice(None))
+        matrix = pick.choice([model.attn["kv_proj"].lora_a_stacked, model.attn["kv_proj"].lora_b_stacked])
+        CHANGES[change](matrix[1][0, 0], pick)
+        assert differing(model) == ["attn.v_proj"]
+
+
+def test_exchanged_missing_and_foreign_adapters_are_named() -> None:
+    model = engine(slice(None), slice(None))
+    stacked = model.attn["kv_proj"].lora_a_stacked
+    model.attn["kv_proj"].lora_a_stacked = stacked[::-1]
+    assert differing(model) == ["attn.k_proj", "attn.v_proj"]
+    fewer = {name: tensor for name, tensor in FILE.items() if "o_proj" not in name}
+    assert differing(engine(slice(None), slice(None)), file=fewer) == ["attn.o_proj"]
+    assert differing(Model(), file=fewer) == ["attn.k_proj", "attn.v_proj"]
 
 
 def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() -> None:

@@ -1,7 +1,8 @@
-"""Bit sums add up over chunks and move with every bit; the check names what was not delivered."""
+"""The check of a weight push names what was not delivered: changed bits, and elements in another position."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -10,78 +11,12 @@ import pytest
 import torch
 from engine_model import EngineModel, EngineRank
 
-from mindspeed_rl.resharding.bit_sums import bit_sum, sum_groups
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.transfer import Sources
-
-
-def test_the_sum_is_that_of_a_function_of_the_bit_patterns_modulo_two_to_the_64() -> None:
-    def by_hand(*patterns: int) -> int:
-        return sum(x * (x + 0x9E3779B97F4A7C15) for x in patterns) % 2**64
-
-    assert bit_sum(torch.tensor([1.0, 1.0])) == by_hand(0x3F800000, 0x3F800000)
-    assert bit_sum(torch.tensor([-0.0])) == by_hand(-(2**31))
-    assert bit_sum(torch.tensor([1.0, -3.0], dtype=torch.bfloat16)) == by_hand(0x3F80, 0xC040 - 2**16)
-    assert bit_sum(torch.zeros(5)) == 0
-
-
-def test_changes_that_move_bit_patterns_up_and_down_alike_do_not_cancel() -> None:
-    pair = torch.tensor([0.75, -0.75])
-    moved = (pair + 0.125).view(torch.int32) - pair.view(torch.int32)
-    assert moved.sum() == 0
-    assert bit_sum(pair + 0.125) != bit_sum(pair)
-
-
-def test_large_tensors_are_summed_in_pieces() -> None:
-    tensor = torch.randn((1 << 22) + 3)
-    chunks = (tensor[:1000], tensor[1000:])
-    assert bit_sum(tensor) == sum(map(bit_sum, chunks)) % 2**64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_order_cuts_and_zero_padding_do_not_matter(dtype: torch.dtype) -> None:
-    tensor = torch.randn(12, 8).to(dtype)
-    whole = bit_sum(tensor)
-    assert bit_sum(tensor.t()) == whole == bit_sum(tensor.flatten()[torch.randperm(96)])
-    assert sum(bit_sum(part) for part in tensor.chunk(3, dim=1)) % 2**64 == whole
-    assert bit_sum(torch.cat([tensor, torch.zeros(4, 8, dtype=dtype)])) == whole
-
-
-def test_every_single_bit_matters() -> None:
-    tensor = torch.randn(4)
-    for element in range(4):
-        for bit in range(32):
-            bits = tensor.clone().view(torch.int32)
-            bits[element] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
-            assert bit_sum(bits.view(torch.float32)) != bit_sum(tensor)
-
-
-def test_an_ordered_sum_sees_what_a_bit_sum_does_not() -> None:
-    tensor = torch.randn(5, 4)
-    swapped = tensor.clone()
-    swapped[0, 0], swapped[3, 2] = tensor[3, 2], tensor[0, 0]
-    assert bit_sum(swapped) == bit_sum(tensor)
-    groups = [[tensor], [swapped], [tensor[:2], tensor[2:]], [tensor[2:], tensor[:2]]]
-    one, other, cut, turned = sum_groups(groups, ordered=True).tolist()
-    assert one == cut and len({one, other, turned}) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "view", [lambda x: x[:, 2:5], lambda x: x[1:3], lambda x: x.t(), lambda x: x[::2, ::3], lambda x: x[:, :0], lambda x: x[0]]
-)
-def test_a_view_is_summed_as_its_elements_are(dtype: torch.dtype, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    part = view(torch.randn(6, 9).to(dtype))
-    integers = torch.int32 if dtype == torch.float32 else torch.int16
-    patterns = [int(x) for x in part.clone().view(integers).flatten()]
-    constant = 0x9E3779B97F4A7C15
-    assert bit_sum(part) == sum(x * (x + constant) for x in patterns) % 2**64
-    ordered = sum(x * (x + constant) * (2 * place * constant + 1) for place, x in enumerate(patterns)) % 2**64
-    assert [int(value) % 2**64 for value in sum_groups([[part]], ordered=True)] == [ordered]
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +53,17 @@ def trained_tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
-def pushed(trained: dict[str, torch.Tensor]) -> tuple[WeightPush, EngineModel]:
+def pushed(
+    trained: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, **layout: bool
+) -> tuple[WeightPush, EngineModel]:
     """An engine that fuses, pads, stacks and transposes, filled from these tensors."""
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
-    engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3, transposed=True))
+    engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3, **{"transposed": True} | layout), dtype)
     held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
     sources = cast(Sources, Held(trained))
     push = WeightPush(
         TrainedWeights(held, shapes, sources, torch.device("cpu"), 1 << 20),
-        read_destinations(engine, engine.load_weights, shapes, torch.float32),
+        read_destinations(engine, engine.load_weights, shapes, dtype),
         Exchange.from_world(),
     )
     push.write(engine)
@@ -186,3 +123,108 @@ def test_a_tensor_without_a_place_and_a_place_without_a_tensor_are_named(group: 
     found = read_destinations(engine, engine.load_weights, fewer, torch.float32)
     with pytest.raises(WeightDeliveryError, match=r"1 parameters .* got no tensor, for example embed_tokens\.weight"):
         WeightPush(side, found, Exchange.from_world())
+
+
+# ---------------------------------------------------------------------- adversarial
+
+
+def _square(count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors of which an engine makes every kind of parameter; small integers in one, so that many values are alike."""
+    generator = torch.Generator().manual_seed(count)
+    shapes = {"layers.0.q_proj.weight": (16, 16), "layers.0.k_proj.weight": (8, 16), "layers.0.v_proj.weight": (8, 16),
+              "layers.0.o_proj.weight": (16, 16), "layers.1.o_proj.weight": (16, 16), "layers.0.norm.weight": (16,),
+              "embed_tokens.weight": (50, 16)}  # fmt: skip
+    for expert in range(3):
+        shapes |= {f"layers.0.experts.{expert}.{part}.weight": (8, 16) for part in ("gate_proj", "up_proj")}
+        shapes[f"layers.0.experts.{expert}.down_proj.weight"] = (16, 8)
+    found = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    found["layers.1.o_proj.weight"] = torch.randint(-2, 3, (16, 16), generator=generator).to(dtype)
+    return found
+
+
+Bits = torch.Tensor
+
+
+def _swap(bits: Bits, dim: int, pick: random.Random) -> None:
+    one, other = pick.sample(range(bits.size(dim)), 2)
+    order = list(range(bits.size(dim)))
+    order[one], order[other] = other, one
+    bits.copy_(bits.index_select(dim, torch.tensor(order)))
+
+
+def _flip(bits: Bits, pick: random.Random, count: int) -> None:
+    for place in pick.sample(range(bits.numel()), count):
+        bit = pick.randrange(bits.element_size() * 8)
+        bits.view(-1)[place] ^= torch.tensor(1 << bit if bit < bits.element_size() * 8 - 1 else -(1 << bit), dtype=bits.dtype)
+
+
+def _move(bits: Bits, pick: random.Random) -> None:
+    one, other = pick.sample(range(bits.numel()), 2)
+    bits.view(-1)[one] += 1
+    bits.view(-1)[other] -= 1
+
+
+def _triple(bits: Bits, pick: random.Random) -> None:
+    """Three that were 0, 4 and 5 above a multiple of 8 and are 1, 2 and 6 above it, wherever such are."""
+    low = bits.view(-1) & 7
+    for before, after in ((0, 1), (4, 2), (5, 6)):
+        places = (low == before).nonzero().flatten().tolist()
+        if places:
+            bits.view(-1)[pick.choice(places)] += after - before
+
+
+ATTACKS: dict[str, Callable[[Bits, random.Random], object]] = {
+    "one bit": lambda bits, pick: _flip(bits, pick, 1),
+    "several bits": lambda bits, pick: _flip(bits, pick, pick.randrange(2, 6)),
+    "one up, one down": _move,
+    "sums and squares kept": _triple,
+    "two elements": lambda bits, pick: _swap(bits.view(-1), 0, pick),
+    "two rows, columns or experts": lambda bits, pick: _swap(bits, pick.randrange(bits.dim()), pick),
+    "rolled": lambda bits, pick: bits.copy_(bits.view(-1).roll(pick.randrange(1, bits.numel())).view_as(bits)),
+    "shuffled": lambda bits, pick: bits.copy_(
+        bits.view(-1)[torch.tensor(pick.sample(range(bits.numel()), bits.numel()))].view_as(bits)
+    ),
+    "halves": lambda bits, pick: bits.copy_(torch.cat(bits.chunk(2)[::-1])) if bits.size(0) % 2 == 0 else None,
+    "turned over": lambda bits, pick: bits.copy_(bits.flip(pick.randrange(bits.dim()))),
+    "transposed": lambda bits, pick: bits.copy_(bits.mT.contiguous().view_as(bits)) if bits.dim() > 1 else None,
+    "signs": lambda bits, pick: bits.view(-1)[pick.sample(range(bits.numel()), 2)].neg_(),
+}  # fmt: skip
+
+
+def _count_missed(dtype: torch.dtype, tries: int, **layout: bool) -> dict[str, int]:
+    push, engine = pushed(_square(tries, dtype), dtype, **layout)
+    push.prove(engine)
+    parameters = {name: value.data for name, value in engine.named_parameters()}
+    kept = {name: value.clone() for name, value in parameters.items()}
+    pick, missed, count = random.Random(tries), dict[str, int](), 0
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    while count < tries:
+        kind, name = pick.choice([*ATTACKS, "across parameters"]), pick.choice([*parameters])
+        others = [name]
+        if kind == "across parameters":
+            others.append(pick.choice([other for other in parameters if other != name]))
+            one, other = (parameters[each].view(-1) for each in others)
+            size = min(one.numel(), other.numel(), pick.choice([1, 16, 256]))
+            one[:size], other[:size] = other[:size].clone(), one[:size].clone()
+        else:
+            ATTACKS[kind](parameters[name].view(integers), pick)
+        if any(not torch.equal(parameters[each].view(integers), kept[each].view(integers)) for each in others):
+            count += 1
+            if not push.compare(engine).differing:
+                missed[kind] = missed.get(kind, 0) + 1
+            for each in others:
+                parameters[each].copy_(kept[each])
+    push.prove(engine)
+    return missed
+
+
+@pytest.mark.parametrize("layout", [{}, {"transposed": False}, {"dealt": True}], ids=["transposed", "plain", "dealt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_change_and_no_permutation_is_missed(group: None, dtype: torch.dtype, layout: dict[str, bool]) -> None:
+    assert _count_missed(dtype, 150, **layout) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_change_and_no_permutation_is_missed_in_a_hundred_thousand_tries(group: None, dtype: torch.dtype) -> None:
+    assert _count_missed(dtype, 50_000) == {}
