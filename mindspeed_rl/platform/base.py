@@ -48,6 +48,9 @@ class ProfileSettings:
         marks_only: light marks instead of a full trace of the device.
         export: file kind of the parsed trace.
         analyse: parse the trace as soon as it is written.
+        core_counters: torch_npu's name of a set of counters of its cores.
+        l2_cache: count hits of the L2 cache.
+        discards: write no trace: a run that only warms the profiler up.
     """
 
     host: bool = True
@@ -59,6 +62,9 @@ class ProfileSettings:
     marks_only: bool = False
     export: Literal["text", "db"] = "text"
     analyse: bool = False
+    core_counters: str = "PipeUtilization"
+    l2_cache: bool = False
+    discards: bool = False
 
 
 class SideStream:
@@ -267,7 +273,7 @@ class Platform(ABC):
 
     @contextlib.contextmanager
     def profile(self, directory: str, settings: ProfileSettings) -> Iterator[Any]:
-        """Profile the block and write a trace and a table by operator (operators.md) below `directory`.
+        """Profile the block and write a trace and a table by operator (operators.md) below `directory`, unless it is discarded.
 
         Raises:
             ValueError: there is nothing to record.
@@ -277,13 +283,26 @@ class Platform(ABC):
             raise ValueError(f"profiler: neither host nor device activity of {self.name} is to be recorded.")
         with torch.profiler.profile(
             activities=activities,
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
+            on_trace_ready=None if settings.discards else torch.profiler.tensorboard_trace_handler(directory),
             record_shapes=settings.shapes,
             profile_memory=settings.memory,
             with_stack=settings.stacks,
         ) as profiler:
             yield profiler
-        Path(directory, "operators.md").write_text(format_operators(_read_operators(profiler)), encoding="utf-8")
+        if not settings.discards:
+            Path(directory, "operators.md").write_text(format_operators(_read_operators(profiler)), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def record_allocations(self, path: Path) -> Iterator[None]:
+        """Record each allocation of the block on the device with its call stack; the file is for torch's memory viewer."""
+        memory = self.device_module.memory
+        memory._record_memory_history(max_entries=10**6)
+        try:
+            yield
+        finally:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            memory._dump_snapshot(str(path))
+            memory._record_memory_history(enabled=None)
 
 
 def _read_operators(profiler: torch.profiler.profile) -> list[OperatorTime]:

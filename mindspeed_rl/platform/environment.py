@@ -47,6 +47,7 @@ def adapt_environment(
     shares_device: bool = False,
     hccl_buffer_mib: int | None = None,
     deterministic: bool = False,
+    captures_graphs: bool = False,
     socket_ifname: str | None = None,
 ) -> dict[str, str]:
     """Build the environment of one worker process.
@@ -58,10 +59,11 @@ def adapt_environment(
         shares_device: another process of the run works on the same device.
         hccl_buffer_mib: `rl_config.hccl_buffersize`.
         deterministic: `npu_deterministic`.
+        captures_graphs: the rollout engine of the process captures graphs (`enforce_eager: false`).
         socket_ifname: network interface for all communication between nodes.
 
     Raises:
-        ValueError: the file contradicts the installed vLLM.
+        ValueError: the file contradicts the installed vLLM, or excludes the graphs that the run file asks for.
     """
     environment = {**variables, **platform.worker_env()}
     if kind in ("integrated", "rollout"):
@@ -76,6 +78,16 @@ def adapt_environment(
                 environment.setdefault(name, "auto")
         if deterministic:
             environment.setdefault("HCCL_DETERMINISTIC", "true")
+            # shifts along the summed axis of a matrix product change the order of its sums
+            environment.setdefault("CLOSE_MATMUL_K_SHIFT", "1")
+        if captures_graphs:
+            if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
+                raise ValueError(
+                    "ASCEND_LAUNCH_BLOCKING: '1' in the runtime environment, but enforce_eager: false captures graphs, which "
+                    "cannot wait after each operator; remove the variable or set enforce_eager: true."
+                )
+            if environment.get("TASK_QUEUE_ENABLE", "2") == "2":
+                environment["TASK_QUEUE_ENABLE"] = "1"  # 2 fails in a capture
         if kind == "cpu":
             # `import torch` would load torch_npu, which a process without a device has no use for
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

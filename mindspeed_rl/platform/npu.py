@@ -134,12 +134,16 @@ class NpuPlatform(Platform):
         exports = {"text": profiler.ExportType.Text, "db": profiler.ExportType.Db}
         with profiler.profile(
             activities=activities,
-            on_trace_ready=profiler.tensorboard_trace_handler(directory, analyse_flag=settings.analyse),
+            on_trace_ready=None
+            if settings.discards
+            else profiler.tensorboard_trace_handler(directory, analyse_flag=settings.analyse),
             record_shapes=settings.shapes,
             profile_memory=settings.memory,
             with_stack=settings.stacks,
             experimental_config=profiler._ExperimentalConfig(
                 profiler_level=levels["none" if settings.marks_only else settings.level],
+                aic_metrics=getattr(profiler.AiCMetrics, settings.core_counters),
+                l2_cache=settings.l2_cache,
                 mstx=settings.marks_only,
                 export_type=exports[settings.export],
             ),

@@ -63,6 +63,7 @@ def build_worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int 
         platform,
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
+        captures_graphs=not supervised and cfg.generate_config is not None and not cfg.generate_config.enforce_eager,
     )
 
 

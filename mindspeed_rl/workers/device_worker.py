@@ -75,7 +75,7 @@ class DeviceWorker:
         """
         self.hooks = []
         profiler, dumps = self.run.config.profiler_config.integrated, self.run.config.msprobe_config
-        if profiler.profile:
+        if profiler.profile or profiler.profile_memory_snapshot:
             self.hooks.append(_PhaseProfiler(profiler, self.run.folder, self.rank))
         if dumps.msprobe:
             self.hooks.append(registry.load("mindspeed_rl.workers.dumping:PhaseDumps", "dumps")(dumps, first_iteration))
@@ -137,18 +137,19 @@ class _PhaseProfiler:
         """Run a block as one run of this phase."""
         stage, config = phase.profiler_stage, self._config
         self._runs[stage] += 1
-        records = (
-            config.profile
-            and bool(stage)
-            and bool(self._stages & {stage, "all"})
-            and (config.profile_ranks == "all" or self._rank in config.profile_ranks)
-            and config.profile_step_start <= self._runs[stage] < config.profile_step_end
-        )
-        if not records:
+        first = config.profile_step_start
+        if (
+            not stage
+            or not self._stages & {stage, "all"}
+            or not (config.profile_ranks == "all" or self._rank in config.profile_ranks)
+            or not first - config.profile_warmup_steps <= self._runs[stage] < config.profile_step_end
+        ):
             yield
             return
+        warms_up = self._runs[stage] < first
         folder = self._folder / f"{stage}_{self._runs[stage]}" / f"rank_{self._rank}"
-        folder.mkdir(parents=True, exist_ok=True)
+        if not warms_up:
+            folder.mkdir(parents=True, exist_ok=True)
         settings = ProfileSettings(
             host=config.profile_with_cpu,
             device=config.profile_with_npu,
@@ -159,6 +160,13 @@ class _PhaseProfiler:
             marks_only=config.mstx,
             export=config.profile_export_type,
             analyse=config.profile_analysis,
+            core_counters=config.profile_aic_metrics,
+            l2_cache=config.profile_l2_cache,
+            discards=warms_up,
         )
-        with platform.current().profile(str(folder), settings):
+        with ExitStack() as recorders:
+            if config.profile:
+                recorders.enter_context(platform.current().profile(str(folder), settings))
+            if config.profile_memory_snapshot and not warms_up:
+                recorders.enter_context(platform.current().record_allocations(folder / "memory_snapshot.pickle"))
             yield

@@ -90,6 +90,22 @@ def test_experts_on_the_grouped_matrix_product_equal_the_cpu(model: str) -> None
         assert got[1] == pytest.approx(want[1], rel=5 * BF16)
 
 
+@pytest.mark.parametrize("grouped", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_experts_on_fused_kernels_unless_told_otherwise(grouped: bool) -> None:
+    settings = {"steps": 1, "model": "qwen3_moe", "bf16": True, "mode": "mindspeed"}
+    fused, plain = (
+        run_ranks("engine", 1, {**settings, "layout": {"moe_grouped_gemm": grouped, **keys}})[0]["fused"]
+        for keys in ({}, {"use_fused_moe_token_permute_and_unpermute": False})
+    )
+    passes = 2 * MICRO_BATCHES  # two layers
+    experts = 1 if grouped else 4  # products, and so activations, of a layer
+    for name in ("npu_swiglu", "npu_swiglu_backward"):
+        assert fused[f"npu::{name}"] == plain[f"npu::{name}"] == passes * experts
+    for name in ("npu_moe_token_permute_with_routing_map", "_npu_moe_token_unpermute_with_routing_map"):
+        assert fused[f"npu::{name}"] == passes
+        assert f"npu::{name}" not in plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2", "deepseek3"])
 def test_a_prompt_that_is_computed_once_for_two_samples_trains_like_one_for_each(model: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_fused_operators_equal_their_definitions_and_pass_gradients(shape: tuple
         (mine,) = torch.autograd.grad(got, x, upstream.to("npu"), retain_graph=True)
         (theirs,) = torch.autograd.grad(want, a, upstream, retain_graph=True)
         assert torch.allclose(mine.cpu(), theirs, atol=1e-5)
+
+
+def test_a_snapshot_has_every_allocation_of_the_block_with_its_stack(tmp_path: Path) -> None:
+    path = tmp_path / "actor_update_1" / "memory_snapshot.pickle"
+    with NpuPlatform().record_allocations(path):
+        made = torch.ones(4 * 2**20, dtype=torch.uint8, device="npu")
+    del made
+    with path.open("rb") as file:
+        events = pickle.load(file)["device_traces"][torch.npu.current_device()]  # written a moment ago, by this process
+    (event,) = [event for event in events if event["action"] == "alloc" and event["size"] >= 4 * 2**20]
+    assert any(frame["filename"] == __file__ for frame in event["frames"])
 
 
 def test_random_numbers_follow_the_device_generator() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.registry import did_you_mean
+
 
 @dataclass(frozen=True)
 class _Variable:
@@ -84,6 +86,17 @@ VARIABLES = (
     _Variable("HCCL_OP_EXPANSION_MODE", "AIV: collectives on the vector cores", "", "AIV caps HCCL_EXEC_TIMEOUT at 1091 s"),
     _Variable("HCCL_ALGO", "algorithm of collectives by level"),
     _Variable("HCCL_DETERMINISTIC", "true or strict: reproducible reductions", "", "runs differ in the last bits"),
+    _Variable("CLOSE_MATMUL_K_SHIFT", "1: matrix products sum in one fixed order", "", "npu_deterministic sets it; slower"),
+    _Variable("HCCL_RDMA_TC", "traffic class of the RDMA card, 0 to 255 by fours (132 when unset)", "", "no flow control"),
+    _Variable("HCCL_RDMA_SL", "service level of the RDMA card, 0 to 7 (4 when unset)", "", "no flow control"),
+    _Variable(
+        "HCCL_RDMA_TIMEOUT", "retransmission after 4.096 us x 2 ** this, 5 to 20 (20 when unset)", "", "ERROR CQE when low"
+    ),
+    _Variable("HCCL_RDMA_RETRY_CNT", "retransmissions of the RDMA card, 1 to 7 (7 when unset)", "", "ERROR CQE when low"),
+    _Variable(
+        "HCCL_INTRA_ROCE_ENABLE", "1: RoCE instead of PCIe inside a server without HCCS between its halves", "", "slow groups"
+    ),
+    _Variable("HCCL_INTRA_PCIE_ENABLE", "1: PCIe inside such a server; excludes the one above", "", "refused by HCCL"),
     _Variable("HCCL_WHITELIST_DISABLE", "1: no whitelist of peers", "", "connections refused"),
     _Variable("HCCL_ASYNC_ERROR_HANDLING", "1: errors end the process", ""),
     _Variable("TORCH_HCCL_ZERO_COPY", "1: large tensors are sent without a copy"),
@@ -119,6 +132,21 @@ VARIABLES = (
 )
 
 _NAMES = frozenset(variable.name for variable in VARIABLES)
+#: further variables of HCCL, which this suite neither sets nor explains: a name outside both is a misspelt one
+_OTHER_HCCL = frozenset(
+    "HCCL_BLOCKING_WAIT HCCL_CONCURRENT_ENABLE HCCL_DEBUG_CONFIG HCCL_DESYNC_DEBUG HCCL_DFS_CONFIG HCCL_DIAGNOSE_ENABLE "
+    "HCCL_EVENT_TIMEOUT HCCL_IF_IP HCCL_INDEPENDENT_OP HCCL_INTER_HCCS_DISABLE HCCL_LOGIC_SUPERPOD_ID HCCL_MULTI_QP_THRESHOLD "
+    "HCCL_NPU_NET_PROTOCOL HCCL_OP_RETRY_ENABLE HCCL_OP_RETRY_PARAMS HCCL_RDMA_PCIE_DIRECT_POST_NOSTRICT "
+    "HCCL_RDMA_QPS_PER_CONNECTION HCCL_RDMA_QP_PORT_CONFIG_PATH HCCL_SOCKET_FAMILY HCCL_SO_PATH HCCL_TEST_USE_DEVS "
+    "HCCL_WHITELIST_FILE HCCL_ZERO_COPY".split()
+)
+#: variable -> least and largest value, and the step between values
+_RANGES = {
+    "HCCL_RDMA_TC": range(0, 256, 4),
+    "HCCL_RDMA_SL": range(8),
+    "HCCL_RDMA_TIMEOUT": range(5, 25),
+    "HCCL_RDMA_RETRY_CNT": range(1, 8),
+}
 
 
 def find_problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -171,6 +199,17 @@ def find_problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
         problems.append(("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it"))
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
         problems.append(("ASCEND_LAUNCH_BLOCKING", "1 waits after every operator", "unset it when you are done debugging"))
+    known = [name for name in _NAMES | _OTHER_HCCL if name.startswith("HCCL_")]
+    for name in sorted(environment):
+        if name.startswith("HCCL_") and name not in known:
+            problems.append((name, f"HCCL has no such variable{did_you_mean(name, known)}", "correct its name, or unset it"))
+    for name, values in _RANGES.items():
+        value = environment.get(name)
+        if value is not None and not (value.isdigit() and int(value) in values):
+            step = f" in steps of {values.step}" if values.step > 1 else ""
+            problems.append((name, f"{value} is not a number from {values[0]} to {values[-1]}{step}", "correct or unset it"))
+    if environment.get("HCCL_INTRA_ROCE_ENABLE") == environment.get("HCCL_INTRA_PCIE_ENABLE") == "1":
+        problems.append(("HCCL_INTRA_ROCE_ENABLE", "1 while HCCL_INTRA_PCIE_ENABLE is 1; HCCL refuses both", "unset one"))
     if environment.get("TASK_QUEUE_ENABLE", "2") not in ("0", "1", "2"):
         problems.append(
             ("TASK_QUEUE_ENABLE", f"{environment['TASK_QUEUE_ENABLE']} is not 0, 1 or 2", "use 2, or 1 with graph capture")

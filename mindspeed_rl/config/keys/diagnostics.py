@@ -29,6 +29,17 @@ class ProfilerConfig:
         only_on="npu", on_resume="exact")
     profile_level: Literal["level_none", "level0", "level1", "level2"] = key("level0", "depth of device counters",
         "设备计数器的深度", only_on="npu", on_resume="exact")
+    profile_aic_metrics: Literal[
+        "AiCoreNone", "PipeUtilization", "ArithmeticUtilization", "Memory", "MemoryL0", "MemoryUB", "ResourceConflictRatio",
+        "L2Cache", "MemoryAccess",
+    ] = key("PipeUtilization", "counters of the AI cores, from level1 on", "AI Core 计数器，level1 起有效", only_on="npu",
+        elsewhere="aic_metrics", on_resume="exact")
+    profile_l2_cache: bool = key(False, "count hits of the L2 cache", "统计 L2 缓存命中", only_on="npu", elsewhere="l2_cache",
+        on_resume="exact")
+    profile_memory_snapshot: bool = key(False,
+        "write allocations of the recorded runs with their call stacks for the memory viewer of torch; without `profile` too",
+        "把所记录各次执行的每次内存分配连同调用栈写成快照，供 torch 的内存查看器使用；不开 `profile` 也可用",
+        only_on="npu cuda", on_resume="exact")
     profile_with_memory: bool = key(False, "record allocations", "记录内存分配", on_resume="exact")
     profile_record_shapes: bool = key(False, "record operator input shapes", "记录算子输入的形状", on_resume="exact")
     profile_with_cpu: bool = key(True, "record host activity", "记录主机活动", on_resume="exact")
@@ -36,6 +47,8 @@ class ProfilerConfig:
     profile_with_module: bool = key(False, "record Python call stacks", "记录 Python 调用栈", on_resume="exact")
     profile_step_start: int = key(1, "first run of a phase that is recorded, counted from 1 at the start of the process",
         "某阶段第几次执行开始记录，从进程启动起由 1 计", range=Range.ITERATIONS_FROM_0, on_resume="exact")
+    profile_warmup_steps: int = key(0, "runs just before the first recorded one that are profiled and thrown away",
+        "首次记录之前，照样做 profile 但丢弃结果的执行次数", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     profile_step_end: int = key(2, "run of a phase before which recording ends", "到第几次执行之前停止记录",
         range=Range.ITERATIONS_FROM_0, on_resume="exact")
     profile_analysis: bool = key(False, "parse the trace as soon as it is written", "trace 一写完就解析", only_on="npu",

@@ -218,6 +218,51 @@ def _add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) 
     return normed, rstd, total
 
 
+def _rows_by_expert(routing_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts and tokens of the True entries of [tokens, experts], expert by expert."""
+    expert, token = routing_map.bool().t().nonzero(as_tuple=True)
+    return expert, token
+
+
+def _permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    drop_and_pad: bool = False,
+) -> tuple:
+    if drop_and_pad:
+        raise RuntimeError("npu_moe_token_permute_with_routing_map: drop_and_pad is not simulated")
+    expert, token = _rows_by_expert(routing_map)
+    if num_out_tokens is not None and num_out_tokens != len(token):
+        raise RuntimeError(f"npu_moe_token_permute_with_routing_map: num_out_tokens {num_out_tokens} of {len(token)} rows")
+    kept = tokens.new_empty(0) if probs is None else probs[token, expert]
+    return tokens[token], kept, token.int()
+
+
+def _permute_backward(grad, probs_grad, sorted_indices, routing_map, experts_num, tokens_num, drop_and_pad) -> tuple:
+    expert, token = _rows_by_expert(routing_map)
+    tokens = torch.zeros(tokens_num, grad.shape[1]).index_add_(0, sorted_indices.long(), grad.float()).to(grad.dtype)
+    if probs_grad is None:
+        return tokens, grad.new_empty(0)
+    probs = probs_grad.new_zeros(tokens_num, experts_num)
+    probs[token, expert] = probs_grad
+    return tokens, probs
+
+
+def _unpermute(rows, sorted_indices, restore_shape, probs=None, routing_map=None, drop_and_pad=False) -> tuple:
+    if drop_and_pad or probs is not None:
+        raise RuntimeError("npu_moe_token_unpermute_with_routing_map: this form is not simulated")
+    restored = torch.zeros(tuple(restore_shape)).index_add_(0, sorted_indices.long(), rows.float())
+    return restored.to(rows.dtype), sorted_indices.clone(), sorted_indices.clone(), rows.new_empty(0)
+
+
+def _unpermute_backward(
+    grad, out_index, permuted_token_id, routing_map, permuted_tokens, probs, drop_and_pad, restore_shape
+) -> tuple:
+    return grad[permuted_token_id.long()], grad.new_empty(0)
+
+
 KERNELS: dict[str, Callable] = {
     "npu_fusion_attention": _attention,
     "npu_fusion_attention_grad": _attention_backward,
@@ -226,6 +271,10 @@ KERNELS: dict[str, Callable] = {
     "npu_add_rms_norm": _add_rms_norm,
     "npu_swiglu": _swiglu,
     "npu_swiglu_backward": _swiglu_backward,
+    "npu_moe_token_permute_with_routing_map": _permute,
+    "npu_moe_token_permute_with_routing_map_grad": _permute_backward,
+    "_npu_moe_token_unpermute_with_routing_map": _unpermute,
+    "npu_moe_token_unpermute_with_routing_map_grad": _unpermute_backward,
     "npu_rotary_mul": _rotary,
     "npu_rotary_mul_backward": _rotary_backward,
 }

@@ -234,7 +234,12 @@ FOLLOW_THE_BASE = {f"{role}_max_packing_token_size" for role in ("ref", "actor",
 }
 
 # Defaults that are not upstream's: samples come from the distribution that trains; a KL of 100 a token is never reached.
-OTHER_DEFAULTS = {SamplingConfig: {"top_k": -1}, RLConfig: {"kl_target": 0.1}}
+# Fused permutation is on where it can be; a model's config.json has the weight of its balancing loss.
+OTHER_DEFAULTS = {
+    SamplingConfig: {"top_k": -1},
+    RLConfig: {"kl_target": 0.1},
+    MegatronConfig: {"use_fused_moe_token_permute_and_unpermute": None, "moe_aux_loss_coeff": None},
+}
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)

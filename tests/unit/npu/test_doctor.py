@@ -116,10 +116,18 @@ def test_half_a_cann_environment_is_reported(tmp_path: Path) -> None:
         ({"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_EXEC_TIMEOUT": "3600"}, "HCCL_EXEC_TIMEOUT"),
         ({"TASK_QUEUE_ENABLE": "3"}, "TASK_QUEUE_ENABLE"),
         ({"INF_NAN_MODE_ENABLE": "0"}, "INF_NAN_MODE_ENABLE"),
+        ({"HCCL_RDMA_TC": "130"}, "HCCL_RDMA_TC"),
+        ({"HCCL_RDMA_RETRY_CNT": "8"}, "HCCL_RDMA_RETRY_CNT"),
+        ({"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "1"}, "HCCL_INTRA_ROCE_ENABLE"),
     ],
 )
 def test_a_harmful_variable_is_named(environment: dict[str, str], named: str) -> None:
     assert set(environment_problems(**environment)) == {named}
+
+
+def test_a_misspelt_hccl_variable_is_named_with_the_nearest() -> None:
+    found = environment_problems(HCCL_CONECT_TIMEOUT="1800", HCCL_RDMA_TC="132", HCCL_IF_IP="10.0.0.1")
+    assert set(found) == {"HCCL_CONECT_TIMEOUT"} and "HCCL_CONNECT_TIMEOUT" in found["HCCL_CONECT_TIMEOUT"]
 
 
 def test_a_cpu_machine_is_fine_and_hears_what_an_npu_machine_needs() -> None:
@@ -142,7 +150,7 @@ def test_the_doctor_does_not_import_torch_itself() -> None:
 
 def test_cann_version_is_read_from_the_toolkit(tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[9.1.0:9.1.0.B020]\n")
-    assert checks._read_cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
+    assert checks.read_cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
 
 
 CHAIN = """2026-11-01 10:00:00,000 driver INFO start

@@ -93,6 +93,17 @@ def test_run_keys_win_over_the_file_and_the_platform_over_both() -> None:
     assert environment["VLLM_ASCEND_ENABLE_NZ"] == "0" and environment["HCCL_DETERMINISTIC"] == "true"
 
 
+def test_graph_capture_and_deterministic_mode_set_what_they_need() -> None:
+    npu = NpuPlatform()
+    fitted = adapt_environment(load_runtime_env(FILE), "integrated", npu, captures_graphs=True, deterministic=True)
+    assert fitted["TASK_QUEUE_ENABLE"] == "1" and fitted["CLOSE_MATMUL_K_SHIFT"] == "1"
+    eager = adapt_environment(load_runtime_env(FILE), "integrated", npu)
+    assert eager["TASK_QUEUE_ENABLE"] == "2" and "CLOSE_MATMUL_K_SHIFT" not in eager
+    assert adapt_environment({"TASK_QUEUE_ENABLE": "0"}, "rollout", npu, captures_graphs=True)["TASK_QUEUE_ENABLE"] == "0"
+    with pytest.raises(ValueError, match="ASCEND_LAUNCH_BLOCKING.*enforce_eager"):
+        adapt_environment({"ASCEND_LAUNCH_BLOCKING": "1"}, "rollout", npu, captures_graphs=True)
+
+
 def test_processes_without_a_device_do_not_load_torch_npu() -> None:
     assert adapt_environment({}, "cpu", NpuPlatform())["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 

@@ -39,6 +39,14 @@ def test_a_named_phase_is_recorded_in_the_named_runs(tmp_path: Path) -> None:
     assert run(config, tmp_path) == {"profile/actor_update_2/rank_0", "profile/actor_update_3/rank_0"}
 
 
+def test_runs_that_warm_the_profiler_up_leave_nothing(tmp_path: Path) -> None:
+    config = ProfilerConfig(
+        profile=True, stage="actor_update", profile_step_start=3, profile_step_end=4, profile_warmup_steps=2
+    )
+    assert run(config, tmp_path) == {"profile/actor_update_3/rank_0"}
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["actor_update_3"]
+
+
 def test_all_phases_and_lists_of_phases(tmp_path: Path) -> None:
     first = {"profile/actor_generate_1/rank_0", "profile/actor_update_1/rank_0"}
     assert run(ProfilerConfig(profile=True), tmp_path / "all") == first
