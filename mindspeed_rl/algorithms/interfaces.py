@@ -109,7 +109,8 @@ class LossOutput:
 
     Attributes:
         loss_sum: 0-d, carries the gradient.
-        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer.
+        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns alone,
+            since the losses of routers need it before the forward pass.
         metrics: by the name in the log; with `PendingMetrics` the host does not wait in every micro-batch.
     """
 

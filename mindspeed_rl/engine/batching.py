@@ -164,6 +164,7 @@ class MicroBatch:
         columns: name -> [rows, width] or [rows].
         indexes: of its rows in the batch.
         num_tokens: real tokens that are computed, prompts included.
+        lengths: tokens of each sequence, a shared prefix in all of them.
         tokens: [n] int64 on the host; for each position of the hidden states, as `hidden_index` counts them, the index of its
             token in the concatenated rows; -1 for padding.
         routing: [n, routed layers, experts a token] int16, the rows' routing in that order, -1 for padding; None without.
@@ -181,6 +182,7 @@ class MicroBatch:
     columns: dict[str, Tensor]
     indexes: tuple[int, ...]
     num_tokens: int
+    lengths: tuple[int, ...]
     tokens: Tensor
     routing: Tensor | None = None
 
@@ -312,6 +314,7 @@ def build_micro_batch(
         columns=dict(zip(columns, values)),
         indexes=tuple(indexes),
         num_tokens=sum(computed),
+        lengths=tuple(lengths),
         tokens=tokens,
         routing=None if routing is None else routing.to(device),
     )

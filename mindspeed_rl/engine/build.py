@@ -104,12 +104,8 @@ def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Lay
                     "moe_token_dispatcher_type: allgather cannot be used with pipeline_model_parallel_size > 1; use alltoall."
                 )
             settings["moe_token_dispatcher_type"] = "allgather"
-        if config.num_layers is not None:
-            balancing = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "sinkhorn": "sinkhorn"}
-            settings["moe_router_load_balancing_type"] = balancing.get(config.moe_router_load_balancing_type, "none")
-            if config.seq_aux and config.moe_router_load_balancing_type == "aux_loss":
-                settings["moe_router_load_balancing_type"] = "seq_aux_loss"
-            settings["moe_aux_loss_coeff"] = config.moe_aux_loss_coeff
+        if config.moe_router_load_balancing_type == "sinkhorn":
+            settings["moe_router_load_balancing_type"] = "sinkhorn"
     return settings
 
 

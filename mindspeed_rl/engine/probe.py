@@ -69,6 +69,9 @@ class ModelProbe:
         """Return the function with its loss inputs recorded."""
 
         def record(inputs: LossInputs) -> _Result:
+            # the engine also counts, without gradient
+            if not torch.is_grad_enabled():
+                return function(inputs)
             # the key -1 counts losses, because hooks may be off
             micro = self._started[-1]
             self._started[-1] += 1
@@ -86,6 +89,8 @@ class ModelProbe:
 
         def record(batch: _Batch) -> LossOutput:
             result = function(batch)
+            if not torch.is_grad_enabled():
+                return result
             micro = self._started[-1] - 1
             self._add(micro, _LOSS, "loss.sum", result.loss_sum)
             self._add(micro, _LOSS + 1, "loss.count", result.count)

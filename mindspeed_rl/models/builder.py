@@ -119,11 +119,11 @@ def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> _Settings
         "moe_router_num_groups": model_config.moe_router_num_groups,
         "moe_router_group_topk": model_config.moe_router_group_topk,
         "moe_router_topk_scaling_factor": model_config.moe_router_topk_scaling_factor,
-        # a run with a balancing loss sets it (engine/build.py)
+        # losses of the router are not Megatron's (engine/router_losses.py), and without one it has no coefficient
         "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         # as transformers computes the router; in bfloat16 other experts could be chosen
         "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": model_config.moe_aux_loss_coeff,
         "moe_shared_expert_intermediate_size": model_config.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": model_config.moe_shared_expert_gate,
         "moe_token_dispatcher_type": "alltoall",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
-from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag, read_float
 
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
@@ -19,7 +19,13 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":
         raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
-    return replace(common, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
+    return replace(
+        common,
+        moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"),
+        # of the released config.json, unknown to transformers
+        moe_aux_loss_coeff=read_float(hf_config, "aux_loss_alpha", 0.0, may_be_zero=True),
+        seq_aux=read_flag(hf_config, "seq_aux"),
+    )
 
 
 DEEPSEEK_V2 = Architecture(

@@ -13,7 +13,15 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
-from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_num_experts, read_optional_size, read_size
+from mindspeed_rl.models.model_config import (
+    HfConfig,
+    ModelConfig,
+    read_common,
+    read_float,
+    read_num_experts,
+    read_optional_size,
+    read_size,
+)
 from mindspeed_rl.models.weights import WeightOp
 
 
@@ -30,6 +38,7 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
         moe_layers=every_layer,
         moe_ffn_hidden_size=common.ffn_hidden_size,
         moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
+        moe_aux_loss_coeff=read_float(hf_config, "router_aux_loss_coef", 0.001, may_be_zero=True),
     )
 
 

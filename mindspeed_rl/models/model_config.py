@@ -87,7 +87,8 @@ class ModelConfig:
     moe_router_topk_scaling_factor: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: float | None = None
+    seq_aux: bool = False
 
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
@@ -151,11 +152,12 @@ def read_optional_size(hf_config: HfConfig, key: str) -> int | None:
     return read_size(hf_config, key, 0, minimum=0) or None
 
 
-def read_float(hf_config: HfConfig, key: str, default: float) -> float:
+def read_float(hf_config: HfConfig, key: str, default: float, *, may_be_zero: bool = False) -> float:
     """Return a positive number in config.json, ``default`` where it is missing or null; ValueError for anything else."""
     value = default if hf_config.get(key) is None else hf_config[key]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise _wrong_value(key, value, "a number above 0")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or value == 0 and not may_be_zero:
+        raise _wrong_value(key, value, "a number of at least 0" if may_be_zero else "a number above 0")
     return float(value)
 
 

@@ -37,6 +37,8 @@ def fill_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Pat
     checked = {name: value for name, value in expected.items() if name in written}
     checked |= {name: value for name, value in optional.items() if name in written and getattr(config, name) is not None}
     _refuse(checked, config, path)
+    if model_config.moe_aux_loss_coeff is not None and not written & {"moe_aux_loss_coeff", "seq_aux"}:
+        config = dataclasses.replace(config, moe_aux_loss_coeff=model_config.moe_aux_loss_coeff, seq_aux=model_config.seq_aux)
     if config.num_layers is None:
         return config
     # numbers as the schema has them: the base of the frequencies is a whole one

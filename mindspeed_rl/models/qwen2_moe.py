@@ -14,7 +14,15 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
-from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag, read_indices, read_num_experts, read_size
+from mindspeed_rl.models.model_config import (
+    HfConfig,
+    ModelConfig,
+    read_flag,
+    read_float,
+    read_indices,
+    read_num_experts,
+    read_size,
+)
 from mindspeed_rl.models.qwen2 import read_qwen
 from mindspeed_rl.models.weights import WeightOp
 
@@ -30,6 +38,7 @@ def read_routed_experts(hf_config: HfConfig, model_config: ModelConfig) -> Model
         moe_ffn_hidden_size=read_size(hf_config, "moe_intermediate_size"),
         moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
         moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"),
+        moe_aux_loss_coeff=read_float(hf_config, "router_aux_loss_coef", 0.001, may_be_zero=True),
     )
 
 

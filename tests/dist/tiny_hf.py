@@ -26,6 +26,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     # vLLM's CPU kernels take experts of a multiple of 32 and heads of at least 32 without padding them
     "moe": transformers.Qwen3MoeConfig(
         **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        router_aux_loss_coef=0.0,  # experts balanced over a micro-batch depend on its rows
         head_dim=32,
         moe_intermediate_size=32,
         num_experts=4,
@@ -36,6 +37,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     # four layers, of which the second has no experts
     "moe_mixed": transformers.Qwen3MoeConfig(
         **_DENSE | {"vocab_size": 128},
+        router_aux_loss_coef=0.0,
         head_dim=32,
         moe_intermediate_size=32,
         num_experts=4,
@@ -66,12 +68,14 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     ),
     "mixtral": transformers.MixtralConfig(
         **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        router_aux_loss_coef=0.0,
         num_local_experts=4,
         num_experts_per_tok=2,
         tie_word_embeddings=False,
     ),
     "qwen2moe": transformers.Qwen2MoeConfig(
         **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        router_aux_loss_coef=0.0,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -124,8 +124,8 @@ class ModelKeys:
         needs=_EXPERTS, only_on="npu", on_resume="exact")
     use_fused_moe_token_permute_and_unpermute: bool | None = key(None,
         "fused kernels that permute tokens between experts; unset: on, but for the dispatcher allgather, which has none",
-        "专家之间重排 token 的融合算子；不设为开启，allgather 没有这种算子，除外", only_on="npu", elsewhere="moe_permute_fusion",
-        on_resume="exact")
+        "专家之间重排 token 的融合算子；不设为开启，allgather 没有这种算子，除外", only_on="npu",
+        elsewhere="moe_permute_fusion", on_resume="exact")
     moe_token_dispatcher_type: Literal["alltoall", "alltoall_seq", "allgather"] | None = key(None,
         "exchange of tokens between experts; alltoall_seq is read as alltoall",
         "token 如何到达专家；alltoall_seq 按 alltoall 处理", needs=_EXPERTS, on_resume="exact")

@@ -1,0 +1,193 @@
+"""Losses of the routers: balancing of the experts and z-loss, with the same weight whatever the loss of the model divides by.
+
+The loss that is minimised is (sum of the model's loss) / C + L, C its count over the optimizer step (`LossOutput`). L is the sum
+over the layers with experts of
+
+    aux_loss      coeff * mean over tokens t of the micro-batch loss B of t's micro-batch
+    seq_aux_loss  coeff * mean over sequences s of B of s's tokens
+    z-loss        z_coeff * mean over tokens of (log sum_i e^{logit_i})^2                          arXiv:2202.08906
+
+    B = E sum_i f_i P_i    f_i: fraction of the tokens' choices that expert i gets, P_i: mean probability    arXiv:2101.03961
+
+over all micro-batches and data-parallel ranks, which is what Megatron's losses of the same names are where every token has a
+label. Megatron itself weighs them by tokens of a rank and divides by C with the rest of the gradient; it does not know padding,
+the sequences of a pack, or tokens that represent several (prefix sharing). So they are computed here, on Megatron's logits, and
+attached to the router's probabilities by its `MoEAuxLossAutoScaler` times C. C is therefore counted before the schedule runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from mindspeed_rl import platform
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.models.plan import RouterBalancing
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.build import BuiltModel
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a micro-batch as the routers of this rank see them.
+
+    Attributes:
+        positions: [n] int64, position of each real token among the router's; one of a shared prefix as often as sequences
+            have it. None: all positions, once.
+        groups: [n] int64, group of each over which experts are balanced, a sequence; None: one group.
+        factors: [groups] float32, of f_i P_i summed over the experts, both as sums over tokens.
+        share: 0-d float32, weight of a token's z-loss.
+    """
+
+    positions: Tensor | None
+    groups: Tensor | None
+    factors: Tensor
+    share: Tensor
+
+    def sum_groups(self, values: Tensor) -> Tensor:
+        """Return [groups, experts] from [n, experts]."""
+        if self.groups is None:
+            return values.sum(0, keepdim=True)
+        return values.new_zeros(len(self.factors), values.size(1)).index_add(0, self.groups, values)
+
+
+class _Routing:
+    """Routing of one router with its losses attached.
+
+    It is armed before each forward pass of its chunk, as a replayed router is (`engine/router_replay.py`): the call for which
+    it was armed is the forward pass, any other one recomputes in the order of the forward passes.
+    """
+
+    def __init__(self, router: TopKRouter, balancing: RouterBalancing) -> None:
+        self._router, self._route, self._balancing = router, router.routing, balancing
+        # without sequence parallelism every tensor rank has all tokens, and the full gradient
+        self._group = router.tp_cp_group if router.config.sequence_parallel else router.cp_group
+        self.armed: _Tokens | None = None
+        self._again: deque[_Tokens] = deque()
+        router.routing = self  # pyrefly: ignore[method-assign]  (called as the method is)
+
+    def reset(self) -> None:
+        """Forget passes."""
+        self.armed = None
+        self._again.clear()
+
+    def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return probabilities and choices of Megatron's router, [tokens, experts] each."""
+        probs, routing_map = self._route(logits, *args, **kwargs)
+        tokens, self.armed = self.armed, None
+        if tokens is not None:
+            self._again.append(tokens)
+        elif self._again:
+            tokens = self._again.popleft()
+        # a checkpointed layer has its graph in the second call
+        if tokens is None or not torch.is_grad_enabled():
+            return probs, routing_map
+        flat = logits.view(-1, logits.size(-1))
+        if tokens.positions is not None:
+            if self._router.local_tokens_per_expert is not None:
+                # Megatron has counted its tokens, padding too, for the bias that balances
+                counted = routing_map.index_select(0, tokens.positions).sum(0) - routing_map.sum(0)
+                self._router.local_tokens_per_expert += counted
+            flat = flat.index_select(0, tokens.positions)
+        return MoEAuxLossAutoScaler.apply(probs, self._compute_loss(flat, tokens)), routing_map
+
+    def _compute_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
+        """Return this rank's part of the losses of one micro-batch from [n, experts] logits; collective over its group."""
+        loss = torch.zeros((), device=logits.device)
+        if self._balancing.coeff:
+            if self._router.score_function == "sigmoid":
+                scores = logits.float().sigmoid()
+                scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            else:
+                scores = logits.softmax(-1, dtype=torch.float32)
+            chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(self._router.topk, dim=1).indices, 1.0)
+            counts = tokens.sum_groups(chosen)
+            if self._group.size() > 1:
+                dist.all_reduce(counts, group=self._group)
+            loss = self._balancing.coeff * (tokens.factors * (counts * tokens.sum_groups(scores)).sum(1)).sum()
+        if self._balancing.z_coeff:
+            loss = loss + self._balancing.z_coeff * tokens.share * logits.float().logsumexp(-1).square().sum()
+        return loss
+
+
+class RouterLosses:
+    """Losses of all routers of this rank's model, in training."""
+
+    def __init__(self, model: BuiltModel) -> None:
+        """Attach them to the routers."""
+        self._balancing, config = model.plan.balancing, model.transformer_config
+        self._choices = (config.num_moe_experts or 0) / config.moe_router_topk  # E / k of f_i
+        self._sequence_parallel = bool(config.sequence_parallel)
+        self._chunks = [
+            [_Routing(router, self._balancing) for router in chunk.modules() if isinstance(router, TopKRouter)]
+            for chunk in model.models
+        ]
+        self._tokens: dict[int, _Tokens] = {}
+        self._ratio = torch.zeros(())
+
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
+        """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks.
+
+        Args:
+            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
+        """
+        lengths = [micro_batch.lengths for micro_batch in micro_batches if not micro_batch.is_filler]
+        mine = [sum(map(sum, lengths)), sum(map(len, lengths))]
+        totals = torch.cat([count.view(1), torch.tensor(mine, device=count.device)])
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        # by token, by sequence
+        self._ratio = totals[0] / totals[1:].clamp(min=1)
+
+    def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        if id(micro_batch) not in self._tokens:
+            self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
+        for routing in self._chunks[chunk]:
+            routing.armed = self._tokens[id(micro_batch)]
+
+    def reset(self) -> None:
+        """Clear the routers after a pass over all micro-batches, completed or failed."""
+        self._tokens.clear()
+        for chunk in self._chunks:
+            for routing in chunk:
+                routing.reset()
+
+    def _find_tokens(self, micro_batch: MicroBatch) -> _Tokens:
+        lengths = torch.tensor([0] if micro_batch.is_filler else micro_batch.lengths)
+        layout, real = micro_batch.packed, int(lengths.sum())
+        size, rank = 1, 0
+        if self._sequence_parallel:
+            size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        width = len(micro_batch.tokens) // size
+        # position and index of every real token on this rank
+        if layout is not None and layout.shared is not None and real:
+            positions = layout.shared.representatives[:real] - rank * width
+            indices = ((positions >= 0) & (positions < width)).nonzero()[:, 0]
+            positions = positions[indices]
+        else:
+            indices = micro_batch.tokens.chunk(size)[rank]
+            positions = ((indices >= 0) & (indices < real)).nonzero()[:, 0]
+            indices = indices[positions]
+        per_sequence = self._balancing.per_sequence
+        # two means of a group's tokens each divide by its size; a micro-batch weighs by its tokens, a sequence as any other
+        weights = 1.0 / lengths.clamp(min=1).square() if per_sequence else torch.tensor([1.0 / max(real, 1)])
+        host = [positions, torch.searchsorted(lengths.cumsum(0), indices, right=True), weights.float() * self._choices]
+        device = self._ratio.device
+        positions, groups, factors = platform.current().to_device(host, device)
+        is_all = len(host[0]) == width and (layout is None or layout.shared is None)
+        return _Tokens(
+            None if is_all else positions,
+            groups if per_sequence else None,
+            factors * self._ratio[1 if per_sequence else 0],
+            self._ratio[0],
+        )
