@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.keys import ROLE_GROUPS, find_ignored
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
-from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.objective import named_estimator
 from mindspeed_rl.config.rules.violation import format_value
-from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
@@ -116,6 +116,10 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
     conditions = (
         (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus decides"),
         (name == "async_save" and role.save is None, "save is not set"),
+        (
+            name in DROPOUT_KEYS and cfg.rl_config is not None and not cfg.is_supervised and not cfg.rl_config.dropout_in_update,
+            "rl_config.dropout_in_update is false: rollout, old log-probs and reference have no dropout either",
+        ),
         (
             name in ("eval_interval", "eval_num_prompts") and not role.has_held_out_data,
             "eval_data_path is not set, and split holds nothing back",
@@ -221,6 +225,8 @@ def find_warnings(cfg: RunConfig) -> list[str]:
     warnings = [*_warn_about_training(cfg)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
         warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config)]
+    if folder := cfg.derived.get(CRITIC_FOLDER):
+        warnings.append(f"{CRITIC_FOLDER}: {folder.source}; the checkpoints of the critic are in {folder.value}")
     return warnings
 
 

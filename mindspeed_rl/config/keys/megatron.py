@@ -13,6 +13,8 @@ _RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
 _SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
 RL_STAGES: tuple[_RLStage, ...] = get_args(_RLStage)
 SUPERVISED_STAGES: tuple[_SupervisedStage, ...] = get_args(_SupervisedStage)
+#: probabilities of dropout; in RL they act only with `rl_config.dropout_in_update`
+DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "lora_dropout")
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

@@ -278,6 +278,11 @@ class _LossKeys:
         "stop when trainer and rollout log-probabilities differ by more; off when unset",
         "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1),
         on_resume="exact")
+    dropout_in_update: bool = key(False,
+        "attention_dropout, hidden_dropout and lora_dropout act in the updates; rollout, old log-probs and reference have none, "
+        "so that ratios and KL then differ from 1 and 0 by the dropout itself",
+        "attention_dropout、hidden_dropout 与 lora_dropout 在更新时起作用；rollout、旧对数概率与参考模型都没有 dropout，"
+        "因此比值与 KL 会因 dropout 本身而偏离 1 与 0", on_resume="exact")
     router_replay: RouterReplay = key(RouterReplay, "experts to which the actor routes the tokens of a rollout",
         "actor 把一次 rollout 的 token 送往哪些专家", on_resume="exact")
     use_routing_replay: bool | None = key(None, "true is router_replay.mode R2, the name in slime",

@@ -267,3 +267,15 @@ def test_a_run_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: 
     for written in ("mine.yaml", "mine", "./mine.yaml", "grpo_tiny_cpu.yaml"):
         assert load_run_config(written).megatron_training.seed == 7, written
     assert load_run_config("grpo_tiny_cpu").stage == "ray_grpo"  # a bare name is a shipped one first
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_rl_has_dropout_in_no_role_unless_it_is_asked_for(asked: bool) -> None:
+    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.2, "lora_dropout": 0.3}
+    tree = {"megatron_training": {"stage": "ray_grpo", **dropout}, "critic_config": {}, "rl_config": {"dropout_in_update": asked}}
+    cfg = build_run_config(tree)
+    for role in (cfg.actor_config, cfg.ref_config, cfg.critic_config):
+        assert {name: getattr(role, name) for name in dropout} == (dropout if asked else dict.fromkeys(dropout, 0.0))
+    assert cfg.ref_config is cfg.actor_config
+    supervised = build_run_config({"megatron_training": {"stage": "sft", **dropout}})
+    assert supervised.actor_config.hidden_dropout == 0.2

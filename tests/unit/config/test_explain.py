@@ -189,7 +189,13 @@ def test_parallel_groups_follow_megatrons_rank_order() -> None:
 
 def test_keys_without_effect_are_named_with_the_reason() -> None:
     cfg = prompt_level(
-        megatron_training={"use_mcore_models": True, "dpo_beta": 0.2, "moe_router_topk": 4, "save_interval": 5},
+        megatron_training={
+            "use_mcore_models": True,
+            "dpo_beta": 0.2,
+            "moe_router_topk": 4,
+            "save_interval": 5,
+            "hidden_dropout": 0.1,
+        },
         rl_config={
             "clip_ratio_low": 0.2,
             "kl_horizon": 10,
@@ -206,6 +212,8 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         "megatron_training.dpo_beta": "stage is ray_grpo; the key belongs to dpo",
         "megatron_training.moe_router_topk": "the model has no experts",
         "megatron_training.save_interval": "save is not set",
+        "megatron_training.hidden_dropout": "rl_config.dropout_in_update is false: rollout, old log-probs and reference have no "
+        "dropout either",
         "rl_config.clip_ratio_low": "clip_higher_enable is false",
         "rl_config.kl_horizon": "kl_ctrl_type is fixed",
         "rl_config.beta": "without num_generations the coefficient is init_kl_coef",

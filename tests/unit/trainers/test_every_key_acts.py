@@ -40,6 +40,7 @@ BASE: Tree = {
         "n_samples_per_prompt": 8,
         "mini_batch_size": 16,
         "max_prompt_length": 512,
+        "dropout_in_update": True,
     },
     "generate_config": {"infer_tensor_parallel_size": 1, "max_model_len": 4096, "sampling_config": {"max_tokens": 2048}},
 }
@@ -93,7 +94,7 @@ ELSEWHERE: dict[str, str] = {
     "config/run.py": "max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
-    "config/loader.py": "model stage",
+    "config/loader.py": "model stage dropout_in_update",
     "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
     "config/resolve.py": "fault_tolerance",
     "data/prompts.py": "prompt_type_path",
