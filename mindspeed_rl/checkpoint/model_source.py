@@ -155,25 +155,6 @@ def describe_fresh_head(role: str, source: ModelSource) -> str:
     return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
 
 
-def find_critic(config: MegatronConfig, resume_iteration: int | None) -> ModelSource:
-    """Find the critic's weights, so that actor and critic both resume or both start anew.
-
-    Args:
-        config: of the critic.
-        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
-
-    Raises:
-        ValueError: one of them would go on and the other start anew.
-    """
-    source = find_model(config, "critic_config")
-    saves_there = config.load is not None and config.save is not None and Path(config.load) == Path(config.save)
-    if resume_iteration is None and saves_there and config.pretrained_checkpoint and not config.finetune:
-        # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
-        source = find_model(replace(config, load=None, load_iteration=None), "critic_config")
-    check_critic_start(config, source, resume_iteration)
-    return source
-
-
 def check_critic_start(config: MegatronConfig, source: ModelSource, resume_iteration: int | None) -> None:
     """Check that actor and critic both resume or both start anew.
 

@@ -23,9 +23,13 @@ PlatformName = Literal["auto", "npu", "cpu", "cuda"]
 PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 
+#: the key that gets another value where actor and critic would save into one folder
+CRITIC_FOLDER = "critic_config.save"
+
+
 @dataclass(frozen=True)
 class Derivation:
-    """A value that the run file leaves out, and what it was derived from."""
+    """A value that the run file leaves out or that cannot be used, and what it was derived from."""
 
     value: Any
     source: str

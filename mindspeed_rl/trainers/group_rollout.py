@@ -211,8 +211,8 @@ class GroupRollout(Rollout):
         super().load_state_dict(state, resume)
         loader, version = self._loader, self._source.admission.version(resume.iteration)
         is_early = "file" in state and "in_flight" not in state  # of an earlier version, which had the file elsewhere
-        folder = resume.weights if is_early else iteration_folder(resume.weights, resume.iteration)
         if is_early or (loader.waiting and "file" in state and not resume.affects("in_flight")):
+            folder = resume.weights if is_early else iteration_folder(resume.weights, resume.iteration)
             self._resumed = load_groups(folder / IN_FLIGHT / state["file"], loader.item)
         else:
             size = self._plan.n_samples_per_prompt

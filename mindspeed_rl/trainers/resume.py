@@ -96,30 +96,25 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"{group}.load: {source.weights} was written by {written}, from which a run of stage {run.config.stage} cannot "
             f"resume; {advice}."
         )
-    changes = find_changes(run.config, record["run_state"].get("keys", {}))
+    state = record["run_state"]
+    changes = find_changes(state.get("keys", {}), run.config.keys_on_resume)
     refused = [str(change) for change in changes if change.on_resume == "fixed" and not config.no_load_optim]
     if refused:
         raise ValueError(
             f"{group}.load: the run would resume after iteration {iteration} of {source.weights}, but its training state does "
             f"not fit: changed since that checkpoint: {', '.join(refused)}; keep the value, or {advice}."
         )
-    notes = describe_changes(changes, _find_effects(run, record["run_state"]))
-    resume = ResumePoint(source.weights, iteration, record["run_state"], changes, notes)
+    has_kl = run.objective is not None and run.objective.needs_reference
+    effects: dict[OnResume, bool] = {  # the order of the data is compared when they are read
+        "schedule": config.lr_decay_style != "constant",
+        "in_flight": bool(state.get("rollout", {}).get("in_flight")),
+        "random": max(config.hidden_dropout, config.attention_dropout, config.lora_dropout) > 0,
+        "kl": has_kl and run.rl.kl_ctrl_type == "adaptive",
+        "reference": has_kl or run.config.stage == "dpo",
+    }
+    resume = ResumePoint(source.weights, iteration, state, changes, describe_changes(changes, effects))
     check_remaining_iterations(run, resume)
     return resume
-
-
-def _find_effects(run: Run, state: Mapping[str, Any]) -> frozenset[OnResume]:
-    """Return the effects that changed keys may have on this run; the order of prompts is compared when they are read."""
-    has_kl = run.objective is not None and run.objective.needs_reference
-    effects: dict[OnResume, bool] = {
-        "schedule": run.config.actor_config.lr_decay_style != "constant",
-        "in_flight": bool(state.get("rollout", {}).get("in_flight")),
-        "random": True,
-        "kl": has_kl and run.rl.kl_ctrl_type == "adaptive",
-        "reference": has_kl,
-    }
-    return frozenset(effect for effect, has_it in effects.items() if has_it)
 
 
 def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 
 from mindspeed_rl.algorithms.kl import build_kl_controller
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import Admission
@@ -74,7 +73,7 @@ class Schedule:
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
-        self._keys = record_keys(run.config)
+        self._keys = run.config.keys_on_resume
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
         # the tokens are sampled from the weights that train on them

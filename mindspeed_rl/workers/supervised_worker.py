@@ -17,7 +17,6 @@ from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
@@ -67,7 +66,7 @@ class SupervisedWorker(DeviceWorker):
         self._order = self.stage.describe_order(self.train_items, plan)
         # other samples than those of the checkpoint begin with a new pass
         start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
-        self._state = {"pass_start": start, "order": self._order, "keys": record_keys(cfg)}
+        self._state = {"pass_start": start, "order": self._order, "keys": cfg.keys_on_resume}
         self.add_hooks(self.resumed_state().get("iteration", 0))
         batches = self.stage.order(len(self.train_items), plan, self.consumed - start)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance

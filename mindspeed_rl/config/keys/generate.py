@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.keys.ignored import AnyGroup
 from mindspeed_rl.config.keys.schema import Range, key
 
 # fmt: off
@@ -64,7 +65,8 @@ class GenerateConfig:
     max_model_len: int = key(2048, "longest prompt + response, in tokens; when omitted: max_prompt_length + max_tokens",
         "最长的 prompt + 回答，单位 token", range=Range.TOKENS, elsewhere="vllm_max_model_len vllm_max_model_length",
         on_resume="in_flight")
-    max_num_batched_tokens: int = key(2048, "tokens one engine step may process", "引擎一步可处理的 token 数",
+    max_num_batched_tokens: int = key(2048, "tokens one engine step may process; longer prompts are split",
+        "引擎一步可处理的 token 数，更长的 prompt 会分块",
         range=Range.TOKENS, on_resume="exact")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16",
         "number format of the rollout weights; float32 exactly when bf16 is false",
@@ -99,6 +101,14 @@ class GenerateConfig:
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
         on_resume="exact")
+    cudagraph_capture_sizes: list[int] | None = key(None,
+        "batch sizes, in tokens, for which graphs are captured; unset: the engine's own; few of them save streams and memory",
+        "捕获计算图的批大小（token 数）；不设时由引擎决定；取少几个可省流与内存", range=Range.TOKENS,
+        needs=("enforce_eager", (False,)), only_on="npu cuda", on_resume="exact")
+    compilation_config: AnyGroup | None = key(None, "vLLM's settings of compilation and graphs, by vLLM's names",
+        "vLLM 的编译与计算图设置，名称同 vLLM", on_resume="exact")
+    additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to those of this suite",
+        "vllm-ascend 自己的设置，名称同 vllm-ascend，与本套件设置的并用", only_on="npu", on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",
         only_on="npu", on_resume="exact")
     eplb_token_collects: bool = key(False, "count the tokens of each expert in rollouts",

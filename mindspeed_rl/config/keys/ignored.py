@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,8 @@ from typing import Literal
 Text = tuple[str, str]
 
 
-class AnyGroup:
-    """The type of a key whose value is a group that nothing reads."""
+#: the type of a key whose value is a group with names of another program
+AnyGroup = Mapping[str, object]
 
 
 @dataclass(frozen=True)

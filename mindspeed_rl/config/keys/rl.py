@@ -279,8 +279,8 @@ class _LossKeys:
         "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1),
         on_resume="exact")
     dropout_in_update: bool = key(False,
-        "attention_dropout, hidden_dropout and lora_dropout act in the updates; rollout, old log-probs and reference have none, "
-        "so that ratios and KL then differ from 1 and 0 by the dropout itself",
+        "attention_dropout, hidden_dropout and lora_dropout act in the updates; rollout, old log-probs and reference have "
+        "none, so that ratios and KL then differ from 1 and 0 by the dropout itself",
         "attention_dropout、hidden_dropout 与 lora_dropout 在更新时起作用；rollout、旧对数概率与参考模型都没有 dropout，"
         "因此比值与 KL 会因 dropout 本身而偏离 1 与 0", on_resume="exact")
     router_replay: RouterReplay = key(RouterReplay, "experts to which the actor routes the tokens of a rollout",
@@ -311,8 +311,8 @@ class _KlKeys:
         upstream=("has the default 0.1 and is never read", "默认 0.1，从未读取"), on_resume="kl")
     kl_horizon: int = key(1000, "adaptive: samples over which the coefficient moves", "adaptive：系数变化所经过的样本数",
         needs=_ADAPTIVE, elsewhere="horizon", on_resume="exact")
-    kl_target: float = key(0.1, "adaptive: KL of a token that the coefficient is steered to", "adaptive：系数所趋向的每 token KL",
-        needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"), on_resume="exact")
+    kl_target: float = key(0.1, "adaptive: KL of a token that the coefficient is steered to",
+        "adaptive：系数所趋向的每 token KL", needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"), on_resume="exact")
     use_kl_in_reward: bool = key(False, "subtract the KL from the rewards instead of adding it to the loss",
         "从奖励中减去 KL，而不加到损失里", elsewhere="kl_in_reward", on_resume="exact")
     kl_clamp: bool = key(True, "clamp the log-ratio to +-20 and low_var_kl to +-10, as MindSpeed-RL does; TRL does not",

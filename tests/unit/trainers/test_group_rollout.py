@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
+from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rollout import GroupFilter
 from mindspeed_rl.trainers.schedule import Schedule, _resolve_admission
 
@@ -107,7 +108,7 @@ class Plane:
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
     source, plane = Source(_resolve_admission(run)), Plane()
-    loader: Any = SimpleNamespace(item=prompt)
+    loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, seed=1, shuffle=False)
     rewards: Any = None  # every group has its scores
     no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
     group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt)
@@ -188,15 +189,18 @@ def test_a_checkpoint_holds_what_was_on_its_way(tmp_path: Path) -> None:
     rollout.after_push(0)
     rollout.run(0)
     state = json.loads(json.dumps(rollout.state_dict()))
+    checkpoint = tmp_path / "save" / "iter_0000001"
+    checkpoint.mkdir()
+    (tmp_path / "save" / "in_flight.partial").rename(checkpoint / "in_flight")
     resumed, other, _ = rollout_of(run)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state, ResumePoint(tmp_path / "save", 1))
     resumed.before_push(1)
     assert other.restored == (source.snapshot()[0], 5, 4)
 
 
 def test_a_run_that_had_another_mode_goes_on_with_the_next_prompts(tmp_path: Path) -> None:
     rollout, source, _ = rollout_of(run_of(tmp_path, "rl_config.trainer_mode=one_step_off"))
-    rollout.load_state_dict({})
+    rollout.load_state_dict({}, ResumePoint(tmp_path, 3))  # of a version that counted iterations alone
     rollout.before_push(3)
     assert source.restored == ([], 12, 12)
 
