@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.placement import Placement
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, read_engine_shape
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
-from mindspeed_rl.config.run import Derivation, PlatformName, RunConfig
+from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.sizes import BatchPlan
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
 
 
 def derive(cfg: RunConfig) -> RunConfig:
-    """Return the run file with the keys of generate_config that it leaves out and that follow from the others."""
+    """Return the run file with the keys that follow from others: generate_config's that it leaves out, the critic's folder."""
     if cfg.generate_config is None or cfg.rl_config is None or cfg.is_supervised:
         return dataclasses.replace(cfg, derived={})
     set_keys = cfg.set_keys.get("generate_config", frozenset())
@@ -140,7 +141,27 @@ def derive(cfg: RunConfig) -> RunConfig:
             derived[f"generate_config.{name}"] = derivation
             assert cfg.generate_config is not None
             cfg = dataclasses.replace(cfg, generate_config=dataclasses.replace(cfg.generate_config, **{name: derivation.value}))
-    return dataclasses.replace(cfg, derived=derived)
+    return _separate_critic(dataclasses.replace(cfg, derived=derived), cfg.derived.get(CRITIC_FOLDER))
+
+
+def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:
+    """Return the run with a folder for the critic's checkpoints where it has the actor's: two in one overwrite each other.
+
+    Args:
+        earlier: what an earlier call chose.
+    """
+    actor, critic = cfg.actor_config, cfg.critic_config
+    if critic is None or cfg.objective is None or not cfg.objective.has_critic:
+        return cfg
+    if earlier is None and actor.save and critic.save:
+        # a link, or another spelling, is the same folder
+        folders = {os.path.realpath(os.path.expanduser(save)) for save in (actor.save, critic.save)}
+        if len(folders) == 1:
+            earlier = Derivation(os.path.join(critic.save.rstrip("/"), "critic"), f"{critic.save} is the actor's folder")
+    if earlier is None:
+        return cfg
+    critic = dataclasses.replace(critic, save=str(earlier.value))
+    return dataclasses.replace(cfg, critic_config=critic, derived={**cfg.derived, CRITIC_FOLDER: earlier})
 
 
 def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
+from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
 from mindspeed_rl.config.rules.rollout_rules import ROLLOUT_RULES
@@ -517,12 +517,7 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation("held_out", keys, text, ({"megatron_training.skip_train": False},))
 
 
-#: keys that name a file or a folder, of any group, and those of them that are empty by default
-_PATH_KEYS = frozenset(
-    "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "
-    "ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path eplb_token_save_path "
-    "vllm_server_token_file dump_path profile_save_path runtime_env_path wandb_save_dir swanlab_save_dir run_dir".split()
-)
+#: paths that are empty by default
 _EMPTY_PATHS = frozenset(("ref_model", "profile_save_path", "wandb_save_dir", "swanlab_save_dir"))
 
 
@@ -533,36 +528,14 @@ def _paths(cfg: RunConfig) -> Iterator[Violation]:
             key = f"generate_config.{name}" if group == "sampling_config" else name if group == "run" else f"{group}.{name}"
             written = value if isinstance(value, list) else [value]
             inner = value.items() if isinstance(value, Mapping) else ()
-            named = [(key, item) for item in written] if name in _PATH_KEYS else []
-            named += [(f"{key}.{other}", item) for other, item in inner if other in _PATH_KEYS]
+            named = [(key, item) for item in written] if name in PATH_KEYS else []
+            named += [(f"{key}.{other}", item) for other, item in inner if other in PATH_KEYS]
             for path, item in named:
                 if not isinstance(item, str) or item == "" and name in _EMPTY_PATHS:
                     continue
                 if not item.strip() or any(ord(char) < 32 for char in item):
                     text = f"{path} is {item!r}, which names no file or folder"
                     yield Violation("path", {path: item}, text, ({path: None},))
-
-
-def _checkpoint_folders(cfg: RunConfig) -> Iterator[Violation]:
-    """Check that roles that train save into different folders: two in one would overwrite each other."""
-    actor, critic = cfg.actor_config, cfg.critic_config
-    if critic is None or cfg.objective is None or not cfg.objective.has_critic:
-        return
-    # a link, or another spelling, is the same folder
-    folders = [os.path.realpath(os.path.expanduser(role.save)) for role in (actor, critic) if role.save]
-    if len(folders) < 2 or folders[0] != folders[1]:
-        return
-    keys = {
-        f"{group if 'save' in cfg.set_keys.get(group, ()) else 'megatron_training'}.save": role.save
-        for group, role in (("actor_config", actor), ("critic_config", critic))
-    }
-    names = " and ".join(f"{key} ({value})" for key, value in keys.items())
-    yield Violation(
-        "own_folders",
-        keys,
-        f"{names} would write the checkpoints of actor and critic into one folder; give each its own",
-        ({"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},),
-    )
 
 
 RUN_RULES = (
@@ -573,7 +546,6 @@ RUN_RULES = (
     _lengths,
     _packing,
     _roles,
-    _checkpoint_folders,
     _dedicated_devices,
     _rollout_modes,
     *ROLLOUT_RULES,

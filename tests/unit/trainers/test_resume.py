@@ -21,6 +21,8 @@ from mindspeed_rl.checkpoint.model_source import (
     rl_reference,
 )
 from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
+from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.trainers.resume import describe_resume, find_resume_point, select_sound_checkpoint
 
 
@@ -260,10 +262,14 @@ def test_a_reward_model_without_a_score_needs_words_to_judge_in(tmp_path: Path) 
 def test_actor_and_critic_do_not_save_into_one_folder(critic: str | None, shared: str | None) -> None:
     keys = {"finetune": True, "load": "/model", "micro_batch_size": 8} | ({} if critic is None else {"save": critic})
     actor = {"save": "x/save", "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
-    with pytest.raises(ValueError) as caught:
-        run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor)
-    assert "actor_config.save (x/save) and" in str(caught.value)
-    assert "would write the checkpoints of actor and critic into one folder" in str(caught.value)
-    assert f"{'critic_config' if critic else 'megatron_training'}.save ({critic or shared})" in str(caught.value)
-    run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor)
-    run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}})  # no critic is trained
+    planned = run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor).config
+    written = critic or shared
+    assert (planned.actor_config.save, planned.critic_config.save) == ("x/save", f"{written.rstrip('/')}/critic")
+    folder = f"{written} is the actor's folder; the checkpoints of the critic are in {written.rstrip('/')}/critic"
+    assert f"critic_config.save: {folder}" in find_warnings(planned)
+    again = derive(planned)
+    assert again.critic_config == planned.critic_config and find_warnings(again) == find_warnings(planned)
+    own = run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor).config
+    assert own.critic_config.save == "x/save/critic" and not any("critic" in text for text in find_warnings(own))
+    grpo = run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}}).config
+    assert grpo.critic_config.save == "x/save"  # no critic is trained
