@@ -117,7 +117,7 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
         (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus decides"),
         (name == "async_save" and role.save is None, "save is not set"),
         (
-            name in DROPOUT_KEYS and cfg.rl_config is not None and not cfg.is_supervised and not cfg.rl_config.dropout_in_update,
+            name in DROPOUT_KEYS and not cfg.is_supervised and (cfg.rl_config is None or not cfg.rl_config.dropout_in_update),
             "rl_config.dropout_in_update is false: rollout, old log-probs and reference have no dropout either",
         ),
         (
