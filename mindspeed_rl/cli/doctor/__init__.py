@@ -68,20 +68,22 @@ def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_
 
     Args:
         platform: "npu", "cpu", or "auto": npu when the machine has NPU device files or torch_npu.
-        line: "main", "fallback", or "auto": the line of most installed packages.
+        line: of `stack.LINES`, or "auto": the line of most installed packages.
         environment: variables to check.
-        probe_torch: also import torch in another process.
+        probe_torch: also import torch, and on the NPU the modules that a run starts with, in other processes.
     """
     installed = checks.list_package_versions()
     if platform == "auto":
         platform = "npu" if checks.list_npu_devices() or installed["torch-npu"] else "cpu"
-    chosen = stack.find_line(installed) if line == "auto" else next(known for known in stack.LINES if known.name == line)
+    cann = checks.read_cann_version(environment)
+    chosen = stack.find_line(installed, cann) if line == "auto" else next(known for known in stack.LINES if known.name == line)
     findings = [*checks.check_versions(chosen, installed), *checks.check_cann(chosen, environment)]
     if probe_torch:
         findings += checks.check_torch(expects_npu=platform == "npu")
+        findings += checks.check_imports() if platform == "npu" else []
     findings += checks.check_environment(environment)
     findings += checks.check_devices() + checks.check_ipc(environment)
-    findings += checks.check_tools(environment) + checks.check_host(environment)
+    findings += checks.check_tools(environment) + checks.check_glibc(chosen) + checks.check_host(environment)
     return Report(platform, chosen.name, [_judge(finding, platform, installed) for finding in findings])
 
 

@@ -63,7 +63,7 @@ def list_package_versions() -> dict[str, str | None]:
     return versions
 
 
-def _read_cann_version(environment: Mapping[str, str]) -> str | None:
+def read_cann_version(environment: Mapping[str, str]) -> str | None:
     """Return the version of the CANN toolkit, from the files it installs; None when there is none."""
     folders = [environment.get("ASCEND_HOME_PATH"), "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"]
     for folder in filter(None, folders):
@@ -100,8 +100,7 @@ def check_versions(line: stack.VersionLine, installed: Mapping[str, str | None])
         version = installed.get(name)
         if version is None:
             findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {expected}"))
-        elif version.split("+")[0].startswith(expected):
-            # a prefix is enough: releases for the NPU add .post4 or rc1, wheels for the CPU +cpu
+        elif stack.has_version(name, version, expected):
             findings.append(Finding("versions", name, "ok", version))
         else:
             findings.append(Finding("versions", name, "fail", version, f"the {line.name} line has {expected}"))
@@ -128,7 +127,7 @@ def check_cann(line: stack.VersionLine, environment: Mapping[str, str]) -> list[
     """Compare CANN toolkit and driver with a line."""
     findings = []
     for name, version, expected in (
-        ("CANN", _read_cann_version(environment), line.cann),
+        ("CANN", read_cann_version(environment), line.cann),
         ("driver", _read_driver_version(), line.driver),
     ):
         if version is None:
@@ -136,8 +135,22 @@ def check_cann(line: stack.VersionLine, environment: Mapping[str, str]) -> list[
         elif stack.at_least(version, expected):
             findings.append(Finding("versions", name, "ok", version))
         else:
-            findings.append(Finding("versions", name, "fail", version, f"the {line.name} line needs {expected} or newer"))
+            advice = _advise_cann(version) if name == "CANN" else ""
+            fix = f"the {line.name} line needs {expected} or newer{advice}"
+            findings.append(Finding("versions", name, "fail", version, fix))
     return findings
+
+
+def _advise_cann(version: str) -> str:
+    """Return what to do with a CANN that is older than the line's."""
+    line = next((line for line in stack.LINES if stack.at_least(version, line.cann)), None)
+    if line is not None:
+        return f"; for this CANN install the packages of another line: envs/npu_a2/install.sh --line {line.name}"
+    newest, oldest = stack.LINES[0], stack.LINES[-1]
+    return (
+        f"; no set of packages that this suite supports was published for CANN {version}: install CANN {newest.cann} with "
+        f"driver {newest.driver}, or CANN {oldest.cann} with driver {oldest.driver} (docs/ascend.md)"
+    )
 
 
 # an import error of another name: torch_npu is there, and something that it needs is not
@@ -188,6 +201,48 @@ def check_torch(expects_npu: bool) -> list[Finding]:
     return findings
 
 
+#: module -> the packages whose absence it would show; each is imported in a process of its own, as by a worker
+_ENTRY_MODULES = (
+    "mindspeed.megatron_adaptor",  # the trainer: triton, einops and, with the tree, megatron.training
+    "vllm_ascend.worker.worker",  # the rollout engine: scipy, torchvision and vLLM's requirements
+    "mindspeed_rl.workers.actor_worker",
+)
+
+
+def check_imports() -> list[Finding]:
+    """Import the modules that a run starts with, each in another process, and name what is missing."""
+    findings = []
+    for module in _ENTRY_MODULES:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            continue  # check_versions reports it
+        probe = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=600)
+        if probe.returncode == 0:
+            findings.append(Finding("imports", module, "ok", "imported"))
+            continue
+        lines = (probe.stderr or probe.stdout).strip().splitlines() or [f"ended with code {probe.returncode}"]
+        known = next(filter(None, map(logs.match, lines)), None)
+        missing = re.search(r"No module named '([\w.]+)'", lines[-1])
+        fix = f"run `python -c 'import {module}'` to see the full message"
+        if missing:
+            fix = f"the package of {missing[1]} is not installed: start envs/npu_a2/install.sh (or npu_a3) again"
+        elif known:
+            fix = f"{known.cause} {known.fix}"
+        findings.append(Finding("imports", module, "fail", lines[-1], fix))
+    return findings
+
+
+def check_glibc(line: stack.VersionLine) -> list[Finding]:
+    """Compare the C library with what the wheels of a line need."""
+    version = (os.confstr("CS_GNU_LIBC_VERSION") or "none").split()[-1]
+    if stack.at_least(version, line.glibc):
+        return [Finding("host", "glibc", "ok", version)]
+    fix = (
+        f"the wheels of the {line.name} line need {line.glibc}; build vllm-ascend here (install.sh --vllm-ascend source, from "
+        "2.28 on), take a line for an older CANN, or a container"
+    )
+    return [Finding("host", "glibc", "warn", version, fix)]
+
+
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
     """Check the environment variables that are set."""
     findings = [Finding("environment", name, "fail", text, fix) for name, text, fix in variables.find_problems(environment)]
@@ -216,7 +271,7 @@ def check_devices() -> list[Finding]:
     ):
         findings.append(
             Finding(
-                "devices", name, "ok" if present else "absent", "version" if present else "not version", "" if present else fix
+                "devices", name, "ok" if present else "absent", "found" if present else "not found", "" if present else fix
             )
         )
     return findings
@@ -228,7 +283,7 @@ def check_tools(environment: Mapping[str, str]) -> list[Finding]:
     for tool in ("g++", "ninja"):
         path = shutil.which(tool)
         fix = "" if path else "MindSpeed builds operators at first use: install it on every node"
-        findings.append(Finding("tools", tool, "ok" if path else "absent", path or "not version", fix))
+        findings.append(Finding("tools", tool, "ok" if path else "absent", path or "not found", fix))
     home = environment.get("ASCEND_HOME_PATH")
     if home:
         # below the root, or below <machine>-linux
@@ -238,13 +293,13 @@ def check_tools(environment: Mapping[str, str]) -> list[Finding]:
                 "tools",
                 "CANN headers",
                 "ok" if header else "fail",
-                str(header or "not version"),
+                str(header or "not found"),
                 "" if header else "install the toolkit, not only the runtime",
             )
         )
     if importlib.util.find_spec("triton") is None:
         findings.append(
-            Finding("tools", "triton", "absent", "not version", "MindSpeed core_r0.16.0 imports it: install triton-ascend")
+            Finding("tools", "triton", "absent", "not found", "MindSpeed core_r0.16.0 imports it: install triton-ascend")
         )
     return findings
 
@@ -306,7 +361,7 @@ def _check_ports(environment: Mapping[str, str]) -> list[Finding]:
 
 def check_ipc(environment: Mapping[str, str]) -> list[Finding]:
     """Check weight transfer between processes on one device."""
-    cann, driver = _read_cann_version(environment), _read_driver_version()
+    cann, driver = read_cann_version(environment), _read_driver_version()
     if cann is None or driver is None:
         return []
     ready = stack.at_least(cann, stack.IPC_CANN) and stack.at_least(driver, stack.IPC_DRIVER)

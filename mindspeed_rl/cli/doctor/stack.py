@@ -17,8 +17,9 @@ class VersionLine:
     """Versions that were released to work together.
 
     Attributes:
-        name: as in envs/: "main" or "fallback".
+        name: as in envs/: "main", "fallback" or "cann85".
         cann, driver: lowest CANN toolkit and HDK (driver and firmware).
+        glibc: lowest glibc that the wheels run on.
         packages: distribution name -> required version prefix.
         python: supported minor versions.
         advised: distribution name -> versions that the line was released with; others may work.
@@ -27,16 +28,26 @@ class VersionLine:
     name: str
     cann: str
     driver: str
+    glibc: str
     packages: dict[str, str]
     python: tuple[tuple[int, int], ...]
     advised: dict[str, str]
 
 
+_VLLM_018 = {
+    "torch": "2.9.0",
+    "vllm": "0.18.0",
+    "vllm-ascend": "0.18.0",
+    "triton-ascend": "3.2.0",
+    "megatron-core": "0.16.1",
+    "mindspeed": "0.16",
+}
 LINES = (
     VersionLine(
         name="main",
         cann="9.1.0",
         driver="26.0",
+        glibc="2.34",
         packages={
             "torch": "2.10.0",
             "torch-npu": "2.10.0.post4",
@@ -47,22 +58,25 @@ LINES = (
             "mindspeed": "0.16",
         },
         python=((3, 10), (3, 11), (3, 12)),
-        advised={"transformers": ">=5.5,<6", "numpy": "<2"},
+        advised={"transformers": ">=5.5,<6", "numpy": ">=2,<3"},
     ),
     VersionLine(
         name="fallback",
         cann="9.0.0",
         driver="25.5",
-        packages={
-            "torch": "2.9.0",
-            "torch-npu": "2.9.0",
-            "vllm": "0.18.0",
-            "vllm-ascend": "0.18.0",
-            "triton-ascend": "3.2.0",
-            "megatron-core": "0.16.1",
-            "mindspeed": "0.16",
-        },
-        python=((3, 11),),
+        glibc="2.28",
+        packages={**_VLLM_018, "torch-npu": "2.9.0.post2"},
+        python=((3, 10), (3, 11)),
+        advised={"transformers": ">=4.57,<5", "numpy": "<2"},
+    ),
+    # the newest set that was published for CANN 8: vllm-ascend 0.18.0 names torch_npu 2.9.0, its image is made on CANN 8.5.1
+    VersionLine(
+        name="cann85",
+        cann="8.5",
+        driver="25.5",
+        glibc="2.28",
+        packages={**_VLLM_018, "torch-npu": "2.9.0"},
+        python=((3, 10), (3, 11)),
         advised={"transformers": ">=4.57,<5", "numpy": "<2"},
     ),
 )
@@ -98,11 +112,22 @@ NEEDED = ("ray", "transformers", "hydra-core", "safetensors", "transferqueue")
 IPC_DRIVER, IPC_CANN = "25.3", "8.3"
 
 
-def find_line(installed: Mapping[str, str | None]) -> VersionLine:
-    """Return the line that most of the installed packages belong to; the main line when none is installed."""
+def has_version(name: str, version: str, expected: str) -> bool:
+    """Return True when a version is one that a line names.
 
-    def matches(line: VersionLine) -> int:
-        return sum((installed.get(name) or "").startswith(version) for name, version in line.packages.items())
+    A prefix is enough: releases for the NPU add .post1 or rc1, wheels for the CPU +cpu. Only for torch_npu a post release is
+    another one, made for another CANN.
+    """
+    release = version.split("+")[0]
+    return release.startswith(expected) and not (name == "torch-npu" and release.removeprefix(expected).startswith(".post"))
+
+
+def find_line(installed: Mapping[str, str | None], cann: str | None = None) -> VersionLine:
+    """Return the line that most of the installed packages belong to; where none is installed, the newest that CANN allows."""
+
+    def matches(line: VersionLine) -> tuple[int, bool]:
+        found = sum(has_version(name, installed.get(name) or "", version) for name, version in line.packages.items())
+        return found, cann is not None and at_least(cann, line.cann)
 
     return max(LINES, key=matches)
 
@@ -232,7 +257,7 @@ class Stack:
     def as_text(self) -> str:
         """Return the table."""
         required = [member for member in self.members if member.of_line]
-        fits = [member for member in required if member.found and member.found.startswith(member.of_line)]
+        fits = [member for member in required if has_version(member.name, member.found or "", member.of_line)]
         if self.line is None:
             head = "Version line: none, no package of an NPU line is installed."
         else:
@@ -264,7 +289,7 @@ def examine_stack(installed: Mapping[str, str | None]) -> Stack:
         expected = line.packages.get(name, "")
         members.append(_Member(name, found, expected, *_judge(name, installed)))
     megatron = _find_megatron_line(installed.get("megatron-core"))
-    fits = any((member.found or "").startswith(member.of_line) for member in members if member.of_line)
+    fits = any(has_version(member.name, member.found or "", member.of_line) for member in members if member.of_line)
     return Stack(line.name if fits else None, members, megatron)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,58 @@ def test_the_line_is_the_one_most_packages_belong_to() -> None:
     fallback = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0.post2", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
     assert stack.find_line(fallback).name == "fallback"
     assert stack.find_line({}).name == "main"
+
+
+def test_a_post_release_of_torch_npu_belongs_to_another_cann() -> None:
+    cann85 = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
+    assert stack.find_line(cann85).name == "cann85"
+    line = next(line for line in stack.LINES if line.name == "cann85")
+    (finding,) = [item for item in checks.check_versions(line, {"torch-npu": "2.9.0.post2"}) if item.name == "torch-npu"]
+    assert finding.status == "fail" and finding.fix == "the cann85 line has 2.9.0"
+    main = {item.name: item.status for item in checks.check_versions(stack.LINES[0], {"vllm-ascend": "0.23.0.post1"})}
+    assert main["vllm-ascend"] == "ok"  # the fixes of 0.23.0 for the same CANN
+
+
+@pytest.mark.parametrize(("cann", "line"), [("9.1.0", "main"), ("9.2.0", "main"), ("9.0.0", "fallback"), ("8.5.1", "cann85")])
+def test_on_a_bare_machine_cann_decides_the_line(cann: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").write_text(f"version={cann}\n")
+    assert doctor._examine("npu", "auto", {"ASCEND_HOME_PATH": str(tmp_path)}, probe_torch=False).line == line
+
+
+@pytest.mark.parametrize(
+    ("cann", "advice"),
+    [
+        ("8.5.1", "envs/npu_a2/install.sh --line cann85"),
+        ("9.0.0", "envs/npu_a2/install.sh --line fallback"),
+        ("8.3.RC2", "published for CANN 8.3.RC2: install CANN 9.1.0 with driver 26.0, or CANN 8.5 with driver 25.5"),
+        ("8.2.RC1", "docs/ascend.md"),
+    ],
+)
+def test_an_older_cann_is_told_its_line_or_the_upgrade(cann: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").write_text(f"version={cann}\n")
+    (finding, _) = checks.check_cann(stack.LINES[0], {"ASCEND_HOME_PATH": str(tmp_path)})
+    assert finding.status == "fail" and advice in finding.fix
+
+
+def test_a_package_that_an_entry_module_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "vllm_ascend" / "worker"
+    folder.mkdir(parents=True)
+    for file, code in (("../__init__", ""), ("__init__", ""), ("worker", "import package_that_is_missing.part")):
+        (folder / f"{file}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = {finding.name: finding for finding in checks.check_imports()}
+    broken = found["vllm_ascend.worker.worker"]
+    assert (broken.area, broken.status) == ("imports", "fail")
+    assert "package_that_is_missing" in broken.text and "package_that_is_missing" in broken.fix and "install.sh" in broken.fix
+    assert found["mindspeed_rl.workers.actor_worker"].status == "ok"
+
+
+def test_a_glibc_older_than_the_wheels_is_a_warning_with_the_ways_out() -> None:
+    (fits,) = checks.check_glibc(replace(stack.LINES[0], glibc="2.0"))
+    (old,) = checks.check_glibc(replace(stack.LINES[0], glibc="9.99"))
+    assert fits.status == "ok" and old.status == "warn"
+    assert "--vllm-ascend source" in old.fix and "9.99" in old.fix
 
 
 def test_a_package_of_another_version_fails_and_names_the_right_one() -> None:
