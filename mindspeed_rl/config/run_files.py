@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import re
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl.config.errors import ConfigError, suggest_name
+from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES
 from mindspeed_rl.config.keys.schema import normalize
 
 #: limits of file systems, less the suffix
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 240, 4000
 #: far beyond any run file
-_MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 1 << 20, 60, 100_000
+_MAX_BYTES, _MAX_DEPTH, _MAX_NODES, _MAX_TEXT, _MAX_CALLS = 1 << 20, 60, 100_000, 1 << 15, 1_000_000
 
 
 def find_project_configs() -> Path:
@@ -67,17 +71,19 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    check_yaml(directory / f"{name}.yaml")
+    folders = tuple(dict.fromkeys((directory, find_project_configs())))
+    _check_files(directory / f"{name}.yaml", folders, overrides)
     items = [_force_override(item) for item in overrides]
     if directory != find_project_configs():
-        items.append(f"hydra.searchpath=['file://{find_project_configs()}']")
+        items.append(f"hydra.searchpath=[{_quote(f'file://{find_project_configs()}')}]")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Hydra asks for `_self_` in defaults; upstream's run files have none.
             with initialize_config_dir(version_base=None, config_dir=str(directory)):
                 composed = hydra_compose(name, overrides=items)
         # Hydra composes a mapping with text as keys
-        tree = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        with _limit_calls():
+            tree = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except MissingConfigException as error:
         missing = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, block = missing.rpartition("/")
@@ -88,8 +94,13 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
         raise ConfigError([f"defaults of {name}.yaml: {missing}.yaml does not exist in {directory}; {hint}"]) from error
     except RecursionError:
         raise ConfigError([f"{name}.yaml or an override is nested too deeply"]) from None
+    except _TooManyCallsError:
+        raise ConfigError([f"{name}.yaml or an override has ${{...}} that stand for too many values"]) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, AssertionError) as error:
-        raise ConfigError([f"{name}.yaml cannot be read: {_join_lines(error)}"]) from error
+        text = (_join_lines(error) or type(error).__name__)[:500]
+        named = [item for item in overrides if (key := item.partition("=")[0].strip("+~")) and key in text]
+        where = f"override {named[0][:200]!r}" if named else f"{name}.yaml"
+        raise ConfigError([f"{where} cannot be read: {text}"]) from error
     training = tree.get("megatron_training")
     stage = training.get("stage") if isinstance(training, dict) else None
     if tree.get("rl_config") is not None and tree.get("actor_config") is None and stage not in SUPERVISED_STAGES:
@@ -97,14 +108,107 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     return tree
 
 
+class _TooManyCallsError(BaseException):
+    """A block that should be quick has no end; OmegaConf would wrap an Exception."""
+
+
+@contextlib.contextmanager
+def _limit_calls() -> Iterator[None]:
+    """End a block after `_MAX_CALLS` calls of functions: OmegaConf has no limit for values that refer to others twice."""
+    count, before = 0, sys.getprofile()
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_CALLS:
+            sys.setprofile(None)
+            raise _TooManyCallsError
+
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def _force_override(item: str) -> str:
-    """Let "group.key=value" also add a key the file does not have; the schema decides whether the key exists."""
-    key = item.partition("=")[0]
-    if "=" not in item and not item.startswith("~"):
-        raise ConfigError([f"override {item!r} is not of the form group.key=value"])
-    if item[0] in "+~" or key.startswith("hydra.") or key == "model" or "@" in key:
-        return item
-    return f"++{item}"
+    """Let "group.key=value" also add a key the file does not have; the schema decides whether the key exists.
+
+    A path is taken as it is written, whatever its characters mean to Hydra; so is another value that Hydra cannot read.
+
+    Raises:
+        ConfigError: Hydra cannot read it even so.
+    """
+    import yaml
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    def read(text: str) -> str | None:
+        try:
+            return "several values" if parser.parse_override(text).is_sweep_override() else None
+        except (HydraException, ValueError, AssertionError) as error:
+            return _join_lines(error)
+
+    parser = OverridesParser.create()
+    key, equals, value = item.partition("=")
+    if not key or not equals and not item.startswith("~"):
+        raise ConfigError([f"override {item[:200]!r} is not of the form group.key=value"])
+    keeps = item[0] in "+~" or key.startswith("hydra.") or key == "model" or "@" in key
+    forced = item if keeps else f"++{item}"
+    name, is_path = forced.partition("=")[0], key.rpartition(".")[2].replace("-", "_") in PATH_KEYS and ".deadlines." not in key
+    problem, is_text = read(forced), bool(value) and value != "null" and value[0] not in "[{'\""
+    if problem and value[:1] in ("[", "{"):
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            forced = f"{name}={_quote(yaml.safe_load(value))}"
+            problem = read(forced)
+    if is_text and (problem or is_path) or is_path and problem:
+        forced = f"{name}={_quote(value)}"
+        problem = read(forced)
+    if problem:
+        raise ConfigError([f"override {item[:200]!r} cannot be read: {problem.partition(' See https')[0]}"])
+    return forced
+
+
+def _quote(value: object) -> str:
+    """Return a value in Hydra's grammar of overrides, with text in quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_quote, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_quote(name)}:{_quote(item)}' for name, item in value.items())}}}"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower()
+    # a backslash means itself except before a quote, which has one, and at the end
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+
+
+def _check_files(path: Path, folders: tuple[Path, ...], overrides: Sequence[str] = ()) -> None:
+    """Check the YAML of a run file, and of the files that its defaults or an override of `model` name.
+
+    Raises:
+        ConfigError: `check_yaml` refuses one.
+    """
+    import yaml
+
+    waiting, seen = list[Path](), set[Path]()
+    blocks = [item.partition("=")[2].strip("[]").split(",") for item in overrides if item.lstrip("+").startswith("model=")]
+    waiting += [folder / "model" / f"{name.strip()}.yaml" for names in blocks for name in names for folder in folders]
+    waiting.append(path)
+    while waiting:
+        path = waiting.pop()
+        if path in seen or (seen and not path.is_file()):
+            continue
+        seen.add(path)
+        check_yaml(path)
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # composing reports it
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+            defaults = tree.get("defaults") if isinstance(tree, dict) else None
+            for entry in defaults if isinstance(defaults, list) else ():
+                for group, names in entry.items() if isinstance(entry, dict) else [("", entry)]:
+                    group = str(group).split("@")[0].split()[-1:] or [""]
+                    for name in names if isinstance(names, list) else [names]:
+                        for folder in (path.parent, *folders):
+                            waiting.append(folder / group[0].lstrip("/") / f"{str(name).split('@')[0]}.yaml")
 
 
 def _join_lines(error: Exception) -> str:
@@ -160,12 +264,16 @@ def check_yaml(path: Path) -> None:
                 open_sizes[-1] += anchored.get(event.anchor, 1)
             elif isinstance(event, yaml.ScalarEvent):
                 open_sizes[-1] += 1
+                if len(event.value) > _MAX_TEXT:
+                    raise ConfigError([f"{path} has a value of {len(event.value)} characters, more than {_MAX_TEXT}"])
                 if event.anchor is not None:
                     anchored[event.anchor] = 1
             if len(open_sizes) > _MAX_DEPTH:
                 raise ConfigError([f"{path} is nested more than {_MAX_DEPTH} levels deep"])
             if open_sizes[-1] > _MAX_NODES:
                 raise ConfigError([f"{path} stands for more than {_MAX_NODES} values (aliases count as what they repeat)"])
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{path.name} cannot be read: {_join_lines(error)[:500]}"]) from None
     except RecursionError:

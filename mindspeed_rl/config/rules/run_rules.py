@@ -37,6 +37,15 @@ def _number_format(cfg: RunConfig) -> Iterator[Violation]:
             f"compute in the same format",
             ({"generate_config.dtype": "bfloat16" if bf16 else "float32"}, {"megatron_training.bf16": not bf16}),
         )
+    trained, sampled = cfg.actor_config.fp32_lm_head, cfg.generate_config.fp32_lm_head
+    if sampled is not None and not cfg.is_supervised and sampled != trained:
+        yield Violation(
+            "same_head_format",
+            {"actor_config.fp32_lm_head": trained, "generate_config.fp32_lm_head": sampled},
+            f"generate_config.fp32_lm_head ({str(sampled).lower()}) must be that of the actor: trainer and rollout engine compute "
+            "logits in the same format",
+            ({"actor_config.fp32_lm_head": sampled}, {"generate_config.fp32_lm_head": trained}),
+        )
 
 
 def _lengths(cfg: RunConfig) -> Iterator[Violation]:
