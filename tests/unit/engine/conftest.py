@@ -46,13 +46,13 @@ def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) 
     Path(folder, "config.json").write_text(json.dumps(hf.config.to_dict(), default=str))
     weights = MemorySource({name: tensor.detach().clone() for name, tensor in hf.state_dict().items()})
 
-    def make(**keys: Any) -> TrainEngine:
+    def make(*, steps_per_iteration: int = 1, **keys: Any) -> TrainEngine:
         config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
         parallel._seed_all(1)
         model = build_model(config, plan_model(config, folder), trainable=True)
         load_weights(model, weights)
         engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
-        engine.start_training(1)
+        engine.start_training(steps_per_iteration)
         return engine
 
     return make

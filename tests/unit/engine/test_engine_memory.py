@@ -225,3 +225,26 @@ def test_model_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
 def test_model_keys_that_contradict_the_model_are_named(llama: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"do not describe the model of .*{key}: {value} .there "):
         plan_model(MegatronConfig(**{**NETWORK, key: value}), llama)
+
+
+# ---------------------------------------------------------------- the schedule of a resumed run
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (2, 2)])
+def test_the_learning_rate_follows_iterations_whatever_their_steps(
+    make_engine: Callable[..., TrainEngine], tmp_path: Path, before: int, after: int
+) -> None:
+    keys = {"lr": 0.08, "lr_decay_style": "linear", "train_iters": 8}
+    engine = make_engine(steps_per_iteration=before, **keys)
+    for _ in range(4 * before):
+        result = engine.train_step(ROWS, MicroBatching(1), negative_log_prob)
+    CheckpointSaver(engine, tmp_path).save(4, {})
+    resumed = make_engine(steps_per_iteration=after, **keys)
+    load_checkpoint(resumed, tmp_path)
+    rates = [resumed.train_step(ROWS, MicroBatching(1), negative_log_prob).lr for _ in range(4 * after)]
+    # linear from 0.08 to 0 over 8 iterations: the second half is left
+    assert rates == pytest.approx([0.08 * (1 - (4 + step / after) / 8) for step in range(4 * after)])
+    assert result.lr == pytest.approx(0.08 * (1 - (4 - 1 / before) / 8))
+    # Adam's correction of its bias counts its own steps
+    steps_taken = {int(group["step"]) for group in resumed.optimizer.param_groups if "step" in group}
+    assert steps_taken <= {4 * before + 4 * after} and resumed.num_updates == 4 * before + 4 * after

@@ -135,7 +135,7 @@ def test_a_filter_may_be_switched_on(tmp_path: Path, saved: dict[str, Any]) -> N
     run = groups.run_of(tmp_path, "rl_config.dynamic_sample=true")
     loader, nothing = loader_of(4, Recorded(), size=100, shuffle=False), Any
     model: Any = nothing
-    chosen = GroupFilter.from_config(run.rl, 2)
+    chosen = GroupFilter.from_config(run.rl, 2, Schedule(run).objective)
     assert chosen is not None
     rollout = FilteredRollout(run, model, loader, model, chosen, model)
     rollout.load_state_dict(saved, ResumePoint(tmp_path, 2))
@@ -167,14 +167,14 @@ def point(tmp_path: Path, saved: dict[str, Any], now: dict[str, Any], stage: str
 LORA = {"lora_target_modules": ["linear_qkv"]}
 
 
-@pytest.mark.parametrize("stage", ["ray_grpo", "sft"])
 @pytest.mark.parametrize(
-    ("saved", "now", "key"),
+    ("stage", "saved", "now", "key"),
     [
-        ({}, LORA, "lora_target_modules"),
-        (LORA, {}, "lora_target_modules"),
-        (LORA, LORA | {"lora_r": 4}, "lora_r"),
-        ({"bf16": True}, {"bf16": False}, "bf16"),
+        ("ray_grpo", {}, LORA, "lora_target_modules"),
+        ("ray_grpo", LORA, {}, "lora_target_modules"),
+        ("sft", LORA, {}, "lora_target_modules"),
+        ("ray_grpo", LORA, LORA | {"lora_r": 4}, "lora_r"),
+        ("sft", {"bf16": True}, {"bf16": False}, "bf16"),
     ],
 )
 def test_what_the_training_state_is_of_is_refused_before_workers_start(
