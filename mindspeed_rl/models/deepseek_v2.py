@@ -8,6 +8,17 @@ from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag, read_float
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a DeepSeek-V2.
@@ -15,6 +26,7 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     Raises:
         ValueError: group-limited routing, which scores a group by its best expert; Megatron sums several.
     """
+    hf_config = {**_DEFAULTS, **hf_config}
     common = read_deepseek(hf_config, "deepseek_v2")
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":

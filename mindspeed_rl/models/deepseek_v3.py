@@ -9,6 +9,23 @@ from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag, read_size
 from mindspeed_rl.models.weights import ROWS, WeightOp
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
+}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a DeepSeek-V3; prediction layers are left out (see ``ModelConfig.mtp_num_layers``).
@@ -16,6 +33,7 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     Raises:
         ValueError: routing that Megatron computes differently.
     """
+    hf_config = {**_DEFAULTS, **hf_config}
     if not read_flag(hf_config, "norm_topk_prob", True):
         raise ValueError("config.json has norm_topk_prob false; Megatron normalizes sigmoid scores always")
     common = read_deepseek(hf_config, "deepseek_v3")

@@ -17,11 +17,21 @@ from mindspeed_rl.models.model_config import (
 )
 from mindspeed_rl.models.weights import WeightOp
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a Gemma 2."""
-    activations = ("gelu_pytorch_tanh",)
-    common = read_common({"head_dim": 256, **hf_config}, "gemma2", activations=activations, tied_by_default=True)
+    hf_config = {**_DEFAULTS, **hf_config}
+    common = read_common(hf_config, "gemma2", activations=("gelu_pytorch_tanh",), tied_by_default=True)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; Gemma 2 is converted without it")
     kinds = read_layer_types(hf_config, common.num_layers)

@@ -8,12 +8,21 @@ from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attent
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_flag
 from mindspeed_rl.models.weights import COLUMNS, Split, WeightOp
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7,
+}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a GLM-4 (``glm4``, and ``glm`` with two norms a layer)."""
     return replace(
-        read_common({"head_dim": 128, "partial_rotary_factor": 0.5, **hf_config}, "glm4"),
-        add_qkv_bias=read_flag(hf_config, "attention_bias"),
+        read_common({**_DEFAULTS, **hf_config}, "glm4"),
+        add_qkv_bias=read_flag(hf_config, "attention_bias", True),
         rotary_interleaved=True,
         post_norm=hf_config.get("model_type") != "glm",
     )

@@ -7,9 +7,13 @@ from dataclasses import replace
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_optional_size
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a Mistral."""
+    hf_config = {**_DEFAULTS, **hf_config}
     common = read_common(hf_config, "mistral")
     window = read_optional_size(hf_config, "sliding_window")
     layers = tuple(range(common.num_layers)) if window else ()

@@ -24,9 +24,19 @@ from mindspeed_rl.models.model_config import (
 )
 from mindspeed_rl.models.weights import WeightOp
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a Mixtral; every layer has experts, the softmax is over the chosen ones."""
+    hf_config = {**_DEFAULTS, **hf_config}
     common = read_common(hf_config, "mixtral")
     window = read_optional_size(hf_config, "sliding_window")
     every_layer = tuple(range(common.num_layers))

@@ -26,6 +26,14 @@ from mindspeed_rl.models.model_config import (
 from mindspeed_rl.models.qwen2 import read_qwen
 from mindspeed_rl.models.weights import WeightOp
 
+#: values of transformers' class for keys that config.json leaves out
+_DEFAULTS: HfConfig = {
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+}
+
 
 def read_routed_experts(hf_config: HfConfig, model_config: ModelConfig) -> ModelConfig:
     """Return the model with the experts that Qwen's config.json describes, in layers by step and by exception."""
@@ -64,6 +72,7 @@ def qwen_moe_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPac
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a Qwen2-MoE."""
+    hf_config = {**_DEFAULTS, **hf_config}
     common = read_qwen(hf_config, "qwen2_moe", biased_key="qkv_bias")
     return replace(
         read_routed_experts(hf_config, common),
