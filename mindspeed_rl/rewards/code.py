@@ -1,53 +1,43 @@
-r"""Scorer for programs: the last fenced block of the response, run against unit tests in the sandbox (`sandbox.py`).
+r"""Scorer for programs: the last Python block of the response, run against unit tests in the sandbox (`sandbox.py`).
 
 Tests are the column `tests` if there is one, else the label; JSON text or values:
 
-    ["assert f(1) == 2", ...]                               statements, run after the solution (MBPP)
+    ["assert f(1) == 2", ...]                               statements about the solution (MBPP)
     "def check(candidate): ..." with a column entry_point   one test program (HumanEval)
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}               standard input and output
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}  calls with arguments, as JSON values; also a method of `Solution`
 
+A dict may have "tolerance": numbers then count as equal if they differ by no more than it, relative to values above 1.
+
 The expected output never enters the sandbox. The same holds for statements that compare results with literals, as most do
-(`statements.py`); others (`assert is_close(f(1), 2)`) run in the process of the solution, which could read them: use
-them only where the policy does not learn to cheat, or convert them.
+(`statements.py`). Others (`assert is_close(f(1), 2)`) run in the sandbox in another process than the solution (`harness.py`),
+except tests that define classes, catch exceptions of the solution or pass functions to it, whose process the solution could
+manipulate: use those only where the policy does not learn to cheat.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-import re
-import secrets
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.rewards.answers.statements import EVALUATION, are_equal, read_comparisons
+from mindspeed_rl.rewards import harness
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from mindspeed_rl.rewards.statements import are_equal, read_comparisons
+from mindspeed_rl.rewards.text_scores import list_code_blocks
 
-_FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TEST_LIMIT_S = 5.0
 _TIMEOUT_FRACTION = 0.8  # slow code is wrong code; only a call that exceeds reward_timeout_s is a failed score
-
-_STATEMENTS = """
-import json as _json, sys as _sys
-_outcomes = []
-for _test in _json.loads({tests}):
-    try:
-        exec(compile(_test, "test", "exec"), globals())
-        _outcomes.append(1)
-    except BaseException:
-        _outcomes.append(0)
-_sys.stdout.write({mark} + _json.dumps(_outcomes) + "\\n")
-"""
-_CALL = """
-import json as _json, sys as _sys
-_call = _json.loads({call})
-_function = getattr(Solution(), _call["name"]) if "Solution" in globals() else globals()[_call["name"]]
-_returned = _function(*_call["arguments"])
-_sys.stdout.write({mark} + _json.dumps(_returned, default=list) + "\\n")
-"""
+_PYTHON = ("python", "py", "python3", "python2", "python3.11", "ipython")
+_UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
+"""What parsing text of a program may raise."""
 
 
 def code(
@@ -72,16 +62,30 @@ def code(
 
 
 def extract_program(response: str) -> str | None:
-    """Return the last fenced Python block; a response without fences is a program if it compiles."""
-    blocks = _FENCE.findall(response)
-    if blocks:
-        return blocks[-1]
+    """Return the last block marked as Python, else the last unmarked one that is a program, and no output or value.
+
+    A response without blocks is a program if it parses.
+    """
+    blocks = list_code_blocks(response)
+    if not blocks:
+        return response if response.strip() and _parse(response) is not None else None
+    marked = [text for language, text in blocks if language in _PYTHON]
+    unmarked = [text for language, text in blocks if not language]
+    for text in reversed(unmarked if not marked else []):
+        tree = _parse(text)
+        if tree is not None and any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in tree.body):
+            return text
+    return (marked or unmarked or [None])[-1]
+
+
+def _parse(text: str) -> ast.Module | None:
     try:
-        compile(response, "response", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        with warnings.catch_warnings():  # of invalid escapes, by the thousand
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, *_UNREADABLE):
         # null bytes raise ValueError, deep nesting RecursionError or MemoryError
         return None
-    return response if response.strip() else None
 
 
 def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
@@ -94,6 +98,9 @@ def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
             raise ValueError("code tests need as many 'inputs' as 'outputs', at least one of each")
+        tolerance = tests.get("tolerance") or 0.0
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+            raise ValueError(f"code tests: 'tolerance' must be a number of at least 0 and below 1, not {tolerance!r}")
         return tests
     if isinstance(tests, Sequence) and tests and all(isinstance(test, str) and test.strip() for test in tests):
         return list(tests)
@@ -102,12 +109,32 @@ def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
     )
 
 
-def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
+def _run(script: str, stdin: bytes, deadline: float) -> SandboxResult | None:
     """Run within the time limits of the test and of the sample; None if no time is left."""
     remaining_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
     if remaining_s <= 0:
         return None
-    return run_python(program, stdin.encode("utf-8", "replace"), SandboxLimits(wall_s=remaining_s, cpu_s=int(remaining_s) + 1))
+    return run_python(script, stdin, SandboxLimits(wall_s=remaining_s, cpu_s=int(remaining_s) + 1))
+
+
+@lru_cache(maxsize=1)
+def _read_harness() -> str:
+    return Path(harness.__file__).read_text(encoding="utf-8")
+
+
+def _run_harness(program: str, deadline: float, **job: object) -> tuple[object, SandboxResult | None]:
+    """Run a job of `harness.py`; return its result, None where it wrote none, and that of the process."""
+    source = program.encode("utf-8", "replace")
+    result = _run(_read_harness(), len(source).to_bytes(8, "big") + source + json.dumps(job).encode(), deadline)
+    return (None if result is None or result.timed_out else _parse_json(result.output)), result
+
+
+def _parse_json(text: object) -> object:
+    """Return the value of JSON that a program wrote; None for anything else."""
+    try:
+        return json.loads(text) if isinstance(text, (str, bytes)) else None
+    except _UNREADABLE:
+        return None
 
 
 def _run_statements(
@@ -119,7 +146,7 @@ def _run_statements(
     passed, missing = dict.fromkeys(range(len(tests)), False), set[str]()
     if compared:
         expressions = [expression for pairs in compared.values() for expression, _ in pairs]
-        values, result = _run_harness(program, EVALUATION, deadline, expressions=expressions)
+        values, result = _run_harness(program, deadline, expressions=expressions)
         outputs = iter(_check_length(values, len(expressions)))
         for index, pairs in compared.items():
             # a list: `all` of a generator would stop early and leave values of this test to the next one
@@ -127,30 +154,10 @@ def _run_statements(
         missing |= set(result.missing if result else ())
     if others:
         run = [tests[index] + (f"\ncheck({entry_point})" if entry_point is not None else "") for index in others]
-        outcomes, result = _run_harness(program, _STATEMENTS, deadline, tests=run)
+        outcomes, result = _run_harness(program, deadline, tests=run, entry_point=entry_point)
         passed |= {index: outcome == 1 for index, outcome in zip(others, _check_length(outcomes, len(run)))}
         missing |= set(result.missing if result else ())
     return list(passed.values()), sorted(missing)
-
-
-def _run_harness(program: str, harness: str, deadline: float, **values: object) -> tuple[object, SandboxResult | None]:
-    """Run a program followed by a harness; return the JSON value that the harness wrote, and the result of the process.
-
-    The value is NaN, which equals nothing, where the harness wrote none.
-
-    Args:
-        values: replace the fields of these names in the harness, as JSON.
-    """
-    mark = secrets.token_hex(16)
-    literals = {name: repr(json.dumps(value)) for name, value in values.items()}
-    result = _run(f"{program}\n{harness.format(mark=repr(mark), **literals)}", "", deadline)
-    if result is None or result.timed_out:
-        return math.nan, result
-    _, separator, output = result.output.decode("utf-8", "replace").rpartition(mark)
-    try:
-        return (json.loads(output.splitlines()[0]) if separator else math.nan), result
-    except (ValueError, IndexError):
-        return math.nan, result
 
 
 def _check_length(output: object, length: int) -> list[object]:
@@ -161,24 +168,56 @@ def _check_length(output: object, length: int) -> list[object]:
 def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple[list[bool], Sequence[str]]:
     passed: list[bool] = []
     missing: Sequence[str] = ()
-    name = cases.get("fn_name")
+    name, tolerance = cases.get("fn_name"), float(cases.get("tolerance") or 0.0)
+    # the program reads standard input, so it is part of the script
+    script = _read_harness().rpartition("\nif __name__")[0]
+    script += f"\nexec(compile({program!r}, 'program.py', 'exec', dont_inherit=True), prepare_names({program!r}))\n"
     for given, expected in zip(cases["inputs"], cases["outputs"]):
         if name:
-            returned, result = _run_harness(program, _CALL, deadline, call={"name": name, "arguments": given})
+            returned, result = _run_harness(program, deadline, call=name, arguments=given)
             # through JSON, as the returned value is: tuples become lists, keys become strings
-            passed.append(returned == json.loads(json.dumps(expected)))
+            wrote = isinstance(returned, str)
+            passed.append(wrote and _is_close(_parse_json(returned), json.loads(json.dumps(expected)), tolerance))
         else:
-            result = _run(program, _text(given), deadline)
+            result = _run(script, _text(given).encode("utf-8", "replace"), deadline)
             output = result.output if result is not None and result.status == 0 and not result.timed_out else None
-            passed.append(output is not None and _lines(output.decode("utf-8", "replace")) == _lines(_text(expected)))
+            passed.append(output is not None and _is_same_text(output.decode("utf-8", "replace"), _text(expected), tolerance))
         missing = result.missing if result else missing
     return passed, missing
+
+
+def _is_close(value: object, expected: object, tolerance: float) -> bool:
+    """Return True for equal JSON values; numbers may differ by the tolerance, relative to expected ones above 1."""
+    try:
+        if isinstance(value, list) and isinstance(expected, list):
+            return len(value) == len(expected) and all(_is_close(a, b, tolerance) for a, b in zip(value, expected))
+        if isinstance(value, dict) and isinstance(expected, dict):
+            return value.keys() == expected.keys() and all(_is_close(value[key], expected[key], tolerance) for key in expected)
+        if tolerance and isinstance(value, (int, float)) and isinstance(expected, (int, float)):
+            return math.isclose(value, expected, rel_tol=0.0, abs_tol=tolerance * max(1.0, abs(expected)))
+        return value == expected
+    except (RecursionError, OverflowError):
+        return False
 
 
 def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _lines(text: str) -> list[str]:
-    """Return the lines without trailing blanks and without empty lines at the end, as online judges compare."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _is_same_text(output: str, expected: str, tolerance: float) -> bool:
+    """Compare lines without trailing blanks and without empty lines at the end, as online judges do; or words, as numbers."""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+    if lines == wanted or not tolerance:
+        return lines == wanted
+    words, wanted = output.split(), expected.split()
+    return len(words) == len(wanted) and all(
+        word == other or _is_close(_number(word), _number(other), tolerance) and _number(other) is not None
+        for word, other in zip(words, wanted)
+    )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word) if len(word) < 40 else None
+    except ValueError:
+        return None

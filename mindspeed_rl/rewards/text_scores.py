@@ -40,7 +40,7 @@ def extract_chosen_letters(response: str) -> frozenset[str]:
             return letters
     phrases = _STATED.findall(response)
     if phrases:
-        return frozenset(_SET.findall(phrases[-1].upper()))
+        return frozenset(_SET.findall(phrases[-1]))
     return frozenset(_ALONE.findall(response)[-1:])
 
 
@@ -51,37 +51,82 @@ def _extract_letters(answer: str) -> frozenset[str]:
     if match:
         return frozenset(_SET.findall(match[1]))
     phrases = _STATED.findall(answer)
-    return frozenset(_SET.findall(phrases[-1].upper())) if phrases else frozenset(_ALONE.findall(answer)[-1:])
+    return frozenset(_SET.findall(phrases[-1])) if phrases else frozenset(_ALONE.findall(answer)[-1:])
 
 
 # Formats
 
 _ANSWER_OPENS = re.compile(r"</think>\s*<answer>")
 _ANSWER_CLOSES = re.compile(r"</answer>$", re.MULTILINE)
+_OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _BOX = re.compile(r"\\boxed\{.*?\}")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
-_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+#: a fence may be indented and may start an item of a list; the language is the first word after it
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^`\n]*)")
 
 
-def think_answer(response: str) -> float:
-    """Return 1.0 if the response starts with <think>..</think> and then <answer>..</answer> up to the end of a line, else 0.0.
+def list_code_blocks(text: str) -> list[tuple[str, str]]:
+    """Return (language, content) of the fenced blocks that are closed; the language is in lower case, "" where none is given.
 
-    The name is `format` in MindSpeed-RL and ms-swift (DeepSeek-R1, arXiv:2501.12948).
+    Contents lose the indent of their fence.
     """
+    blocks: list[tuple[str, str]] = []
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        line = line.removesuffix("\r")
+        fence = _FENCE.fullmatch(line)
+        if opening is None:
+            opening, lines = fence, []
+            continue
+        bare = line.rstrip()
+        closes = fence is not None and fence[2].startswith(opening[2]) and not fence[3].strip()
+        ends = not closes and bare.endswith(opening[2])  # without a new line before the fence
+        if not closes:
+            indent = len(opening[1]) if not line[: len(opening[1])].strip() else 0
+            lines.append((bare.removesuffix(opening[2]) if ends else line)[indent:])
+        if closes or ends:
+            words = opening[3].strip("{}. ").lower().replace(",", " ").split()
+            blocks.append((words[0] if words else "", "".join(f"{line}\n" for line in lines)))
+            opening = None
+    return blocks
+
+
+def _add_opened_thought(prompt: str, response: str) -> str:
+    """Return the response after the thought that the chat template's prompt ends with (opened, or empty), if it does."""
+    opened = _OPENED_THOUGHT.search(prompt[-64:])
+    return response if opened is None else opened[0] + response
+
+
+def think_answer(response: str, prompt: str = "", truncated: bool = False) -> float:
+    """Return 1.0 for one <think>..</think> and then one <answer>..</answer> up to the end of a line, else 0.0.
+
+    The name is `format` in MindSpeed-RL and ms-swift (DeepSeek-R1, arXiv:2501.12948). The prompt may have opened the thought. A
+    truncated response has no end, so no format.
+    """
+    text = _add_opened_thought(prompt, response)
+    if truncated or not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:
+        return 0.0
     # in two steps: one regular expression for both would try every pair of repeated tags
-    opening = _ANSWER_OPENS.search(response, len("<think>")) if response.startswith("<think>") else None
-    return 1.0 if opening is not None and _ANSWER_CLOSES.search(response, opening.end()) else 0.0
+    opening = _ANSWER_OPENS.search(text)
+    if opening is None or text.count("<answer>", opening.end()) or text.count("</answer>", opening.end()) != 1:
+        return 0.0
+    return 1.0 if _ANSWER_CLOSES.search(text, opening.end()) else 0.0
 
 
-def strict_format(response: str) -> float:
-    r"""Return 1.0 if the four tags and one \boxed{} occur once each, in order, with nothing around them; else -0.5."""
-    boxes = list(_BOX.finditer(response))
-    if len(boxes) != 1 or any(response.count(tag) != 1 for tag in _TAGS):
+def strict_format(response: str, prompt: str = "", truncated: bool = False) -> float:
+    r"""Return 1.0 if the four tags and one \boxed{} occur once each, in order, with nothing around them; else -0.5.
+
+    The prompt may have opened the thought.
+    """
+    text = _add_opened_thought(prompt, response)
+    boxes = list(_BOX.finditer(text))
+    if truncated or len(boxes) != 1 or any(text.count(tag) != 1 for tag in _TAGS):
         return -0.5
-    think, unthink, answer, unanswer = (response.index(tag) for tag in _TAGS)
+    think, unthink, answer, unanswer = (text.index(tag) for tag in _TAGS)
     in_order = think < unthink < answer < boxes[0].start() < unanswer
-    return 1.0 if in_order and response.startswith("<think>") and response.endswith("</answer>") else -0.5
+    return 1.0 if in_order and text.startswith("<think>") and text.endswith("</answer>") else -0.5
 
 
 def step(response: str) -> float:
@@ -89,24 +134,31 @@ def step(response: str) -> float:
     return min(1.0, len(_STEP.findall(response)) / 3)
 
 
-def regex_format(response: str, pattern: str) -> float:
-    """Return 1.0 if the whole response matches the column `pattern` ("." also matches newlines), else 0.0."""
-    return 1.0 if re.fullmatch(pattern, response, re.DOTALL) else 0.0
+def regex_format(response: str, pattern: str, prompt: str = "") -> float:
+    """Return 1.0 if the whole response matches the column `pattern` ("." also matches newlines), else 0.0.
+
+    It may match with the thought that the prompt opened, or without.
+    """
+    texts = {response, _add_opened_thought(prompt, response)}
+    return 1.0 if any(re.fullmatch(pattern, text, re.DOTALL) for text in texts) else 0.0
 
 
 def json_format(response: str, schema: _Schema | str | None = None) -> float:
     """Return 1.0 if the response is JSON that satisfies the column `schema` (a JSON Schema, if there is one), else 0.0.
 
-    The JSON is the content of <answer>..</answer>, else of the last fenced block, else the whole response.
+    The JSON is the content of <answer>..</answer>, else of the last block marked as JSON, else of the last unmarked block, else
+    the whole response. A thought before it, up to </think>, does not count.
 
     Raises:
         ValueError: the schema uses a keyword other than type, enum, const, required, properties, additionalProperties, items,
             minItems, maxItems, minLength, maxLength, pattern, minimum, maximum.
     """
+    response = response.rpartition("</think>")[2]
     text = extract_tagged_answer(response)
     if text is None:
-        blocks = _FENCE.findall(response)
-        text = blocks[-1] if blocks else response
+        blocks = list_code_blocks(response)
+        marked = [block for language, block in blocks if language.startswith("json")]
+        text = (marked or [block for language, block in blocks if not language] or [response])[-1]
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -30,7 +30,11 @@ CALLS = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}
         ("I cannot do that.", ASSERTS, 0.0),
         ("```python\ndef add(a, b):\n    return a +", ASSERTS, 0.0),  # cut off
         ("", ASSERTS, 0.0),
-        (ADD.replace("a + b", "a + b\nimport sys; sys.exit(0)"), ASSERTS, 0.0),  # leaves before the tests
+        (ADD.replace("a + b", "a + b\nimport sys; sys.exit(0)"), ASSERTS, 1.0),  # what it defined before is there
+        (ADD.replace("a + b", "a + b\nexit(0)"), ASSERTS, 1.0),
+        (ADD.replace("a + b", "a + b\nquit()"), ["x = add(1, 2)\nassert x == 3"], 1.0),
+        (ECHO.replace("\n```", "\nexit()\n```"), SUMS, 1.0),
+        (ECHO.replace("\n```", "\nquit(1)\n```"), SUMS, 0.0),
         (ADD.replace("a + b", "a + b\nimport os; os._exit(0)"), ASSERTS, 0.0),
         (ADD.replace("a + b", "a + b\nprint('[1, 1]')"), ["assert add(1, 1) == 3"], 0.0),  # prints what the harness would
         (ECHO, SUMS, 1.0),
@@ -130,3 +134,198 @@ def test_values_that_do_not_equal_a_literal_do_not_here(returned: str, literal: 
 def test_statements_that_do_more_than_compare_are_run_beside_those_that_compare() -> None:
     tests = ["assert f(1) == 2", "assert abs(f(2) - 3) < 1e-6", "x = f(3)\nassert x == 4", "assert f(4) == 6"]
     assert code("```python\ndef f(x): return x + 1\n```", RewardSettings(), label=tests)["score"] == 3 / 4
+
+
+def test_names_that_leetcode_imports_are_there_without_an_import() -> None:
+    solution = """```python
+class Solution:
+    def topK(self, words: List[str], k: Optional[int] = None) -> Dict[str, int]:
+        counts = Counter(words)
+        heap = [(-count, word) for word, count in counts.items()]
+        heapify(heap)
+        best = defaultdict(int)
+        for _ in range(min(k, len(heap))):
+            count, word = heappop(heap)
+            best[word] = math.gcd(-count, 0)
+        return best
+```"""
+    tests = {"inputs": [[["a", "b", "a"], 1]], "outputs": [{"a": 2}], "fn_name": "topK"}
+    assert code(solution, SETTINGS, tests)["score"] == 1.0
+    assert (
+        code("```python\nprint(sum(Counter(input()).values()))\n```", SETTINGS, {"inputs": ["aab"], "outputs": ["3"]})["score"]
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("tests", "share"),
+    [
+        ({"inputs": [[1.0, 3.0]], "outputs": [0.333333], "fn_name": "div"}, 0.0),
+        ({"inputs": [[1.0, 3.0]], "outputs": [0.333333], "fn_name": "div", "tolerance": 1e-5}, 1.0),
+        ({"inputs": [[1.0, 3.0]], "outputs": [0.3334], "fn_name": "div", "tolerance": 1e-5}, 0.0),
+        ({"inputs": [[1e9, 3.0]], "outputs": [333333333.0], "fn_name": "div", "tolerance": 1e-5}, 1.0),
+        (["assert abs(div(1, 3) - 0.333333) < 1e-5"], 1.0),
+        (["import math\nassert math.isclose(div(1, 3), 0.333333, rel_tol=1e-5)"], 1.0),
+        (["assert abs(div(1, 3) - 0.3334) < 1e-5"], 0.0),
+    ],
+)
+def test_floats_are_equal_within_the_tolerance_that_the_tests_state(tests: object, share: float) -> None:
+    assert code("```python\ndef div(a, b): return a / b\n```", SETTINGS, tests)["score"] == share
+
+
+def test_printed_numbers_are_equal_within_the_tolerance_and_other_words_exactly() -> None:
+    response = "```python\nprint('mean', 1 / 3)\n```"
+    for output, share in (("mean 0.33333", 1.0), ("mean 0.3334", 0.0), ("Mean 0.33333", 0.0), ("mean 0.33333 1", 0.0)):
+        assert code(response, SETTINGS, {"inputs": [""], "outputs": [output], "tolerance": 1e-5})["score"] == share
+        assert code(response, SETTINGS, {"inputs": [""], "outputs": [output]})["score"] == 0.0
+
+
+#: programs that try to pass whatever the tests are
+FORGERIES = {
+    "equal to everything": """
+class Anything:
+    __eq__ = __lt__ = __le__ = __gt__ = lambda self, other: True
+    __sub__ = __rsub__ = __abs__ = lambda self, *_: self
+    __hash__ = lambda self: 3
+def f(*_): return Anything()
+""",
+    "own builtins": """
+import builtins
+abs = builtins.abs = lambda x: 0
+builtins.all = lambda x: True
+def f(*_): return -1
+""",
+    "own modules": """
+import math, sys
+class Liar: isclose = staticmethod(lambda *a, **k: True)
+math.isclose = Liar.isclose
+sys.modules['math'] = math = Liar
+def f(*_): return -1
+""",
+    "writes to every descriptor": """
+import os
+for descriptor in range(64):
+    for text in (b'[1, 1, 1]\\n', len(b'[1, 1, 1]').to_bytes(8, 'big') + b'[1, 1, 1]'):
+        try:
+            os.write(descriptor, text)
+        except OSError:
+            pass
+def f(*_): return -1
+""",
+    "looks for the tests": """
+import gc, os, sys
+def wanted(): return "".join(("47110", "815077"))
+found = [str(thing) for thing in gc.get_objects()]
+for descriptor in range(64):
+    try:
+        os.lseek(descriptor, 0, 0)
+        found.append(str(os.read(descriptor, 1 << 20)))
+    except OSError:
+        pass
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        found.append(str(frame.f_locals) + str(frame.f_globals))
+        frame = frame.f_back
+    return int(wanted()) if any(wanted() in text for text in found) else -1
+""",
+    "ends well": "import os\ndef f(*_): os._exit(0)",
+    "ends at once": "import os\nos._exit(0)",
+    "forks": "import os\ndef f(*_): os.fork(); return -1",
+    "kills its parent": "import os, signal\ndef f(*_): os.kill(os.getppid(), signal.SIGTERM); return -1",
+}
+
+
+@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
+def test_a_program_cannot_forge_the_result_of_any_test(program: str) -> None:
+    tests = [
+        "import math\nassert math.isclose(f(3), 47110815077)",
+        "assert abs(f(3) - 47110815077) < 1e-6",
+        "def check(c):\n    for x in [3]:\n        assert c(x) == 47110815077, 'differs'\ncheck(f)",
+        "assert all(f(x) == 47110815077 for x in [3, 3])",
+        "assert f(3) == 47110815077",
+    ]
+    assert code(f"```python\n{program}\n```", SETTINGS, label=tests)["score"] == 0.0
+    assert code("```python\ndef f(x): return 47110815077\n```", SETTINGS, label=tests)["score"] == 1.0
+
+
+#: results that are expensive or impossible to read
+RESULTS = {
+    "deep": "x = []\nfor _ in range(100000): x = [x]\nreturn x",
+    "deep but readable": "x = []\nfor _ in range(300): x = [x]\nreturn x",
+    "huge integer": "return 1 << 20000000",
+    "long integer": "return 10 ** 4400",
+    "many": "return list(range(10 ** 6))",
+    "long text": "return 'x' * (50 << 20)",
+    "colliding": "return {k * (2 ** 61 - 1) for k in range(30000)}",
+    "surrogate": "return '\\ud800'",
+    "huge fraction": "class F:\n  def as_integer_ratio(self): return ('1e99999999', 1)\nreturn F()",
+    "own codec": "class L(list):\n  def __iter__(self): return iter(['fraction', ['1e9999999']])\nreturn L()",
+    "cycle": "x = []; x.append(x); return x",
+    "generator": "return (x for x in iter(int, 1))",
+    "not a number": "return float('nan')",
+}
+
+
+@pytest.mark.parametrize("body", RESULTS.values(), ids=RESULTS)
+def test_a_result_that_cannot_be_read_is_wrong_and_not_a_failed_score(body: str) -> None:
+    lines = "\n".join(f"  {line}" for line in body.split("\n"))
+    response = f"```python\nimport sys\nsys.setrecursionlimit(10 ** 6)\ndef f(x):\n{lines}\n```"
+    assert (
+        code(response, RewardSettings(reward_timeout_s=2.0), label=["assert f(3) == 4711", "assert abs(f(3) - 4711) < 1"])[
+            "score"
+        ]
+        == 0.0
+    )
+    assert (
+        code(response, RewardSettings(reward_timeout_s=1.0), {"inputs": [[3]], "outputs": [4711], "fn_name": "f"})["score"]
+        == 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 100_000,
+        "-" * 200_000 + "1",
+        "x" + ".y" * 100_000,
+        "[" * 90 + "]" * 90,
+        "\x00",
+        "\ud800",
+        "1" * 10_000,
+        "a=" * 50_000 + "1",
+    ],
+)
+def test_a_program_that_no_parser_likes_is_wrong_and_not_a_failed_score(text: str) -> None:
+    for response in (text, f"```python\n{text}\n```", f"```\n{text}\n```"):
+        assert code(response, SETTINGS, label=["assert f(3) == 4711"])["score"] == 0.0
+
+
+def test_tests_use_objects_change_lists_and_catch_exceptions_of_a_program() -> None:
+    program = """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self):
+        if not self.items: raise IndexError("empty")
+        return self.items.pop()
+    def __len__(self): return len(self.items)
+class Odd(Exception): pass
+def raises(): raise Odd("x")
+def sort(values): values.sort()
+def apply(function, value): return function(value)
+def numbers():
+    yield from (1, 2, 3)
+"""
+    tests = [
+        "s = Stack()\ns.push(1)\ns.push([2, 'a'])\nassert len(s) == 2 and s.pop() == [2, 'a'] and s.items == [1]",
+        "s = Stack()\ntry:\n    s.pop()\n    assert False\nexcept IndexError as error:\n    assert 'empty' in str(error)",
+        "try:\n    raises()\n    assert False\nexcept Odd:\n    pass",
+        "values = [3, 1, 2]\nsort(values)\nassert values == [1, 2, 3]",
+        "assert apply(lambda x: x + 1, 3) == 4",
+        "assert list(numbers()) == [1, 2, 3]",
+        "assert isinstance(Stack().items, list)",
+        "assert Stack() != Stack()",
+    ]
+    for test in tests:
+        assert code(f"```python\n{program}```", SETTINGS, label=[test])["score"] == 1.0, test

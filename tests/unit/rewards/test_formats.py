@@ -18,6 +18,15 @@ from mindspeed_rl.rewards.text_scores import json_format, regex_format, satisfie
         ("<think>a</think>so<answer>b</answer>", 0.0),
         ("<answer>b</answer><think>a</think>", 0.0),
         ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
+        ("<think>a <think>b</think></think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>so I write <answer>b</answer></think><answer>b</answer>", 1.0),  # a thought may speak of the tags
+        ("<thinking>a</thinking><answer>b</answer>", 0.0),
+        ("<THINK>a</THINK><answer>b</answer>", 0.0),
+        ("[THINK]a[/THINK]<answer>b</answer>", 0.0),
+        ("<think>a</think>b", 0.0),
+        ("<think>a", 0.0),
         ("", 0.0),
     ],
 )
@@ -37,11 +46,44 @@ def test_format_is_a_thought_and_then_an_answer(response: str, score: float) -> 
         (r"<think>\boxed{2}</think><answer>\boxed{1}</answer>", -0.5),
         (r"<think>a</think><think>b</think><answer>\boxed{1}</answer>", -0.5),
         (r"<answer>\boxed{1}</answer><think>a</think>", -0.5),
+        (r"<think>a</think><answer>\boxed{1}</answer><answer>\boxed{1}</answer>", -0.5),
+        (r"<thinking>a</thinking><answer>\boxed{1}</answer>", -0.5),
         ("", -0.5),
     ],
 )
 def test_strict_format_wants_each_tag_and_one_box_once_and_in_order(response: str, score: float) -> None:
     assert strict_format(response) == score
+
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+EMPTY = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+ASKED = "Write your thoughts between <think> and </think>.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "score"),
+    [
+        (OPENED, r"a</think><answer>\boxed{1}</answer>", 1.0),
+        (OPENED, r"<think>a</think><answer>\boxed{1}</answer>", 0.0),  # a second opening
+        (OPENED, r"a<answer>\boxed{1}</answer>", 0.0),
+        (OPENED, "a</think>b", 0.0),
+        (EMPTY, r"<answer>\boxed{1}</answer>", 1.0),
+        (EMPTY, r"<think>a</think><answer>\boxed{1}</answer>", 0.0),  # a second thought
+        (ASKED, r"<think>a</think><answer>\boxed{1}</answer>", 1.0),
+        (ASKED, r"a</think><answer>\boxed{1}</answer>", 0.0),
+        ("", r"<think>a</think><answer>\boxed{1}</answer>", 1.0),
+    ],
+)
+def test_formats_judge_the_thought_that_the_prompt_opened_with_the_response(prompt: str, response: str, score: float) -> None:
+    assert think_answer(response, prompt) == score
+    assert strict_format(response, prompt) == (score or -0.5)
+    pattern = r"<think>((?!<think>).)*</think>\s*<answer>.*</answer>"
+    assert regex_format(response, pattern, prompt) == (1.0 if score or response.startswith("<think>") else 0.0)
+
+
+def test_a_response_that_was_cut_at_its_limit_has_no_format() -> None:
+    whole = r"<think>a</think><answer>\boxed{1}</answer>"
+    assert think_answer(whole, truncated=True) == 0.0 and strict_format(whole, truncated=True) == -0.5
 
 
 @pytest.mark.parametrize(
@@ -92,6 +134,12 @@ PERSON = {
         ("[1, 2", None, 0.0),
         ("", None, 0.0),
         ('Here:\n```json\n{"a": 1}\n```\n', None, 1.0),
+        ('```json\r\n{"a": 1}\r\n```\r\n', None, 1.0),
+        ('```python\nx = 1\n```\n```json title="a"\n{"a": 1}\n```\n```bash\nls\n```', None, 1.0),
+        ('```\n{"a": 1}\n```\n```text\nwords\n```', None, 1.0),
+        ('```json\n{"a": 1}\n```\n```json\n{"a":\n```', None, 0.0),
+        ('so {"a"}</think>\n{"a": 1}', None, 1.0),
+        ('<think>{"a": 1}</think>no', None, 0.0),
         ('<think>x</think><answer>{"a": 1}</answer>', None, 1.0),
         ('<answer>no</answer>{"a": 1}', None, 0.0),
         ("[" * 100_000, None, 0.0),

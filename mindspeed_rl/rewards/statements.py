@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import json
+import math
 from fractions import Fraction
 from typing import Any
 
+from mindspeed_rl.rewards.harness import encode
+
 _Comparison = tuple[str, object]
 """(expression, its expected value)"""
-
-# Values travel as JSON with their types; a value that equals a literal without being one (a Counter, a Decimal) as the literal.
-EVALUATION = """
-import json as _json, sys as _sys
-
-def _plain(value):
-    if value is None or isinstance(value, (bool, str)):
-        return value if value is None or isinstance(value, bool) else str(value)
-    for kind, number in ((int, int), (float, float)):
-        if isinstance(value, kind):
-            return number(value)
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes", list(value)]
-    if isinstance(value, dict):
-        return ["dict", [[_plain(key), _plain(item)] for key, item in value.items()]]
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return [kind.__name__, [_plain(item) for item in value]]
-    return ["fraction", list(value.as_integer_ratio())]
-
-_values = []
-for _text in _json.loads({expressions}):
-    try:
-        _values.append([_plain(eval(_text, globals()))])
-    except BaseException:
-        _values.append(None)
-_sys.stdout.write({mark} + _json.dumps(_values) + "\\n")
-"""
 
 
 def read_comparisons(test: str, entry_point: str | None = None) -> list[_Comparison] | None:
@@ -57,41 +30,48 @@ def read_comparisons(test: str, entry_point: str | None = None) -> list[_Compari
     return comparisons or None
 
 
-def _decode(data: Any) -> object:
-    """Return the value that the sandbox wrote.
+def _canonical(data: Any) -> str:
+    """Return one text for all encoded values that are equal in Python. None is built: the program may have written them.
 
     Raises:
-        Exception: it wrote something else.
+        ValueError: it wrote something else, or a value that equals nothing.
     """
+    if data is None or isinstance(data, str):
+        return json.dumps(data)
+    if isinstance(data, int):
+        return f"{int(data)}/1"
+    if isinstance(data, float):
+        if math.isnan(data):
+            raise ValueError
+        return "{}/{}".format(*data.as_integer_ratio()) if not math.isinf(data) else str(data)
     if not isinstance(data, list):
-        return data
+        raise ValueError
     kind, content = data
-    if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in content}
-    if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind]([_decode(item) for item in content])
+    if kind == "fraction" and all(isinstance(number, int) for number in content):
+        return "{}/{}".format(*Fraction(*content).as_integer_ratio())
+    if kind == "complex":
+        real, imaginary = map(_canonical, content)
+        return real if imaginary == "0/1" else f"{real}+{imaginary}j"
     if kind == "bytes":
-        return bytes(content)
-    return {"complex": complex, "fraction": Fraction}[kind](*content)
-
-
-_COLLECTIONS: dict[str, Callable[[list[object]], object]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
+        return f"bytes({','.join(map(str, map(int, content)))})"
+    if kind == "dict":
+        return f"dict({','.join(sorted(f'{_canonical(key)}:{_canonical(item)}' for key, item in content))})"
+    if kind in ("set", "frozenset"):
+        return f"set({','.join(sorted(map(_canonical, content)))})"
+    if kind in ("list", "tuple"):
+        return f"{kind}({','.join(map(_canonical, content))})"
+    raise ValueError
 
 
 def are_equal(output: object, expected: object) -> bool:
     """Return True if the sandbox's output for an expression is the expected value.
 
     Args:
-        output: the value in a list; None where the expression raised.
+        output: the encoded value in a list; None where the expression raised.
     """
     try:
-        return isinstance(output, list) and bool(_decode(output[0]) == expected)
-    except Exception:  # noqa: BLE001 (the program controls the output, which may fail to decode in any way)
+        return isinstance(output, list) and _canonical(output[0]) == _canonical(encode(expected))
+    except (ValueError, TypeError, IndexError, ArithmeticError, RecursionError, MemoryError):
         return False
 
 
