@@ -158,7 +158,8 @@ class VllmAscendHooks(EngineHooks):
         module.find_spec = _find_real_spec
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        additional = dict(_row_for(_ADDITIONAL_CONFIG, self._release or _installed_release()))
+        own = _row_for(_ADDITIONAL_CONFIG, self._release or _installed_release())
+        additional = dict(config.additional_config or {}) | own
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}

@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.models.costs import cpu_cache_bytes
@@ -57,8 +58,8 @@ def build_engine_arguments(
         "trust_remote_code": config.trust_remote_code,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a full prompt
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
+        # vLLM refuses less than a token a sequence; a rule refuses a run file with less
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": True,
         # of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
@@ -74,10 +75,19 @@ def build_engine_arguments(
     if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
         # the trainer sends weights in full precision, also where the published ones are quantized
         arguments["hf_overrides"] = {"quantization_config": None}
+    if config.fp32_lm_head:
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {FLOAT32_HEAD: True}
     if platform.current().name == "cpu":
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if not arguments["enable_chunked_prefill"]:  # a step holds a full prompt
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], config.max_model_len)
+    compilation = dict(config.compilation_config or {})
+    if config.cudagraph_capture_sizes is not None:
+        compilation["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+    if compilation:
+        arguments["compilation_config"] = compilation
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
     return arguments | dict(changes or {})

@@ -65,12 +65,15 @@ class GenerateConfig:
     max_model_len: int = key(2048, "longest prompt + response, in tokens; when omitted: max_prompt_length + max_tokens",
         "最长的 prompt + 回答，单位 token", range=Range.TOKENS, elsewhere="vllm_max_model_len vllm_max_model_length",
         on_resume="in_flight")
-    max_num_batched_tokens: int = key(2048, "tokens one engine step may process; longer prompts are split",
-        "引擎一步可处理的 token 数，更长的 prompt 会分块",
+    max_num_batched_tokens: int = key(2048,
+        "tokens one engine step may process; longer prompts are split, but on the cpu, where a step takes a full prompt",
+        "引擎一步可处理的 token 数，更长的 prompt 会分块；cpu 上一步总能放下一个完整的 prompt",
         range=Range.TOKENS, on_resume="exact")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16",
         "number format of the rollout weights; float32 exactly when bf16 is false",
         "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是", on_resume="exact")
+    fp32_lm_head: bool | None = key(None, "logits of a bfloat16 engine in float32; unset: as the actor's",
+        "bfloat16 引擎的 logits 用 float32 计算；不设时与 actor 相同", on_resume="exact")
     update_weights_bucket_mb: int = key(512,
         "maximum MiB in flight on a device in one exchange of a weight sync, which takes two such buckets of memory",
         "一次权重推送的每轮交换中，一个设备上在途数据的上限，单位 MiB；推送共占两个这样的桶", range=Bounds(1, 10**6),

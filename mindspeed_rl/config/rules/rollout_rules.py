@@ -12,6 +12,8 @@ from mindspeed_rl.config.run import RunConfig
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
 _TEMPERATURE = "generate_config.sampling_config.temperature"
+#: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
+_OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
 #: switch of verl or slime -> modes in which it is on
 _SWITCHES = {
     "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
@@ -143,6 +145,31 @@ def _turns(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _engine_settings(cfg: RunConfig) -> Iterator[Violation]:
+    """Check settings that go to the engine under its own names, and the number of tokens of a step."""
+    generate = cfg.generate_config
+    if generate is None or cfg.is_supervised:
+        return
+    for name in _OWN_SETTINGS:
+        if name in (generate.additional_config or {}):
+            instead = "use generate_config.expert_map_path" if name == "eplb_config" else "remove it"
+            key = f"generate_config.additional_config.{name}"
+            yield Violation("own_engine_setting", {key: "..."}, f"{key} is set by this suite; {instead}")
+    sizes, name = generate.cudagraph_capture_sizes, "cudagraph_capture_sizes"
+    if sizes is not None and name in (generate.compilation_config or {}):
+        keys = {f"generate_config.{name}": sizes, f"generate_config.compilation_config.{name}": "..."}
+        yield Violation("capture_sizes_twice", keys, f"{' and '.join(keys)} are both set; keep one of them")
+    tokens, sequences = generate.max_num_batched_tokens, generate.max_num_seqs
+    if "max_num_batched_tokens" in cfg.set_keys.get("generate_config", ()) and tokens < sequences:
+        yield Violation(
+            "step_tokens",
+            {"generate_config.max_num_batched_tokens": tokens, "generate_config.max_num_seqs": sequences},
+            f"generate_config.max_num_batched_tokens ({tokens}) must be at least generate_config.max_num_seqs ({sequences}): a "
+            "step of the engine has a token of each response",
+            ({"generate_config.max_num_batched_tokens": sequences}, {"generate_config.max_num_seqs": tokens}),
+        )
+
+
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
     """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
     temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
@@ -187,4 +214,4 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature)
+ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings)

@@ -285,6 +285,21 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "replay_spelling",
         ["enable_rollout_routing_replay (false)", "router_replay.mode (R3)"],
     ),
+    (
+        {G: {"additional_config": {"weight_nz_mode": 2, "enable_cpu_binding": True}}},
+        "own_engine_setting",
+        ["additional_config.weight_nz_mode", "remove it"],
+    ),
+    (
+        {G: {"enforce_eager": False, "cudagraph_capture_sizes": [1], "compilation_config": {"cudagraph_capture_sizes": [2]}}},
+        "capture_sizes_twice",
+        ["generate_config.cudagraph_capture_sizes", "compilation_config.cudagraph_capture_sizes"],
+    ),
+    (
+        {G: {"max_num_batched_tokens": 8, "max_num_seqs": 16}},
+        "step_tokens",
+        ["max_num_batched_tokens (8)", "max_num_seqs (16)"],
+    ),
     ({M: {"pack": True, "neat_pack": True}}, "neat_pack", ["neat_pack", "reset_attention_mask"]),
     (
         {M: {"stage": "ray_dapo", "lora_target_modules": ["linear_qkv"]}, R: {"share_backbone": True}},

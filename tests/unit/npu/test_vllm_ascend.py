@@ -201,6 +201,12 @@ def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
     assert "eplb_config" not in vllm_ascend._ADDITIONAL_CONFIG[0, 23]
 
 
+def test_settings_of_vllm_ascend_come_beside_those_that_weight_updates_need() -> None:
+    config = GenerateConfig(additional_config={"enable_cpu_binding": True})
+    additional = vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(config)["additional_config"]
+    assert additional == {"enable_cpu_binding": True, **vllm_ascend._ADDITIONAL_CONFIG[0, 23]}
+
+
 def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = expert_map(tmp_path / "twice.json", [[0, 2], [1, 3]], [[0, 2], [1, 2, 3]])
     with pytest.raises(ValueError, match="places expert 2 of layer 1 on two devices"):

@@ -1,0 +1,54 @@
+"""Settings of the run file arrive in vLLM's own configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json, sys
+from mindspeed_rl import adaptors, platform
+
+platform.select("cpu")
+adaptors.apply("rollout")  # before vLLM is imported
+from vllm import EngineArgs
+
+from mindspeed_rl.adaptors.vllm_ascend import VllmAscendHooks
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.rollout.arguments import build_engine_arguments
+
+config = GenerateConfig(
+    infer_tensor_parallel_size=1, max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=512, enforce_eager=False,
+    dtype="float32", cudagraph_capture_sizes=[1, 8], compilation_config={"compile_sizes": [4]},
+)
+rest = (RolloutLayout(1, 1),)
+arguments = build_engine_arguments(sys.argv[1], config, adaptors.engine_hooks(), *rest, kv_bytes_per_token=1024)
+ascend = build_engine_arguments(sys.argv[1], config, VllmAscendHooks((0, 23)), *rest, kv_bytes_per_token=1024)
+engine = EngineArgs(**arguments).create_engine_config()
+print(json.dumps({
+    "tokens": [engine.scheduler_config.max_num_batched_tokens, ascend["max_num_batched_tokens"]],
+    "chunked": [engine.scheduler_config.enable_chunked_prefill, ascend["enable_chunked_prefill"]],
+    "arguments": arguments["compilation_config"], "compile_sizes": engine.compilation_config.compile_sizes,
+}))
+"""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 128,
+    "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_graphs_and_the_tokens_of_a_step_are_as_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["chunked"] == [False, True]
+    assert found["tokens"] == [4096, 512]  # where prompts are not split, a step takes a whole one
+    assert found["arguments"] == {"compile_sizes": [4], "cudagraph_capture_sizes": [1, 8]}
+    assert found["compile_sizes"] == [4]
