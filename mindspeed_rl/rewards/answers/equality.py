@@ -1,381 +1,379 @@
-r"""Comparison of two final answers, for `acc`, `accuracy` and `cosine`.
+r"""Comparison of two final answers, for `acc`, `accuracy` and `cosine`, in four steps.
 
-Answers are compared by their kind: choices, numbers with units (`quantities`), sets, tuples and intervals item by item,
-equations by their values, inequalities as intervals, words as words. The rest, formulas, are compared by math-verify.
-Every comparison takes bounded time; answers that cannot be parsed or evaluated are not the same.
+1. Both answers are written in one notation (`notation`) and read as typed values (`values`).
+2. Values of one type are compared exactly; the label decides which other types are the same thing: x = 5 is 5, {5} is 5, but
+   25 is not x^2 + y^2 = 25.
+3. Formulas that are not parsed (sums, integrals, limits) are left to math-verify (`judge`).
+4. Everything else is not the same.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
 
-from mindspeed_rl.rewards.answers.formulas import (
-    MAX_ANSWER_LENGTH,
-    CpuLimitError,
-    cpu_limit,
-    have_same_solutions,
-    is_same_formula,
+from mindspeed_rl.rewards.answers.evaluation import evaluate_real, find_ratio, is_same_value, symbols_of
+from mindspeed_rl.rewards.answers.expressions import MAX_ANSWER_LENGTH, Node, negate
+from mindspeed_rl.rewards.answers.judge import cpu_limit, judge_formulas
+from mindspeed_rl.rewards.answers.notation import normalize, tokenize
+from mindspeed_rl.rewards.answers.regions import Interval, Region, is_same_region
+from mindspeed_rl.rewards.answers.values import (
+    Based,
+    Choice,
+    Collection,
+    Matrix,
+    Named,
+    Quantity,
+    Ratio,
+    Relation,
+    Residue,
+    Symbol,
+    Text,
+    Value,
+    read_value,
 )
-from mindspeed_rl.rewards.answers.notation import (
-    CLOSING,
-    OPENING,
-    closes_at_end,
-    fold_notation,
-    is_name,
-    normalize,
-    split_outside,
-)
-from mindspeed_rl.rewards.answers.quantities import compare_based, is_same_quantity, read_quantity, split_unit
-from mindspeed_rl.rewards.answers.regions import Region, find_holes, has_relation, read_region
 
-#: items of a set that are compared in any order
-_MAX_ITEMS = 32
+#: items of a set or list that are compared in any order
+_MAX_ITEMS = 64
 
 
 def is_same_answer(given: str, expected: str) -> bool:
     """Return True if two answers, the contents of boxes, are the same. Never raises; ends within seconds.
 
-    Numbers must be equal exactly, with these exceptions: 50%, 50 and 0.5 are the same percentage; units of one dimension are
-    converted, and a missing unit is ignored; a decimal with four or more digits may be the rounding of another one (3.1416 and
-    3.14159), and one with six or more decimals that of a fraction.
+    Args:
+        given: answer of the model.
+        expected: the label.
     """
     if max(len(given), len(expected)) > MAX_ANSWER_LENGTH:
-        return fold_notation(given) == fold_notation(expected)
+        return given.split() == expected.split()
     try:
         with cpu_limit():
-            return _is_same(normalize(given), normalize(expected))
-    except (CpuLimitError, RecursionError):
+            given, expected = _normalize(given), _normalize(expected)
+            if not given or not expected:
+                return False
+            return tokenize(given) == tokenize(expected) or _is_same(read_value(given), read_value(expected))
+    except Exception:  # noqa: BLE001 (a response must not turn its 0 into a failed sample; what cannot be compared is not the same)
         return False
 
 
-# Comparing
-
-_EVERYTHING = frozenset(
-    {
-        r"\mathbb{r}",
-        r"\r",
-        "allrealnumbers",
-        "allreals",
-        "allrealx",
-        "allrealvalues",
-        "allrealvaluesofx",
-        r"(-\infty,\infty)",
-        r"(-\infty,+\infty)",
-        "全体实数",
-    }
-)
-_NOTHING = frozenset(
-    {"∅", "emptyset", "theemptyset", "nosolution", "nosolutions", "norealsolution", "norealsolutions", "无解", "空集"}
-)
-_UNDEFINED = frozenset({"dne", "doesnotexist", "thelimitdoesnotexist", "itdoesnotexist", "不存在"})
-
-
-def _is_same(given: str, expected: str, depth: int = 0) -> bool:
-    if not given or not expected or depth > 6:
+def is_same_plain_number(given: str, expected: str) -> bool:
+    """Return True if two texts are the same number, without a unit, a formula or rounding. Never raises."""
+    if max(len(given), len(expected)) > MAX_ANSWER_LENGTH:
         return False
-    given_text, expected_text = fold_notation(given), fold_notation(expected)
-    if given_text == expected_text:
+    try:
+        with cpu_limit():
+            values = [read_value(_normalize(text)) for text in (given, expected)]
+    except Exception:  # noqa: BLE001 (as above)
+        return False
+    numbers = [value.node.value for value in values if isinstance(value, Quantity) and value.node.op == "number"]
+    return len(numbers) == 2 and numbers[0] == numbers[1]
+
+
+_normalize = lru_cache(maxsize=8192)(normalize)
+
+
+def _is_same(given: Value, expected: Value) -> bool:
+    """Return True if a value is the expected one, whose type decides on the comparison."""
+    if given == expected:
         return True
-    for names in (_EVERYTHING, _NOTHING, _UNDEFINED):
-        if given_text in names or expected_text in names:
-            return given_text in names and expected_text in names
-    if (choice := _read_choice(expected)) is not None:
-        return _is_same_choice(_read_choice(given), given, choice, depth)
-    if (chosen := _CHOSEN_TEXT.fullmatch(given)) is not None:
-        given = chosen[1]
-    return next(verdict for verdict in _compare_all(given, expected, depth) if verdict is not None)
+    if isinstance(given, Named) and not isinstance(expected, Named | Relation):
+        return _is_same_unnamed(given, expected)
+    if isinstance(given, Choice) and given.text is not None and not isinstance(expected, Choice):
+        return _is_same(given.text, expected)
+    match expected:
+        case Quantity():
+            return _is_same_as_quantity(given, expected)
+        case Choice():
+            return _is_same_choice(given, expected)
+        case Named():
+            return _is_same_named(given, expected)
+        case Relation():
+            given = given.relation if isinstance(given, Named) and given.relation else given
+            return isinstance(given, Relation) and _is_same_relation(given, expected)
+        case Collection():
+            return _is_same_collection(given, expected)
+        case Matrix():
+            return _is_same_matrix(given, expected)
+        case Ratio():
+            return _is_same_ratio(given, expected)
+        case Region():
+            region = _as_region(given)
+            return region is not None and is_same_region(region, expected)
+        case Symbol():
+            return isinstance(given, Ratio) and expected.kind == "time" and _read_clock(given) == expected.key[:2]
+        case Based():
+            same = isinstance(given, Based) and given.value == expected.value
+            return same or (isinstance(given, Quantity) and str(given.node.value) == expected.digits)
+        case Residue():
+            if isinstance(given, Residue):
+                return given.modulus == expected.modulus and _is_same(given.value, expected.value)
+            return _is_same(given, expected.value)
+        case Text():
+            return _is_same_text(given, expected)
 
 
-def _compare_all(given: str, expected: str, depth: int) -> Iterator[bool | None]:
-    """Yield the result of each comparison, most specific first; None if it does not apply. The last one always applies."""
-    yield _compare_times(given, expected)
-    yield _compare_quantities(given, expected)
-    yield compare_based(given, expected)
-    yield _compare_matrices(given, expected, depth)
-    yield _compare_ratios(given, expected)
-    yield _compare_regions(given, expected, depth)
-    yield _compare_collections(given, expected, depth)
-    yield _compare_equations(given, expected, depth)
-    yield _compare_residues(given, expected, depth)
-    yield _compare_measures(given, expected, depth)
-    yield _compare_words(given, expected)
-    yield is_same_formula(given, expected)
+# Quantities
+
+#: a decimal with at least so many digits, and decimals, may be the rounded value of the answer
+_ROUNDED_DIGITS, _ROUNDED_DECIMALS = 5, 3
+#: an answer with at least so many decimals or digits may be the rounded value of the label
+_LONG_DECIMALS, _LONG_DIGITS = 6, 7
 
 
-_CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s*:?\s*)?\(?\s*([A-J])\s*\)?(?:\s*[.:：、)]\s*(.*))?", re.IGNORECASE | re.DOTALL
-)
-_CHOSEN_TEXT = re.compile(r"\([A-J]\)\s*(\S.*)", re.DOTALL)
+def _is_same_as_quantity(given: Value, expected: Quantity) -> bool:
+    match given:
+        case Quantity():
+            return _is_same_quantity(given, expected)
+        case Collection(kind="set", items=(item,)):
+            return _is_same(item, expected)
+        case Ratio(parts=(first, second), time=False):
+            return is_same_value(Node("/", (first, second)), expected.node) and expected.unit is None
+        case Residue(value=value):
+            return _is_same(value, expected)
+        case Based(digits=digits):
+            return str(expected.node.value) == digits
+        case Text(source=source) if source:
+            return _judge(given, expected)
+    return False
 
 
-def _read_choice(text: str) -> tuple[str, str] | None:
-    """Return (letter, text after it) of an answer that chooses one of several; None for any other answer."""
-    match = _CHOICE.fullmatch(text)
-    if match is None or not match[1].isupper() or re.search(r"\b[A-J]\b", match[2] or ""):
-        return None
-    return match[1], (match[2] or "").strip()
-
-
-def _is_same_choice(chosen: tuple[str, str] | None, given: str, expected: tuple[str, str], depth: int) -> bool:
-    """Return True for the same letter without a different text after it, and for the text of the expected letter."""
-    letter, text = expected
-    if chosen is None:
-        return bool(text) and _is_same(given, text, depth + 1)
-    return chosen[0] == letter and not (text and chosen[1] and not _is_same(chosen[1], text, depth + 1))
-
-
-def _compare_quantities(given: str, expected: str) -> bool | None:
-    a, b = read_quantity(given), read_quantity(expected)
-    return None if a is None or b is None else is_same_quantity(a, b)
-
-
-def _compare_measures(given: str, expected: str, depth: int) -> bool | None:
-    r"""Compare formulas followed by units, as 36\pi cm^2; None if neither has a unit."""
-    sides = [split_unit(text) for text in (given, expected)]
-    units = [unit for _, unit in sides if unit is not None]
-    if all(text == formula for text, (formula, _) in zip((given, expected), sides)):
-        return None
-    if len(units) == 2 and units[0] != units[1]:
-        if units[0][0] != units[1][0]:
+def _is_same_quantity(given: Quantity, expected: Quantity) -> bool:
+    """Compare value, percent sign and unit. A unit that one of them lacks is no difference; 50% is 50 or 0.5."""
+    node = given.node
+    if given.unit is not None and expected.unit is not None:
+        if given.unit.dimensions != expected.unit.dimensions:
             return False
-        factor = units[0][1] / units[1][1]
-        return is_same_formula(rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}({sides[0][0]})", sides[1][0])
-    return _is_same(sides[0][0], sides[1][0], depth + 1)
-
-
-_MODULUS = re.compile(r"\s*(?:\\pmod\s*\{?\s*\w+\s*\}?|\(\s*\\?mod\s*\w+\s*\))$")
-
-
-def _compare_residues(given: str, expected: str, depth: int) -> bool | None:
-    r"""Compare 17 \pmod{20} with 17; None unless exactly one side has a modulus."""
-    sides = [_MODULUS.sub("", text) for text in (given, expected)]
-    if (sides[0] == given) == (sides[1] == expected):
-        return None
-    return _is_same(sides[0], sides[1], depth + 1) or None
-
-
-_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?: ?([ap]m))?", re.IGNORECASE)
-
-
-def _compare_times(given: str, expected: str) -> bool | None:
-    """Compare times of day; None unless one of them has am or pm, which the other may omit."""
-    first, second = (_TIME.fullmatch(text) for text in (given, expected))
-    if first is None or second is None or not (first[3] or second[3]):
-        return None
-    halves = {half.lower() for half in (first[3], second[3]) if half}
-    return len(halves) == 1 and int(first[1]) == int(second[1]) and int(first[2] or 0) == int(second[2] or 0)
-
-
-def _compare_ratios(given: str, expected: str) -> bool | None:
-    """Compare a : b : c by proportion; None unless both have the same number of parts, at least three, all of them numbers."""
-    sides = [[read_quantity(part) for part in text.split(":")] for text in (given, expected)]
-    if len(sides[0]) != len(sides[1]) or len(sides[0]) < 3:
-        return None
-    first, second = ([part.value for part in side if part is not None] for side in sides)
-    if max(map(len, sides)) > _MAX_ITEMS or not len(first) == len(second) == len(sides[0]):
-        return None
-    return any(first) == any(second) and all(
-        first[i] * second[j] == first[j] * second[i] for i, j in itertools.combinations(range(len(first)), 2)
-    )
-
-
-# Matrices
-
-_MATRIX = re.compile(r"\\begin\s*\{pmatrix\}(.*)\\end\s*\{pmatrix\}", re.DOTALL)
-_NESTED = re.compile(r"\[\s*\[([^\[\]]*(?:\]\s*,\s*\[[^\[\]]*)*)\]\s*\]")
-
-
-def _compare_matrices(given: str, expected: str, depth: int) -> bool | None:
-    """Compare two matrices entry by entry, one of which may be a list of rows or a tuple; None unless one is a matrix."""
-    texts, matrices = (given, expected), [_read_matrix(given), _read_matrix(expected)]
-    if matrices == [None, None]:
-        return None
-    one, other = (_read_rows(text) if matrix is None else matrix for matrix, text in zip(matrices, texts))
-    if one is None or other is None:
-        return None
-    if None in matrices:  # a tuple is a column as well as a row
-        one, other = _flatten_column(one), _flatten_column(other)
-    if [len(row) for row in one] != [len(row) for row in other] or sum(map(len, one)) > _MAX_ITEMS:
+        node = _scale(node, given.unit.size / expected.unit.size)
+    if _is_same_number(node, expected.node):
+        return True
+    if given.percent == expected.percent:
         return False
-    return all(_is_same(x, y, depth + 1) for row, expected_row in zip(one, other) for x, y in zip(row, expected_row))
+    return is_same_value(_scale(node, Fraction(1, 100) if given.percent else Fraction(100)), expected.node)
 
 
-def _flatten_column(rows: list[list[str]]) -> list[list[str]]:
-    """Return a column as a row, other matrices unchanged."""
-    return [[row[0] for row in rows]] if all(len(row) == 1 for row in rows) else rows
+def _scale(node: Node, factor: Fraction) -> Node:
+    if factor == 1:
+        return node
+    if node.op == "number":
+        return Node("number", value=node.value * factor)
+    return Node("*", (Node("number", value=factor), node))
 
 
-def _read_matrix(text: str) -> list[list[str]] | None:
-    match = _MATRIX.fullmatch(text)
-    if match is None or r"\begin" in match[1]:
-        return None
-    rows = [row.split("&") for row in re.split(r"\\\\|\\cr(?![a-zA-Z])", match[1]) if row.strip()]
-    return [[entry.strip() for entry in row] for row in rows] or None
+def _is_same_number(given: Node, expected: Node) -> bool:
+    """Return True for equal values; a long decimal may be the rounded value of the other side.
+
+    A label with at least five digits, three of them decimals, is met by a formula, or a decimal with two more decimals, that
+    rounds to its last digit; an exact label by a decimal with at least six decimals or seven digits, rounded at its last digit.
+    """
+    if is_same_value(given, expected):
+        return True
+    digits, decimals = expected.digits
+    if digits:
+        is_rounded = digits >= _ROUNDED_DIGITS and decimals >= _ROUNDED_DECIMALS
+        is_precise = not given.digits[0] or given.digits[1] >= decimals + 2
+        return is_rounded and is_precise and not _is_integer(given) and _rounds_to(given, expected.value, decimals)
+    digits, decimals = given.digits
+    is_long = decimals >= _LONG_DECIMALS or digits >= _LONG_DIGITS
+    return is_long and not _is_integer(expected) and _rounds_to(expected, given.value, decimals)
 
 
-def _read_rows(text: str) -> list[list[str]] | None:
-    """Return the rows of [[1, 2], [3, 4]]; (1, 2) as one row; None for other text."""
-    nested = _NESTED.fullmatch(text)
-    if nested is not None:
-        return [split_outside(row, (",",)) for row in re.split(r"\]\s*,\s*\[", nested[1])]
-    kind, items = _read_collection(text) or ("", [])
-    return [items] if kind == "()" else None
+def _is_integer(node: Node) -> bool:
+    value = evaluate_real(node)
+    return isinstance(value, Fraction) and value.denominator == 1
 
 
-# Regions
-
-_REAL = re.compile(r"^[A-Za-z]\s*(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?R\}?\s*,\s*")
-
-
-def _compare_regions(given: str, expected: str, depth: int) -> bool | None:
-    """Compare inequalities and set differences with each other and with intervals; None if neither answer is one."""
-    texts = [_strip_membership(_REAL.sub("", text)) for text in (given, expected)]
-    regions = [read_region(text) for text in texts]
-    unread = any(region is None and has_relation(text) for region, text in zip(regions, texts))
-    if unread or regions == [None, None]:
-        return None
-    one, other = (region or Region(None, text) for region, text in zip(regions, texts))
-    if one.name and other.name and one.name != other.name:
+def _rounds_to(exact: Node, rounded: Fraction, decimals: int) -> bool:
+    value = evaluate_real(exact)
+    if value is None:
         return False
-    holes = [_split_plus_minus(region.holes or find_holes(region.text)) for region in (one, other)]
-    if any(holes):
-        return len(holes[0]) == len(holes[1]) and _have_same_items(holes[0], holes[1], depth)
-    return _is_same(one.text, other.text, depth + 1)
+    if not isinstance(value, Fraction):
+        scaled = value * 10**decimals
+        return abs(scaled - rounded.numerator * 10**decimals // rounded.denominator) <= 0.5
+    return abs(value - rounded) <= Fraction(1, 2 * 10**decimals)
 
 
-# Sets, tuples, lists
+# Choices, names, relations
 
 
-def _read_collection(text: str) -> tuple[str, list[str]] | None:
-    r"""Return (kind, items) of several things, None for one thing; kinds "set", "list" and "union" have no order."""
-    if "\\begin" in text:
-        return None
-    unions = split_outside(text, (r"\cup", "∪"))
-    if len(unions) > 1:
-        return "union", unions
-    body = text.replace(r"\{", "{").replace(r"\}", "}") if text.startswith(r"\{") else text
-    if body[:1] in OPENING and body[-1:] in CLOSING and closes_at_end(body):
-        items = split_outside(body[1:-1], (",", ";", "、"))
-        if body[0] == "{" and text.startswith(r"\{"):
-            return "set", items
-        return (body[0] + body[-1], items) if len(items) > 1 else None
-    items = [item for item in split_outside(text, (", and ", ", or ", " and ", " or ", ",", ";", "、", "和", "或")) if item]
-    if len(items) == 1:
-        items = _split_plus_minus([text])
-    return ("list", items) if len(items) > 1 else None
-
-
-_PLUS_OR_MINUS = re.compile(r"\\pm(?![a-zA-Z])|±")
-
-
-def _split_plus_minus(items: Sequence[str]) -> list[str]:
-    r"""Return \pm 2 as 2 and -2; items with no such sign, or with several, stay."""
-    signed: list[str] = []
-    for item in items:
-        if len(_PLUS_OR_MINUS.findall(item)) == 1:
-            signed += [_PLUS_OR_MINUS.sub("+", item).removeprefix("+").strip(), _PLUS_OR_MINUS.sub("-", item).strip()]
-        else:
-            signed.append(item.removeprefix("+").strip())
-    return signed
-
-
-_UNORDERED = ("set", "list", "union")
-
-
-def _compare_collections(given: str, expected: str, depth: int) -> bool | None:
-    a, b = (_read_collection(_strip_membership(text)) for text in (given, expected))
-    if a is None or b is None:
-        single, several = (given, b) if a is None else (expected, a)
-        if several is None or "=" in single:
-            return None
-        kind, items = several
-        # {5} may mean 5; a tuple only equals a tuple
-        return kind in ("set", "list") and len(items) == 1 and _is_same(single, items[0], depth + 1)
-    if len(a[1]) != len(b[1]) or len(a[1]) > _MAX_ITEMS:
+def _is_same_choice(given: Value, expected: Choice) -> bool:
+    """Return True for the same letters without a different text after them, and for the text of the expected letter."""
+    if isinstance(given, Text) and len(given.tokens) == 1 and len(expected.letters) > 1:  # AC for A, C
+        given = Choice(frozenset(given.tokens[0].upper()))
+    if not isinstance(given, Choice):
+        return expected.text is not None and _is_same(given, expected.text)
+    if given.letters != expected.letters:
         return False
-    if a[0] in _UNORDERED and b[0] in _UNORDERED:
-        return (a[0] == "union") == (b[0] == "union") and _have_same_items(a[1], b[1], depth)
-    if "list" in (a[0], b[0]):
-        # a point may be written without parentheses, in order
-        other = b[0] if a[0] == "list" else a[0]
-        if other != "()":
-            return False
-    elif a[0] != b[0]:
+    return expected.text is None or given.text is None or _is_same(given.text, expected.text)
+
+
+def _is_same_unnamed(given: Named, expected: Value) -> bool:
+    """Compare values with names that the label does not have: in the order of the names, if that matters."""
+    if len(given.pairs) == 1:
+        return _is_same(given.pairs[0][1], expected)
+    kind = "list" if isinstance(expected, Collection) and expected.kind in ("list", "set") else "()"
+    return _is_same(Collection(kind, tuple(value for _, value in sorted(given.pairs, key=lambda pair: pair[0]))), expected)
+
+
+def _is_same_named(given: Value, expected: Named) -> bool:
+    """Compare values by name; a single value, or values in the order of the label, may lack their names."""
+    if isinstance(given, Named):
+        values = dict(given.pairs)
+        names = {name for name, _ in expected.pairs}
+        if len(given.pairs) == 1 == len(expected.pairs) and values.keys() != names:
+            return _is_same_curve(given, expected)
+        return values.keys() == names and all(_is_same(values[name], value) for name, value in expected.pairs)
+    if len(expected.pairs) == 1:
+        if isinstance(given, Relation) and expected.relation is not None and len(symbols_of(expected.relation.right)) > 0:
+            return _is_same_relation(given, expected.relation)
+        return not expected.is_derived and not isinstance(given, Relation) and _is_same(given, expected.pairs[0][1])
+    items = given.items if isinstance(given, Collection) and given.kind in ("list", "()", "sequence") else ()
+    return len(items) == len(expected.pairs) and all(_is_same(item, value) for item, (_, value) in zip(items, expected.pairs))
+
+
+_PLAIN_NAME = re.compile(r"[a-z]\([a-z]\)|y")
+
+
+def _is_same_curve(given: Named, expected: Named) -> bool:
+    """Compare y = 2x + 1 with f(x) = 2x + 1 and with x = (y - 1)/2."""
+    names = {given.pairs[0][0], expected.pairs[0][0]}
+    if "y" in names and all(_PLAIN_NAME.fullmatch(name) for name in names):
+        return _is_same(given.pairs[0][1], expected.pairs[0][1])
+    relations = [named.relation for named in (given, expected)]
+    if relations[0] is None or relations[1] is None or not symbols_of(relations[0].right) or not symbols_of(relations[1].right):
         return False
-    return all(_is_same(x, y, depth + 1) for x, y in zip(a[1], b[1]))
+    return _is_same_relation(relations[0], relations[1])
 
 
-def _have_same_items(given: Sequence[str], expected: Sequence[str], depth: int) -> bool:
+def _is_same_relation(given: Relation, expected: Relation) -> bool:
+    """Return True if the difference of the sides of one is a multiple of the other's, positive for an inequality."""
+    if given.sign != expected.sign:
+        return False
+    differences = [Node("+", (relation.left, negate(relation.right))) for relation in (given, expected)]
+    is_inequality = expected.sign in "<≤"
+    sign = find_ratio(differences[0], differences[1], clears_denominators=not is_inequality)
+    return sign == 1 or (sign == -1 and not is_inequality)
+
+
+# Collections
+
+
+def _is_same_collection(given: Value, expected: Collection) -> bool:
+    if isinstance(given, Matrix):
+        return _is_same_matrix(_as_matrix(expected), given)
+    if isinstance(given, Region):
+        region = _as_region(expected)
+        return region is not None and is_same_region(given, region)
+    unordered = ("set", "list")
+    if not isinstance(given, Collection):
+        return expected.kind in unordered and len(expected.items) == 1 and _is_same(given, expected.items[0])
+    if len(given.items) != len(expected.items) or len(expected.items) > _MAX_ITEMS:
+        return False
+    kinds = {given.kind, expected.kind}
+    if kinds <= {"set", "list"} or kinds == {"union"}:
+        return _have_same_items(given.items, expected.items)
+    # a point may be written without parentheses, in order
+    if len(kinds) > 1 and kinds not in ({"list", "()"}, {"list", "sequence"}):
+        return False
+    return all(_is_same(x, y) for x, y in zip(given.items, expected.items))
+
+
+def _have_same_items(given: Sequence[Value], expected: Sequence[Value]) -> bool:
     """Return True if the items match each other in any order."""
     remaining = list(expected)
     for item in given:
-        match = next((other for other in remaining if _is_same(item, other, depth + 1)), None)
+        match = next((index for index, other in enumerate(remaining) if _is_same(item, other)), None)
         if match is None:
             return False
-        remaining.remove(match)
+        del remaining[match]
     return not remaining
 
 
-_MEMBER = re.compile(r"\\in(?![a-zA-Z])|∈")
+def _as_region(value: Value) -> Region | None:
+    """Return the interval that (1, 2) or [1, 2] is; None for other values."""
+    match value:
+        case Region():
+            return value
+        case Named(pairs=((name, inner),)):
+            region = _as_region(inner)
+            return None if region is None else Region(region.intervals, name)
+        case Collection(kind="()" | "[]" as kind, items=(Quantity(node=low), Quantity(node=high))):
+            return Region((Interval(low, high, (kind == "[]", kind == "[]")),))
+    return None
 
 
-def _strip_membership(text: str) -> str:
-    r"""Return [1, 2] for `x \in [1, 2]`."""
-    parts = _MEMBER.split(text, maxsplit=1)
-    return parts[1].strip() if len(parts) == 2 and is_name(parts[0].strip()) else text
+def _as_matrix(value: Value) -> Value:
+    """Return [[1, 2], [3, 4]] as a matrix and (1, 2) as a row; other values unchanged."""
+    match value:
+        case Collection(kind="[]", items=items) if all(isinstance(item, Collection) and item.kind == "[]" for item in items):
+            return Matrix("matrix", tuple(item.items for item in items if isinstance(item, Collection)))
+        case Collection(kind="()", items=items):
+            return Matrix("tuple", (items,))
+    return value
 
 
-# Equations
+def _is_same_matrix(given: Value, expected: Matrix) -> bool:
+    """Compare entry by entry; a tuple is a column as well as a row."""
+    given = _as_matrix(given)
+    if not isinstance(given, Matrix):
+        return False
+    rows, expected_rows = given.rows, expected.rows
+    if "tuple" in (given.kind, expected.kind):
+        rows, expected_rows = (
+            (tuple(row[0] for row in side),) if all(len(row) == 1 for row in side) else side for side in (rows, expected_rows)
+        )
+    elif given.kind != expected.kind:
+        return False
+    if [len(row) for row in rows] != [len(row) for row in expected_rows]:
+        return False
+    return all(_is_same(x, y) for row, expected_row in zip(rows, expected_rows) for x, y in zip(row, expected_row))
 
 
-def _compare_equations(given: str, expected: str, depth: int) -> bool | None:
-    """Compare values of equations such as x = 5 and 2 + 3 = 5; None where both are equations between formulas."""
-    sides = [split_outside(re.sub(r":=|==", "=", text), ("=",)) for text in (given, expected)]
-    counts = [len(parts) for parts in sides]
-    if counts == [1, 1]:
-        return None
-    if min(counts) == 1:
-        chain = sides[0] if counts[0] > 1 else sides[1]
-        single = expected if counts[0] > 1 else given
-        if not all(chain):
-            return False
-        value = chain[0] if is_name(chain[-1]) and not is_name(chain[0]) else chain[-1]
-        # the other sides may name the value (x, 2a + b) or evaluate to it (2 + 3), but not contradict it
-        for other in chain:
-            if (
-                other is not value
-                and not re.search(r"[A-Za-z\u4e00-\u9fff]", _COMMAND.sub("", other))
-                and not _is_same(other, value, depth + 1)
-            ):
-                return False
-        return _is_same(value, single, depth + 1)
-    if counts == [2, 2] and is_name(sides[0][0]) and is_name(sides[1][0]):
-        same_name = fold_notation(sides[0][0]) == fold_notation(sides[1][0])
-        if (same_name or any(len(side[0]) > 1 for side in sides)) and _is_same(sides[0][1], sides[1][1], depth + 1):
-            return True
-        if same_name:
-            return False
-        # x = 2y and y = x/2 are one line, and so are xy = 1 and y = 1/x; x = 3 and y = 3 are not
-    return have_same_solutions(sides[0], sides[1]) if counts == [2, 2] else None
+# Ratios, symbols, text
 
 
-# Words
+def _is_same_ratio(given: Value, expected: Ratio) -> bool:
+    """Compare by proportion; 12:30 is a time and nothing else."""
+    if isinstance(given, Symbol) and given.kind == "time":
+        return _read_clock(expected) == given.key[:2]
+    if isinstance(given, Quantity) and len(expected.parts) == 2 and not expected.time:
+        return is_same_value(given.node, Node("/", expected.parts))
+    if not isinstance(given, Ratio) or len(given.parts) != len(expected.parts):
+        return False
+    if expected.time and (given.time or expected != given):
+        return given == expected
+    first, second = given.parts, expected.parts
+    if all(evaluate_real(part) == 0 for part in first) or all(evaluate_real(part) == 0 for part in second):
+        return False
+    return all(
+        is_same_value(Node("*", (first[i], second[j])), Node("*", (first[j], second[i])))
+        for i in range(len(first))
+        for j in range(i)
+    )
 
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc log ln exp sqrt frac pi arcsin arccos arctan infty gcd lcm max min mod".split())
-_WORDY = re.compile(r"[^\W\d_]{3,}")
+
+def _read_clock(ratio: Ratio) -> tuple[object, ...]:
+    return tuple(int(part.value) for part in ratio.parts) if ratio.time else ()
 
 
-def _compare_words(given: str, expected: str) -> bool | None:
-    """Compare texts by their fold_notation; None for formulas. In math-verify letters multiply: "listen" is "silent"."""
-    if not (_is_text(given) or _is_text(expected)):
-        return None
-    words = [re.sub(r"\b(?:the|an|a)\b|[^\w]", "", text.casefold()) for text in (given, expected)]
-    return bool(words[0]) and words[0] == words[1]
+def _is_same_text(given: Value, expected: Text) -> bool:
+    if not isinstance(given, Text):
+        if isinstance(given, Choice) and len(given.letters) > 1 and len(expected.tokens) == 1:  # A, C for AC
+            return expected.tokens[0].upper() == "".join(sorted(given.letters))
+        return bool(expected.source) and _judge(given, expected)
+    if given.tokens == expected.tokens:
+        return True
+    if given.source and expected.source:
+        return _judge(given, expected)
+    if not expected.parts or len(given.parts) != len(expected.parts):
+        return False
+    return all(
+        x == y if isinstance(x, str) or isinstance(y, str) else _is_same(x, y) for x, y in zip(given.parts, expected.parts)
+    )
 
 
-def _is_text(text: str) -> bool:
-    plain = _COMMAND.sub(" ", text)
-    return any(word.lower() not in _FUNCTIONS for word in _WORDY.findall(plain))
+def _judge(given: Value, expected: Value) -> bool:
+    """Leave two formulas to math-verify, at least one of which is not parsed here."""
+    sources = [value.source for value in (given, expected) if isinstance(value, Quantity | Text)]
+    return len(sources) == 2 and all(sources) and judge_formulas(*sources)

@@ -4,9 +4,62 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", "答案：", "答案:")
+
+
+def remove_thought(response: str, prompt: str = "") -> str:
+    """Return the part of a response after its thought; "" if it ends within the thought.
+
+    Args:
+        response: text of the model.
+        prompt: text before it; chat templates may open the thought at its end.
+    """
+    thought, closing, answer = response.rpartition("</think>")
+    if not closing and ("<think>" in response or prompt.rstrip().endswith("<think>")):
+        return ""
+    return answer.partition("<think>")[0] if closing else response
+
+
+_FILLER = r"\$|\s|\}|\\[,;! ]|\\q?quad|\\text\s*\{"
+_BETWEEN = re.compile(rf"(?:{_FILLER})*(?:,|;|、|\band\b|\bor\b|和|或|与|及)(?:{_FILLER}|\band\b|\bor\b)*")
+
+
+def join_last(text: str, spans: Sequence[tuple[int, int, str]]) -> str | None:
+    """Return the last of several parts of a text, with those before it that only a comma, "and" or "or" separates from it.
+
+    Args:
+        text: contains the parts.
+        spans: (start, end, content) of each part, in order.
+    """
+    if not spans:
+        return None
+    joined = [spans[-1][2]]
+    for (_, end, content), (start, _, _) in zip(spans[-2::-1], spans[:0:-1]):
+        if not _BETWEEN.fullmatch(text[end:start]):
+            break
+        joined.insert(0, content)
+    return ", ".join(dict.fromkeys(joined))
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last box; of several boxes that only "and" or a comma separates, all contents."""
+    last = extract_last_boxed(text)
+    spans = []
+    position = text.find("\\boxed{")
+    while position >= 0 and len(spans) < _MAX_BOXES:
+        closing = _find_closing_brace(text[position + len("\\boxed") :])
+        if closing is None:
+            return last
+        end = position + len("\\boxed") + closing + 1
+        spans.append((position, end, text[position + len("\\boxed{") : end - 1]))
+        position = text.find("\\boxed{", end)
+    return join_last(text, spans) if spans and spans[-1][2] == last else last
+
+
+_MAX_BOXES = 64
 
 
 def extract_last_boxed(text: str) -> str | None:
@@ -35,17 +88,19 @@ def extract_closed_boxed(text: str) -> str | None:
 
 
 def _find_closing_brace(text: str) -> int | None:
-    depth = 0
+    depth, escaped = 0, False
     for position, char in enumerate(text):
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return position
+        if not escaped:
+            depth += (char == "{") - (char == "}")
+            if depth == 0:
+                return position
+        escaped = char == "\\" and not escaped  # \{ of a set or a system is no brace
     return None
 
 
 def extract_final_answer(text: str) -> str:
     r"""Return the final answer: the last box, else the text after "the answer is", else the last number; "" if none."""
-    boxed = extract_last_boxed(text)
+    boxed = extract_boxed(text)
     if boxed is not None:
         return boxed.strip()
     for phrase in _ANSWER_PHRASES:

@@ -11,8 +11,8 @@ from fractions import Fraction
 
 import sympy
 
-from mindspeed_rl.rewards.answers.formulas import MAX_ANSWER_LENGTH, CpuLimitError, cpu_limit, parse_formula, parse_label
-from mindspeed_rl.rewards.answers.quantities import MAX_LITERAL_LENGTH
+from mindspeed_rl.rewards.answers.expressions import MAX_ANSWER_LENGTH
+from mindspeed_rl.rewards.answers.judge import MAX_LITERAL_LENGTH, CpuLimitError, cpu_limit, parse_formula, parse_label
 
 _DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)\s*(\\?%)?")
 _FRACTION = re.compile(r"([+-]?)\\?frac(?:\{([+-]?\d+)\}|(\d))(?:\{([+-]?\d+)\}|(\d))|([+-]?\d+)/([+-]?\d+)")

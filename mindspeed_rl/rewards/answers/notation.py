@@ -1,7 +1,7 @@
-r"""One spelling for answers: delimiters, commands of LaTeX, ASCII formulas, Unicode, degrees; and splitting them.
+r"""One notation for answers: delimiters, commands of LaTeX, ASCII formulas, Unicode; and splitting them at brackets.
 
-Rewriting keeps the meaning. `sqrt(2)*pi`, `√2π` and `\sqrt{2}\pi` become one formula, `3½` becomes `3\frac{1}{2}`, and
-`\sin 30^\circ` the sine of thirty degrees; the degree sign of a single number is removed, as units are.
+Rewriting keeps the meaning: `sqrt(2)*pi`, `√2π` and `\sqrt{2}\pi` become one formula, `3½` becomes `3\frac{1}{2}`. Letters keep
+their size, and signs, points, primes and accents stay.
 """
 
 from __future__ import annotations
@@ -10,96 +10,114 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-_FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|gcd|lcm|max"
+_FUNCTIONS = (
+    "arcsinh|arccosh|arctanh|arsinh|arcosh|artanh|sinh|cosh|tanh|coth|arcsin|arccos|arctan|arccot|sin|cos|tan|cot|sec|csc"
+    "|ln|log|exp|gcd|lcm|max"
+)
 _GREEK = "pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega"
 _DEGREE = r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z]))"
+_UNIT_LETTERS = {
+    "m": "metre", "s": "second", "h": "hour", "g": "gram", "[lL]": "litre", "N": "newton", "J": "joule", "W": "watt",
+    "V": "volt", "A": "ampere", "K": "kelvin", "C": "coulomb",
+}  # fmt: skip
 
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\\\?\s*\n\s*|\n\s*", " "),
+        (r"\s*\n\s*", " "),
         (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
         (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
         (r"^\*\*(.*)\*\*$", r"\1"),
         (r"(?i)^(?:the )?(?:final )?answer\s*(?:is|:)\s*", ""),
+        (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"(?<=\d)(?:\\[,!:;]|\{,\}|,\\!)(?=\d{3})", ","),
-        (r"(?<!\\)\\[!;,: ]|~|\\q?quad(?![a-zA-Z])", " "),
-        (r"\\(?:left|right|displaystyle|mathbf|mathit|bf|limits)(?![a-zA-Z])", ""),
-        (r"[dtc]frac", "frac"),
+        (r"\\left\s*\.|\\right\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+        (r"\\(?:displaystyle|textstyle|mathbf|mathit|bf|rm|limits)(?![a-zA-Z])", ""),
+        (r"(?<!\\)\\[!;,:> ]|~|\\q?quad(?![a-zA-Z])|\\hspace\*?\{[^{}]*\}|\\phantom\{[^{}]*\}", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])|(?<![\\A-Za-z])[dtc]?frac(?=\s*[{\d])", r"\\frac"),
         (r"\\\$", "$"),
-        (
-            rf"\\?(sin|cos|tan|cot|sec|csc)\s*(\^\s*\{{?\d\}}?)?\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?",
-            r"\\\1\2(\\frac{\3}{180}\\pi)",
-        ),
-        (
-            rf"(?:(?<=^)|(?<=[,;=(\[])|(?<=and )|(?<=or ))(\s*-?\s*\d+(?:\.\d+)?)\s*{_DEGREE}"
-            r"(?=\s*(?:$|[,;)\]]|and\b|or\b|\\text))",
-            r"\1 degree",
-        ),
-        # after the rules above, which converted the degrees of a sine to radians and named those of a number
-        (_DEGREE, ""),
+        (rf"{_DEGREE}\s*(?:\\(?:text|mathrm|textrm)\s*\{{\s*)?([CF])(?![A-Za-z])\s*\}}?\s*$", r" degree\1"),
+        (r"degreeC", "celsius"),
+        (r"degreeF", "fahrenheit"),
+        (_DEGREE, r"^\\circ "),
+        (r"\{\s*\^\s*\\circ\s*\}", r"^\\circ "),
         # a single letter after a number is a variable, unless it is typeset as a unit
         *(
             (
-                rf"(?<=[\d}})])[\s~]*\\(?:text|mathrm)\s*\{{[\s~]*{letter}[\s~]*\}}(?=\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?\s*$)",
+                rf"(?<=[\d}})])[\s~]*\\(?:text|mathrm|textrm)\s*\{{[\s~]*{letter}[\s~]*\}}"
+                r"(?=\s*(?:\^\s*\{?\s*[23]\s*\}?)?\s*(?:$|/|\\cdot))",
                 f" {unit}",
             )
-            for letter, unit in (("m", "metre"), ("s", "second"), ("h", "hour"), ("g", "gram"), ("[lL]", "litre"))
+            for letter, unit in _UNIT_LETTERS.items()
         ),
-        (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:overline|overrightarrow|overleftrightarrow|vec|widehat)\s*\{\s*([A-Za-z]+)\s*\}", r"\1"),
-        (r"\\begin\{[bB]matrix\}", r"\\begin{pmatrix}"),
-        (r"\\end\{[bB]matrix\}", r"\\end{pmatrix}"),
+        (rf"\\operatorname\*?\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"\\operatorname\*?\s*\{\s*([A-Za-z]{2,})\s*\}|\\(Re|Im|det|deg|arg|dim|ker|tr|sgn)(?![A-Za-z])", r"\\function{\1\2}"),
+        (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname|mathsf|textsf|emph)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:overline|overrightarrow|overleftrightarrow|vec|widehat)\s*\{\s*([A-Z]{2,})\s*\}", r"\1"),
+        (r"\\(?:overrightarrow|overleftrightarrow|vec)\s*(?:\{\s*([A-Za-z])\s*\}|(?<=vec) ([A-Za-z]))", r"\1\2"),
         (r"\\langle(?![a-zA-Z])|⟨", "("),
         (r"\\rangle(?![a-zA-Z])|⟩", ")"),
-        (r"\\(?:leq?|leqslant)(?![a-zA-Z])|≤|⩽|<=", "≤"),
-        (r"\\(?:geq?|geqslant)(?![a-zA-Z])|≥|⩾|>=", "≥"),
+        (r"\\(?:leq?|leqslant|leqq)(?![a-zA-Z])|≤|⩽|≦|<=", "≤"),
+        (r"\\(?:geq?|geqslant|geqq)(?![a-zA-Z])|≥|⩾|≧|>=", "≥"),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:approx|simeq|equiv)(?![a-zA-Z])|≈|≡", "="),
+        (r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=", "≠"),
+        (r"\\(?:approx|simeq|equiv)(?![a-zA-Z])|≈|≡|:=|==", "="),
         (r"^\s*=\s*", ""),
-        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|\\\{\s*\\\}|\{\s*\}$", "∅"),
+        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|^\\?\{\s*\\?\}$", "∅"),
         (r"\\infty|∞|(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty"),
         (r"π", r"\\pi "),
+        (r"∈", r"\\in "),
+        (r"∪", r"\\cup "),
+        (r"∩", r"\\cap "),
+        (r"[ℝ]", r"\\mathbb{R}"),
+        (r"\\(?:mathbb|mathbf|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZN])(?![A-Za-z])", r"\\mathbb{\1\2}"),
+        (r"±", r"\\pm "),
+        (r"∓", r"\\mp "),
         (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"(?:√|(?<![A-Za-z\\])sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?:√|(?<![A-Za-z\\])sqrt)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"\\sqrt{\1}"),
         (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK}|(?<!\d)(?<!\d )min)(?![A-Za-z])", r"\\\1"),
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
+        (r"\\(?:dbinom|tbinom)(?![a-zA-Z])|\\choose(?=\{)", r"\\binom"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         # before the rule for a single star, which would see two products
         (r"\*\*", "^"),
-        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"(?<=[\w)}\]])\s*[*·⋅]\s*(?=[\w({\\])", r"\\cdot "),
-        (r"÷", "/"),
-        (r"，", ","),
-        (r"（", "("),
-        (r"）", ")"),
-        (r"％", "%"),
+        (r"\^\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"^{\1}"),
+        (r"\\(?:times|cdot|ast)(?![a-zA-Z])|(?<=[\w)}\]])\s*[*·⋅×∙]\s*(?=[\w({\\])", r"\\cdot "),
+        (r"÷|\\div(?![a-zA-Z])", "/"),
         (r"[−–—]", "-"),
-        (r"\\(?:neq?|not\s*=)(?![a-zA-Z])", "≠"),
-        (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+        (r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])", r"\1\\cdot 10^{\2}"),
+        (r"(?<![\w.,/}])(\d+) (\d+)/(\d+)(?![\w/])", r"\1\\frac{\2}{\3}"),
         (r"^(\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)$", r"\1:\2"),
         (r"(?i)(?<=\d)\s*([ap])\.?\s?m\b\.?", r" \1m"),
         (r"(?<=[0-9A-F])\)?\s*\(?(?:in )?base[ -]?(\d{1,2})\)?$", r"_{\1}"),
-        (r"(?<=\S)\s*[,(]\s*(?:where |for )?[a-z]\s*(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?[ZN]\}?\s*\)?$", ""),
-        (r"^(?!C)[A-Z]\s*(?=\([^(),]*,[^()]*\)$)", ""),
+        (r"(?<=\S)\s*[,(]\s*(?:where |for )?[a-z]\s*\\in(?![a-zA-Z])\s*\\mathbb\{[ZN]\}\s*\)?$", ""),
+        (r"(?<![\d.,])(?<!\d )(\d{1,3}) (\d{3})(?: (\d{3}))?(?: (\d{3}))?(?![\d,.]| \d)", r"\1\2\3\4"),
         (r"\s+", " "),
     )
 )
-_FULL_WIDTH = {ord("０") + digit: str(digit) for digit in range(10)}
 _SUPERSCRIPTS = {char: str(digit) for digit, char in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")} | {"⁻": "-", "ⁿ": "n"}
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+#: characters of full width, and others of one ASCII meaning; 、 and 。 stay, they separate
+_PLAIN = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
+    {"\u3000": " ", "\xa0": " ", "\u2009": " ", "℃": "°C", "℉": "°F", "㎝": "cm", "㎜": "mm", "㎞": "km", "㎏": "kg",
+     "㎡": "m^2", "㎥": "m^3", "′": "'", "’": "'", "∶": ":", "︰": ":", "【": "[", "】": "]", "〔": "[", "〕": "]", "％": "%"}
+)  # fmt: skip
 
 
 def normalize(answer: str) -> str:
-    """Return the answer in one spelling of symbols, without delimiters, spacing, text commands and a final full stop."""
-    answer = _ELLIPSIS.sub(_replace_ellipsis, answer.translate(_FULL_WIDTH))
-    answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
+    """Return the answer in one notation, without delimiters, spacing commands, text commands and a final full stop."""
+    answer = _ELLIPSIS.sub(_replace_ellipsis, answer.translate(_PLAIN))
+    answer = answer.strip().rstrip(".。").strip().lstrip(":").strip()
     if not answer.isascii():
         answer = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[char] for char in match[0])}}}", answer)
         answer = _VULGAR.sub(_write_fraction, answer)
+    if "$" in answer:
+        answer = re.sub(r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 ", answer).strip()
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)
     return answer.strip().rstrip(".。").strip()
@@ -121,37 +139,48 @@ def _write_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{top}}}{{{bottom}}}"
 
 
-def fold_notation(answer: str) -> str:
-    """Return the answer in lower case, without blanks except those between digits."""
-    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\\\|\d+(?:\.\d+)?|[A-Za-z]+|\S")
+_GROUPED = re.compile(r"\{\s*(\\[A-Za-z]+|\w)\s*\}")
+
+
+def tokenize(answer: str) -> tuple[str, ...]:
+    """Return the tokens of a normalized answer, to compare texts: without blanks, braces around single tokens, and an article.
+
+    Words of three letters and more, and those that begin a sentence, are the same in any size; letters of formulas are not.
+    """
+    tokens = [_fold(token) for token in _TOKEN.findall(_GROUPED.sub(r"\1", answer))]
+    return tuple(tokens[1:] if tokens[:1] == ["the"] else tokens)
+
+
+def _fold(token: str) -> str:
+    short = token.lower() in ("no", "up", "it", "is", "in", "of", "or", "at", "by", "if", "on", "to", "we", "an", "as")
+    return token.lower() if token.isalpha() and (short or (len(token) > 2 and not token.isupper()) or len(token) > 3) else token
 
 
 # Splitting
 
 OPENING, CLOSING = "([{", ")]}"
 
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\s*\([^()]*\))?|[A-Za-z]+(?: [A-Za-z]+)*|\\(?:angle|triangle) [A-Z]+")
-
-
-def is_name(text: str) -> bool:
-    r"""Return True for text that only names a quantity: x, a_1, f(x), P(A), Area, \angle ABC."""
-    return _NAME.fullmatch(text.strip()) is not None
-
 
 def split_outside(text: str, separators: Sequence[str]) -> list[str]:
-    """Split a text at separators outside of all brackets."""
+    """Split a text at separators outside of all brackets; a comma within a number of thousands is no separator."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         char = text[position]
         depth += (char in OPENING) - (char in CLOSING)
+        if char == "\\":
+            depth += text.startswith("\\begin", position) - text.startswith("\\end", position)
         separator = next((s for s in separators if depth == 0 and text.startswith(s, position)), None)
-        if separator is None:
+        if separator is None or (separator == "," and _THOUSANDS.match(text, max(position - 1, 0))):
             position += 1
             continue
         parts.append(text[start:position].strip())
         position += len(separator)
         start = position
     return [*parts, text[start:].strip()]
+
+
+_THOUSANDS = re.compile(r"(?<!\d{3})(?<!\.)(?<!\.\d)(?<!\.\d\d)\d,\d{3}(?!\d)")
 
 
 def closes_at_end(text: str) -> bool:

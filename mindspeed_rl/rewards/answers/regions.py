@@ -3,99 +3,146 @@ r"""Parts of the real line, in all their notations: -1 < x < 1, |x| < 1, (-1, 1)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from mindspeed_rl.rewards.answers.formulas import evaluate_constant
-from mindspeed_rl.rewards.answers.notation import fold_notation, is_name, split_outside
+from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value
+from mindspeed_rl.rewards.answers.expressions import Node, negate, parse_expression
+from mindspeed_rl.rewards.answers.notation import CLOSING, OPENING, closes_at_end, split_outside
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of the line between two ends.
+
+    Attributes:
+        low, high: the ends; None for the infinite ones.
+        closed: (low, high) belong to it.
+    """
+
+    low: Node | None
+    high: Node | None
+    closed: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
 class Region:
-    r"""A part of the real line.
+    """Intervals, and the name of the variable, if there is one."""
 
-    Attributes:
-        name: the variable; None without one.
-        text: an interval or a union of intervals, as `(-\infty,2) \cup [3,5)`; "" for a region with `holes`.
-        holes: excluded points of the real line; empty for any other region.
-    """
-
-    name: str | None
-    text: str
-    holes: tuple[str, ...] = ()
+    intervals: tuple[Interval, ...]
+    name: str | None = None
 
 
 _RELATION = re.compile(r"(≤|≥|<|>)")
 _OPPOSITE = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-_LEFT, _RIGHT = {"<": "(", "≤": "["}, {"<": ")", "≤": "]"}
 _EITHER, _BOTH = (" or ", ",", "或", r"\lor ", r"\vee "), (" and ", "且", r"\land ", r"\wedge ")
-_INFINITY = r"\infty"
-
 #: \{x \in \mathbb{R} : x > 3\}
-_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.*)\\\}")
-_LINE = r"(?:\\mathbb\s*\{?R\}?|all real numbers)"
-_REMOVED = re.compile(rf"{_LINE}\s*(?:\\setminus|\\backslash|-|except|without)\s*(?:\\?\{{(.*?)\\?\}}|([^{{}}]+))")
-_ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*(?:([+-])\s*([^|]+?))?\s*\|")
+_BUILDER = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.*?)\\?\}")
+_REMOVED = re.compile(
+    r"(?:\\mathbb\{R\}|all real numbers)\s*(?:\\setminus|\\backslash|-|except|without)\s*(?:\\?\{(.*?)\\?\}|([^{}]+))"
+)
+_REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*")
+_INFINITE = re.compile(r"([+-]?)\s*\\infty\s*")
 
 
 def read_region(text: str) -> Region | None:
-    """Parse relations or a set difference; return None for other text, including plain intervals."""
+    """Read relations of one variable with constants, a set difference, or intervals; None for other text.
+
+    Tuples such as (1, 2) may be intervals as well, see `as_interval`.
+    """
     builder = _BUILDER.fullmatch(text)
-    condition = builder[2].strip() if builder else text
+    condition = _REAL.sub("", builder[2].strip() if builder else text)
     removed = _REMOVED.fullmatch(condition)
     if removed is not None:
-        return Region(None, "", tuple(split_outside(removed[1] or removed[2], (",", " and "))))
-    region = _read_exclusions(condition) if "≠" in condition else _read_relations(condition)
+        return _exclude(split_outside(removed[1] or removed[2], (",", " and ")), None)
+    if "≠" in condition:
+        region = _read_exclusions(condition)
+    elif _RELATION.search(condition):
+        region = _read_relations(condition)
+    else:
+        return None if builder else _read_union(condition)
     return None if region is None or (builder and region.name != builder[1]) else region
 
 
-def find_holes(union: str) -> tuple[str, ...]:
-    r"""Return the points that (-\infty,a) \cup (a,b) \cup (b,\infty) excludes; none for other unions."""
-    matches = [re.fullmatch(r"\((.+),(.+)\)", part) for part in split_outside(union, (r"\cup", "∪"))]
-    if len(matches) < 2:
-        return ()
-    ends = [(match[1].strip(), match[2].strip()) for match in matches if match is not None]
-    if len(ends) != len(matches) or ends[0][0] != f"-{_INFINITY}" or ends[-1][1].lstrip("+") != _INFINITY:
-        return ()
-    holes = [high for _, high in ends[:-1]]
-    return tuple(holes) if all(fold_notation(hole) == fold_notation(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
+def as_interval(opening: str, low: str, high: str, closing: str) -> Interval | None:
+    """Return the interval with these ends; None if they are no formulas."""
+    ends: list[Node | None] = []
+    for end, sign in ((low, "-"), (high, "+")):
+        infinite = _INFINITE.fullmatch(end.strip())
+        node = None if infinite is not None and (infinite[1] or "+") == sign else parse_expression(end.strip())
+        if node is None and infinite is None:
+            return None
+        ends.append(node)
+    return Interval(ends[0], ends[1], (opening == "[", closing == "]"))
 
 
-def has_relation(text: str) -> bool:
-    """Return True for text with a relation, which only regions have."""
-    return "≠" in text or _RELATION.search(text) is not None
+def _read_union(text: str) -> Region | None:
+    r"""Read (-\infty, 2) \cup [3, 5) \cup \{7\}; an interval alone only if it has an infinite end or different brackets."""
+    intervals: list[Interval] = []
+    parts = split_outside(text, (r"\cup",))
+    for part in parts:
+        body = part.replace(r"\{", "{").replace(r"\}", "}")
+        if len(body) < 3 or body[0] not in OPENING or body[-1] not in CLOSING or not closes_at_end(body):
+            return None
+        ends = split_outside(re.sub(r"(?<=\d),(?=\d)", " , ", body[1:-1]), (",",))
+        if body[0] == "{":
+            points = [as_interval("[", end, end, "]") for end in ends]
+        elif len(ends) == 2:
+            points = [as_interval(body[0], ends[0], ends[1], body[-1])]
+        else:
+            return None
+        if None in points:
+            return None
+        intervals += [point for point in points if point is not None]
+    is_tuple = text[0] + text[-1] in ("()", "[]") and None not in (intervals[0].low, intervals[0].high)
+    if len(parts) == 1 and (is_tuple or text[0] in "{\\"):
+        return None
+    return Region(tuple(intervals))
+
+
+def _exclude(points: Sequence[str], name: str | None) -> Region | None:
+    """Return the line without some points, in increasing order if they are constants."""
+    nodes: list[Node] = []
+    for point in points:
+        for sign in ("+", "-") if r"\pm" in point else ("",):
+            node = parse_expression(point.replace(r"\pm", sign).strip())
+            if node is None:
+                return None
+            nodes.append(node)
+    values = [value for node in nodes if (value := evaluate_real(node)) is not None]
+    if len(values) == len(nodes):
+        nodes = [nodes[index] for index in sorted(range(len(nodes)), key=values.__getitem__)]
+    ends: list[Node | None] = [None, *nodes, None]
+    return Region(tuple(Interval(low, high) for low, high in zip(ends, ends[1:])), name)
 
 
 def _read_exclusions(text: str) -> Region | None:
-    r"""Return x \ne 1, x \ne 2 and x \ne 1, 2 as the points that they exclude."""
-    name, holes = None, []
+    r"""Read x \ne 1, x \ne 2 and x \ne 1, 2."""
+    name: str | None = None
+    points = []
     for part in split_outside(text, (*_BOTH, ",")):
         sides = [side.strip() for side in part.split("≠")]
         if len(sides) == 2:
-            if not is_name(sides[0]) or name not in (None, sides[0]):
+            if _read_name(sides[0]) is None or name not in (None, sides[0]):
                 return None
             name = sides[0]
         elif name is None or len(sides) > 2:
             return None
-        holes.append(sides[-1])
-    return Region(name, "", tuple(holes))
+        points.append(sides[-1])
+    return _exclude(points, name)
 
 
-class _Interval(NamedTuple):
-    """An interval with its brackets."""
-
-    opening: str
-    low: str
-    high: str
-    closing: str
+def _read_name(text: str) -> str | None:
+    node = parse_expression(text)
+    return text.strip() if node is not None and node.op == "symbol" and node.name not in ("\\pi", "e", "i", "\\infty") else None
 
 
 def _read_relations(text: str) -> Region | None:
     names: set[str] = set()
-    intervals: list[_Interval] = []
+    intervals: list[Interval] = []
     alternatives = split_outside(text, _EITHER)
     for alternative in alternatives:
-        common: list[_Interval] = []
+        common: list[Interval] = []
         parts = split_outside(alternative, _BOTH)
         for part in parts:
             relation = _read_relation(part)
@@ -109,10 +156,10 @@ def _read_relations(text: str) -> Region | None:
         return None
     if "," in text and len(alternatives) == 2 == len(intervals):  # x > 2, x < 5 is one region if the two intersect
         intervals = _intersect(intervals, default=False)
-    return Region(names.pop(), r" \cup ".join(f"{one.opening}{one.low},{one.high}{one.closing}" for one in intervals))
+    return Region(tuple(intervals), names.pop())
 
 
-def _intersect(intervals: list[_Interval], default: bool = True) -> list[_Interval]:
+def _intersect(intervals: list[Interval], default: bool = True) -> list[Interval]:
     """Return the intersection of two half-lines; both, if it is empty ("x < -2 and x > 2" may mean "or").
 
     Args:
@@ -120,46 +167,89 @@ def _intersect(intervals: list[_Interval], default: bool = True) -> list[_Interv
     """
     if len(intervals) != 2:
         return intervals
-    upper = next((one for one in intervals if one.low == f"-{_INFINITY}"), None)
-    lower = next((one for one in intervals if one.high == _INFINITY), None)
-    if upper is None or lower is None or upper is lower:
+    upper = next((one for one in intervals if one.low is None and one.high is not None), None)
+    lower = next((one for one in intervals if one.high is None and one.low is not None), None)
+    if upper is None or lower is None or upper.high is None or lower.low is None:
         return intervals
-    low, high = evaluate_constant(lower.low), evaluate_constant(upper.high)
+    low, high = evaluate_real(lower.low), evaluate_real(upper.high)
     intersects = default if low is None or high is None else low < high
-    return [_Interval(lower.opening, lower.low, upper.high, upper.closing)] if intersects else intervals
+    return [Interval(lower.low, upper.high, (lower.closed[0], upper.closed[1]))] if intersects else intervals
 
 
-def _read_relation(text: str) -> tuple[str, list[_Interval]] | None:
+def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     """Return (variable, intervals) of one relation or a double one; None for other text."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 5:
         low, first, name, second, high = parts
-        if first in (">", "≥") and second in (">", "≥"):
+        if first in ">≥" and second in ">≥":
             low, first, second, high = high, _OPPOSITE[second], _OPPOSITE[first], low
-        if first in _LEFT and second in _RIGHT and is_name(name):
-            return name, [_Interval(_LEFT[first], low, high, _RIGHT[second])]
+        if first in "<≤" and second in "<≤" and _read_name(name) is not None:
+            interval = as_interval("[" if first == "≤" else "(", low, high, "]" if second == "≤" else ")")
+            return None if interval is None else (name, [interval])
     if len(parts) != 3:
         return None
     left, relation, right = parts
-    if not (is_name(left) or _ABSOLUTE.fullmatch(left)):
-        left, relation, right = right, _OPPOSITE[relation], left
-    absolute = _ABSOLUTE.fullmatch(left)
-    if absolute is not None:
-        return absolute[1], _read_distance(absolute, relation, right)
-    if not is_name(left):
+    nodes = [parse_expression(side) for side in (left, right)]
+    if nodes[0] is None or nodes[1] is None:
         return None
-    if relation in _RIGHT:
-        return left, [_Interval("(", f"-{_INFINITY}", right, _RIGHT[relation])]
-    return left, [_Interval(_LEFT[_OPPOSITE[relation]], right, _INFINITY, ")")]
+    if not (_read_name(left) is not None or nodes[0].op == "abs"):
+        left, relation, right, nodes = right, _OPPOSITE[relation], left, nodes[::-1]
+    closed = relation in "≤≥"
+    if nodes[0] is not None and nodes[0].op == "abs":
+        return _read_distance(nodes[0].args[0], relation, nodes[1])
+    if _read_name(left) is None:
+        return None
+    if _INFINITE.fullmatch(right):  # x < \infty
+        return None
+    return left, [Interval(None, nodes[1], (False, closed)) if relation in "<≤" else Interval(nodes[1], None, (closed, False))]
 
 
-def _read_distance(absolute: re.Match[str], relation: str, distance: str) -> list[_Interval]:
-    """Return the intervals of |x - a| < r and similar relations."""
-    low, high = f"-{distance}" if distance.isalnum() else f"-({distance})", distance
-    if absolute[2]:
-        sign = "-" if absolute[2] == "+" else ""
-        low, high = f"{sign}({absolute[3]})-({distance})", f"{sign}({absolute[3]})+({distance})"
-    if relation in _RIGHT:
-        return [_Interval(_LEFT[relation], low, high, _RIGHT[relation])]
-    narrow = _OPPOSITE[relation]
-    return [_Interval("(", f"-{_INFINITY}", low, _RIGHT[narrow]), _Interval(_LEFT[narrow], high, _INFINITY, ")")]
+def _read_distance(inner: Node, relation: str, distance: Node | None) -> tuple[str, list[Interval]] | None:
+    """Return the variable and the intervals of |x - a| < r and similar relations."""
+    variable, centre = inner, Node("number")
+    if inner.op == "+" and len(inner.args) == 2:
+        variable, centre = inner.args[0], negate(inner.args[1])
+    if variable.op != "symbol" or distance is None:
+        return None
+    closed = relation in "≤≥"
+    low, high = Node("+", (centre, negate(distance))), Node("+", (centre, distance))
+    if relation in "<≤":
+        return variable.name, [Interval(low, high, (closed, closed))]
+    return variable.name, [Interval(None, low, (False, closed)), Interval(high, None, (closed, False))]
+
+
+def is_same_region(given: Region, expected: Region) -> bool:
+    """Return True for the same intervals of the same variable, in any order."""
+    if given.name and expected.name and given.name != expected.name:
+        return False
+    one, other = list(_join(given.intervals)), list(_join(expected.intervals))
+    for interval in one:
+        match = next((index for index, candidate in enumerate(other) if _is_same_interval(interval, candidate)), None)
+        if match is None:
+            return False
+        del other[match]
+    return not other
+
+
+def _is_same_interval(given: Interval, expected: Interval) -> bool:
+    if given.closed != expected.closed:
+        return False
+    ends = ((given.low, expected.low), (given.high, expected.high))
+    return all((a is b) or (a is not None and b is not None and is_same_value(a, b)) for a, b in ends)
+
+
+def _join(intervals: Sequence[Interval]) -> Sequence[Interval]:
+    """Return the intervals with those joined that touch in a point of one of them; unchanged if an end is no constant."""
+    try:
+        ordered = sorted(intervals, key=lambda one: float("-inf") if one.low is None else float(evaluate_real(one.low) or 0.0))
+    except OverflowError:
+        return intervals
+    joined: list[Interval] = []
+    for interval in ordered:
+        low, high = interval.low, joined[-1].high if joined else None
+        if low is None or high is None or not (joined[-1].closed[1] or interval.closed[0]) or not is_same_value(high, low):
+            joined.append(interval)
+            continue
+        last = joined.pop()
+        joined.append(Interval(last.low, interval.high, (last.closed[0], interval.closed[1])))
+    return joined

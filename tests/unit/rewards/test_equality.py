@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from answer_cases import Case, make_cases, mutate
 
 from mindspeed_rl.rewards.answers.equality import is_same_answer
 from mindspeed_rl.rewards.answers.extraction import list_accepted_answers
@@ -116,6 +117,41 @@ def test_gsm8k_reads_the_number_behind_the_hashes(response: str, strict: float, 
 )
 def test_mixed_numbers_are_sums_in_the_mathruler_family(answer: str, gold: str, score: float) -> None:
     assert boxed_grade(f"\\boxed{{{answer}}}", gold) == score
+
+
+# ------------------------------------------------------------------------------------------ labels of every type
+
+CASES = make_cases(per_kind=20)
+BOX = "So the answer is $\\boxed{%s}$."
+
+
+def _score(answer: str, case: Case) -> float:
+    return acc(BOX % answer, case.label)
+
+
+def test_a_mutated_answer_scores_nothing() -> None:
+    """At most 1 in 1,000 of the answers that were changed in one place; `acc` is 1.0, -0.5 or -1.0 for every one of them."""
+    wrong = [(case, name, answer) for case in CASES for name, answer in (*case.wrong, *mutate(case.label))]
+    scores = [(_score(answer, case), case.kind, name, case.label, answer) for case, name, answer in wrong]
+    accepted = [score[1:] for score in scores if score[0] == 1.0]
+    assert len(CASES) > 700 and len(wrong) > 7000
+    assert len(accepted) <= len(wrong) / 1000, accepted
+    assert {score[0] for score in scores} <= {1.0, -0.5, -1.0}
+
+
+def test_an_answer_that_is_written_in_another_way_is_right() -> None:
+    right = [(case, name, answer) for case in CASES for name, answer in (("label", case.label), *case.right)]
+    refused = [(case.kind, name, case.label, answer) for case, name, answer in right if _score(answer, case) != 1.0]
+    assert len(right) > 3000
+    assert len(refused) <= 0.03 * len(right), refused
+    assert not [row for row in refused if row[1] == "label"]
+
+
+def test_accuracy_judges_labels_of_every_type_as_acc_does() -> None:
+    for case in CASES[::20]:
+        answers = [*case.right, *case.wrong]
+        in_tag = [accuracy(f"<think>so</think><answer>{answer}</answer>", case.label) == 1.0 for _, answer in answers]
+        assert in_tag == [_score(answer, case) == 1.0 for _, answer in answers], case
 
 
 # ------------------------------------------------------------------------------------------------ whatever the text

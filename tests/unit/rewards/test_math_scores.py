@@ -33,7 +33,8 @@ RIGHT, WRONG, NO_BOX = 1.0, -0.5, -1.0
         (r"\boxed{1000}", "1,000", RIGHT),
         (r"\boxed{-7}", "-7.0", RIGHT),
         (r"\boxed{.5}", "0.5", RIGHT),
-        (r"\boxed{3.1416}", "3.14159", RIGHT),
+        (r"\boxed{3.141593}", "3.1416", RIGHT),  # rounds to the last digit of the label
+        (r"\boxed{3.1416}", "3.14159", WRONG),
         (r"\boxed{3.15}", "3.14159", WRONG),
         (r"\boxed{1.50}", "1.5", RIGHT),
         # fractions
