@@ -113,7 +113,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) 
 def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
-    A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
+    A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++; 0 where the greedy response has no score.
     """
     assert inputs.greedy_rewards is not None
     returns = _discount(_compute_token_rewards(inputs), inputs.mask, objective.gamma)
@@ -147,28 +147,39 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
 
-    a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
-    A_i = (a_i - mean_batch a) / (std_batch a + eps).
+    A_i = (a_i - mean_batch a) / (std_batch a + eps), a of `combine_components`.
 
     Raises:
         ValueError: the numbers of weights and components differ, or fewer than 2 scored responses.
+    """
+    if inputs.valid.sum() < 2:
+        raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
+    total = combine_components(inputs, objective)
+    scored = total[inputs.valid]
+    advantages = _finish((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
+    return advantages, advantages
+
+
+def combine_components(inputs: AdvantageInputs, objective: Objective) -> Tensor:
+    """Return the weighted sum of the reward functions, each normalized within its group: [B] float64.
+
+    a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik. Where a function has no opinion of row i, a_ik
+    is 0, and mean and std are those of the others.
+
+    Raises:
+        ValueError: the numbers of weights and components differ.
     """
     components = inputs.reward_components
     assert components is not None
     weights = inputs.reward_weights if inputs.reward_weights is not None else (1.0,) * components.shape[1]
     if len(weights) != components.shape[1]:
         raise ValueError(f"{len(weights)} reward weights are set for {components.shape[1]} reward functions")
-    valid = inputs.valid
-    if valid.sum() < 2:
-        raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
-        column = torch.where(valid, column, 0)
-        mean, std, _ = _compute_group_statistics(column, valid, inputs.group_size)
-        total += weight * (column - mean) / (std + objective.adv_epsilon)
-    scored = total[valid]
-    advantages = _finish((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
-    return advantages, advantages
+        has_opinion = inputs.valid & ~column.isnan()
+        mean, std, _ = _compute_group_statistics(column, has_opinion, inputs.group_size)
+        total += torch.where(has_opinion, weight * (column - mean) / (std + objective.adv_epsilon), 0.0)
+    return total
 
 
 def _compute_sequence_rewards(inputs: AdvantageInputs) -> Tensor:

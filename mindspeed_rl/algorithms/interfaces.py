@@ -241,8 +241,8 @@ class AdvantageInputs:
         kl: [B, R] per-token KL to the reference, for KL in the reward; None without.
         kl_coef: its coefficient: token t loses kl_coef * kl_t of its reward.
         values: [B, R] critic's values (gae); values[:, t] is the state before token t.
-        greedy_rewards: [B] score of the greedy response to the row's prompt (remax).
-        reward_components: [B, K] raw score of each reward function (gdpo).
+        greedy_rewards: [B] score of the greedy response to the row's prompt (remax); a row whose is NaN takes no part.
+        reward_components: [B, K] raw score of each reward function (gdpo); NaN where it has no opinion.
         reward_weights: K weights of the components (gdpo); None means all 1.
         valid: [B] bool; rows with a score.
         mask: [B, R] bool; tokens that get an advantage.
@@ -272,7 +272,6 @@ class AdvantageInputs:
         if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
             raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
         self.valid = torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
-        self.mask = self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)
         # one NaN would reach all advantages of its group, and by whitening those of the batch
         bad = ~torch.isfinite(self.rewards) & self.valid
         if bad.any():
@@ -281,6 +280,9 @@ class AdvantageInputs:
             raise ValueError(f"{rows} rows do not divide into groups of {self.group_size} samples")
         if self.greedy_rewards is not None and self.greedy_rewards.shape != (rows,):
             raise ValueError(f"greedy_rewards is {list(self.greedy_rewards.shape)} but response_mask has {rows} rows")
+        if self.greedy_rewards is not None:
+            self.valid = self.valid & ~self.greedy_rewards.isnan()
+        self.mask = self.response_mask & self.valid.unsqueeze(1)
         components = self.reward_components
         if components is not None and (components.dim() != 2 or components.shape[0] != rows):
             raise ValueError(f"reward_components is {list(components.shape)} but must be [{rows}, K]")

@@ -153,6 +153,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     ),
     "reinforce_plus_plus": AdvantageEstimator(
         target=f"{_ADVANTAGES}:reinforce_plus_plus",
+        group_signal="none",
         reads=frozenset(("gamma", "advantage_whiten")),
         formula="return with gamma {gamma:g}{whitened}",
         choices=_WHITENED,
@@ -166,12 +167,14 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     ),
     "remax": AdvantageEstimator(
         target=f"{_ADVANTAGES}:remax",
+        group_signal="none",
         reads=frozenset(("gamma",)),
         needs=frozenset(("greedy_baseline",)),
         formula="return with gamma {gamma:g} - reward of the greedy response",
     ),
     "gae": AdvantageEstimator(
         target=f"{_ADVANTAGES}:gae",
+        group_signal="none",
         reads=frozenset(("gamma", "lam", "advantage_whiten")),
         needs=frozenset(("values",)),
         formula="GAE with gamma {gamma:g}, lambda {lam:g}{whitened}",
@@ -179,6 +182,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     ),
     "gdpo": AdvantageEstimator(
         target=f"{_ADVANTAGES}:gdpo",
+        group_signal="parts",
         reads=frozenset(("adv_epsilon",)),
         needs=frozenset(("reward_parts",)),
         min_group_size=2,

@@ -184,6 +184,8 @@ class AdvantageEstimator(Algorithm):
         min_group_size: minimum responses of a prompt that it compares.
         groups_while: (key, values): the minimum applies only while the key has one of these values.
         kl_in_reward: False without a reward from which the KL is subtracted.
+        group_signal: what has to differ within a group, or its advantages are 0: total rewards, or scores of a function;
+            "none": they are not 0 either way.
         instead: (key, value, name): with this value of the key, the estimator of that name is used.
         idle: {key: (other, value)}: the key has no effect while the other key has this value.
     """
@@ -191,6 +193,7 @@ class AdvantageEstimator(Algorithm):
     min_group_size: int = 1
     groups_while: tuple[str, tuple[str, ...]] | None = None
     kl_in_reward: bool = True
+    group_signal: Literal["total", "parts", "none"] = "total"
     instead: tuple[str, str, str] | None = None
     idle: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 

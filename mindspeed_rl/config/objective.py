@@ -358,8 +358,9 @@ def _masks(rl: RLConfig, objective: Objective) -> list[str]:
         lines.append("mask        truncated responses are left out")
     if rl.filter_groups_enable:
         lines.append(f"filter      groups whose {rl.filter_groups_metric} does not vary are replaced")
-    if rl.dynamic_sample:
-        lines.append("filter      groups whose reward does not vary are replaced")
+    signal = {"total": "reward does not vary", "parts": "rewards vary in no function"}.get(objective.advantage.group_signal)
+    if rl.dynamic_sample and signal:
+        lines.append(f"filter      groups whose {signal} are replaced")
     return lines
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 from mindspeed_rl.rewards import spawner
 from mindspeed_rl.rewards.channel import Channel, Message, pack
-from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, State
+from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.worker import Kind
 
@@ -92,12 +92,16 @@ class Batch:
                 state, text = self.failures[row, index]
                 failure = (state, f"{name}: {text}")
         penalty = _compute_overlong_penalty(len(self.samples[row].response_ids), settings)
+        total = _compute_weighted_total(parts, functions, weights) + penalty
+        if failure is None and not abs(total) <= LARGEST_SCORE:
+            names = " and ".join(name for name in functions if name in parts)
+            failure = ("failed", f"{names}: the weighted total {total:g} is not a finite number in float32")
         if failure is not None:
             total = 0.0 if settings.reward_failure_policy == "zero" else None
             return RewardResult(total, parts, failure[0], failure[1], penalty, notes)
         if not parts:
             return RewardResult(None, {}, "skipped", "", penalty, notes)
-        return RewardResult(_compute_weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
+        return RewardResult(total, parts, "ok", "", penalty, notes)
 
 
 @dataclass(eq=False)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from mindspeed_rl.config.keys.rl import RLConfig
 
+#: largest score: scores and totals are float32 in the batch
+LARGEST_SCORE = 3.4028234663852886e38
 State = Literal["ok", "skipped", "failed", "timeout", "crashed", "memory"]
 FAILURES: tuple[State, ...] = ("failed", "timeout", "crashed", "memory")
 

@@ -24,13 +24,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.rewards import ACCURACIES, RewardFunction, find
-from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardSample, RewardSettings
 
 _BATCH_PARAMETERS = {"samples", "responses", "completions"}
 
@@ -137,14 +138,16 @@ class Scorer:
             return None
         key = f"{self.name}/score"
         total = parts.pop(key) if key in parts else math.fsum(parts.values())
-        return {self.name: total, **parts}, notes
+        return {self.name: _to_float(total), **parts}, notes
 
 
 def _to_float(value: Any) -> float:
     if hasattr(value, "item") and not isinstance(value, numbers.Number):
         value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ScorerError(f"it returned {value!r}, which is not a finite number")
+    magnitude: Any = abs(value) if isinstance(value, numbers.Real) else math.nan
+    # a comparison takes integers of any length, and is False for NaN
+    if not magnitude <= LARGEST_SCORE:
+        raise ScorerError(f"it returned {reprlib.repr(value)}, which is not a finite number in float32")
     return float(value)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed_rl.rewards.samples import FAILURES, RewardResult
+from mindspeed_rl.rewards.samples import FAILURES, LARGEST_SCORE, RewardResult, select_reward_functions
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.keys.rl import RLConfig
 
 MODEL_PART = "reward_model"
 """Part of a result: the reward model's score."""
@@ -36,18 +39,31 @@ def add_trajectory_rewards(
         if which in ("both", "final") and trajectory.get("final_reward") is not None:
             rewards.append(trajectory["final_reward"])
         reward = math.fsum(rewards) if all(map(math.isfinite, rewards)) else math.nan
+        base = result.penalty if result.total is None else result.total
         failure = trajectory.get("trajectory_failure", "")
-        if not failure and math.isnan(reward):
-            failure = f"tools or the environment gave {rewards}, of which not all are finite numbers"
+        if not failure and not (abs(reward) <= LARGEST_SCORE and abs(base + weight * reward) <= LARGEST_SCORE):
+            failure = f"tools or the environment gave {rewards}, which are not finite numbers in float32, or not with the total"
         if result.failed or not (failure or rewards):
             new_results.append(result)
         elif failure:
             new_results.append(replace(result, total=None, state="failed", error=failure))
         else:
-            base = result.penalty if result.total is None else result.total
             parts = {**result.parts, TRAJECTORY_PART: reward}
             new_results.append(replace(result, total=base + weight * reward, parts=parts, state="ok"))
     return new_results
+
+
+def list_components(rl: RLConfig, results: Sequence[RewardResult]) -> tuple[list[float], list[list[float]]]:
+    """Return the weights of the reward functions and other parts, and their scores of every result.
+
+    A score is NaN where the function has no opinion; of a failed sample that counts as zero it is 0.
+    """
+    names, weights = select_reward_functions(rl)
+    for part, weight in ((TRAJECTORY_PART, rl.trajectory_reward_weight), (MODEL_PART, rl.reward_model_weight)):
+        if any(part in result.parts for result in results):
+            names, weights = [*names, part], [*weights, weight]
+    missing = [0.0 if result.failed and result.total is not None else math.nan for result in results]
+    return weights, [[float(result.parts.get(name, none)) for name in names] for result, none in zip(results, missing)]
 
 
 def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int = 1) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import select_reward_functions
-from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, compute_reward_metrics
+from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
@@ -140,13 +139,18 @@ class Advantages:
         sampled, lengths = masks.pad(0), masks.lengths().tolist()
         width = sampled.size(1)
         scored = ~rewards.isnan()
+        greedy_rewards = self._baselines.rewards() if "greedy_baseline" in objective.needs else None
         self._unscored = 0 if scored.any() else self._unscored + 1
         if self._unscored:
             self._warn_unscored(iteration, [result.state for result in objects(batch["reward_results"])])
-        response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
+        if greedy_rewards is not None:
+            metrics.add_mean("remax/greedy_unscored", greedy_rewards.isnan().sum().item(), len(greedy_rewards))
+            scored = scored & ~greedy_rewards.isnan()
+        response_mask = sampled & scored[:, None]  # a row whose score or baseline failed and was dropped takes no part
         # masked out is not enough: 0 times NaN is NaN
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
+        inputs = replace(inputs, greedy_rewards=greedy_rewards)
         advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)
         loss_mask = young = response_mask & _young_tokens(versions, version, self._rl.off_policy_token_limit, width)
@@ -198,17 +202,8 @@ class Advantages:
             tensors["values"] = ragged(batch["values"]).pad(0.0, width)
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
-            names, weights = select_reward_functions(self._rl)
-            for part, weight in (
-                (TRAJECTORY_PART, self._rl.trajectory_reward_weight),
-                (MODEL_PART, self._rl.reward_model_weight),
-            ):
-                if any(part in result.parts for result in results):
-                    names, weights = [*names, part], [*weights, weight]
-            tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
-            tensors["reward_weights"] = tuple(weights)
-        if "greedy_baseline" in objective.needs:
-            tensors["greedy_rewards"] = self._baselines.rewards()
+            weights, scores = list_components(self._rl, results)
+            tensors |= {"reward_components": torch.tensor(scores), "reward_weights": tuple(weights)}
         return AdvantageInputs(rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:

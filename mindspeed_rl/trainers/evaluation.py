@@ -14,7 +14,7 @@ from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult, select_reward_functions
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
@@ -41,15 +41,21 @@ class Evaluator:
     def run(self) -> Metrics:
         """Return eval/reward, eval/<part> and, where the first reward function tells right from wrong, eval/accuracy.
 
-        The accuracy is the fraction of responses with that function's full score.
+        The accuracy is the fraction of responses with that function's full score. Responses without a score are in no mean, and
+        counted in eval/unscored.
         """
         responses, results = self.score(self._items, greedy=self._greedy)
         results = self._model_rewards.add(results, self._items, responses)
         metrics = Metrics()
-        first = self._first_function
-        if first is not None and first in self._rewards.accuracies:
-            metrics.add_mean("eval/accuracy", sum(result.parts.get(first, 0.0) >= 1.0 for result in results), len(results))
-        metrics.add_mean("eval/reward", math.fsum(result.total or 0.0 for result in results), len(results))
+        first = self._first_function or ""
+        totals = [result.total for result in results if result.total is not None]
+        if totals:
+            metrics.add_mean("eval/reward", math.fsum(totals), len(totals))
+        metrics.add_sum("eval/unscored", len(results) - len(totals))
+        # of failed samples those that count as zero are wrong
+        judged = [r.parts.get(first, 0.0) for r in results if first in r.parts or r.failed and r.total is not None]
+        if judged and first in self._rewards.accuracies:
+            metrics.add_mean("eval/accuracy", sum(part >= 1.0 for part in judged), len(judged))
         for result in results:
             for name, value in result.parts.items():
                 metrics.add_mean(f"eval/{name}", float(value), 1)
@@ -60,12 +66,12 @@ class Evaluator:
         """Return one line for the console."""
         results = metrics.results()
         sampling = "greedy" if self._greedy else "sampled"
-        shown = (
-            f"accuracy {results['eval/accuracy']:.1%}"
-            if "eval/accuracy" in results
-            else f"mean reward {results['eval/reward']:.3f}"
-        )
-        return f"held-out {shown} on {len(self._items)} prompts ({sampling})"
+        if "eval/accuracy" in results:
+            shown = f"accuracy {results['eval/accuracy']:.1%}"
+        else:
+            shown = f"mean reward {results['eval/reward']:.3f}" if "eval/reward" in results else "responses have no score"
+        unscored = f", {results['eval/unscored']:.0f} without a score" if results["eval/unscored"] else ""
+        return f"held-out {shown} on {len(self._items)} prompts ({sampling}{unscored})"
 
     def score(self, items: Sequence[PromptItem], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
         """Return responses to the items' prompts by the run's agent loop, and the results of the reward functions."""
@@ -107,7 +113,6 @@ class GreedyBaselines:
         return [WorkerReport(metrics)]
 
     def rewards(self) -> torch.Tensor:
-        """Return [rows] the reward of the greedy response to each row's prompt; 0 where its score failed."""
+        """Return [rows] the reward of the greedy response to each row's prompt; NaN where it has no score."""
         results = self._model_rewards.add(self._results, self._items, self._responses)
-        totals = torch.tensor([result.total or 0.0 for result in results])
-        return totals.repeat_interleave(self._plan.n_samples_per_prompt)
+        return torch.tensor(reward_totals(results)).repeat_interleave(self._plan.n_samples_per_prompt)

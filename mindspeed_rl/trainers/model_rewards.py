@@ -10,7 +10,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult
 from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.fleet import Fleet
@@ -19,7 +19,7 @@ from mindspeed_rl.workers.fleet import Fleet
 def _add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0) -> list[RewardResult]:
     """Return the results with a reward model's scores as an additional part; a row without rule scores has only this part.
 
-    A failed sample stays failed.
+    A failed sample stays failed; one whose score or total is no finite number in float32 fails.
 
     Raises:
         ValueError: not one score for each result.
@@ -33,8 +33,13 @@ def _add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], 
             new_results.append(RewardResult(result.total, parts, result.state, result.error, result.penalty))
             continue
         # a row that the rules skipped has no total that could include its penalty
-        base = result.penalty if result.total is None else result.total
-        new_results.append(RewardResult(base + weight * float(score), parts, "ok", "", result.penalty))
+        total = (result.penalty if result.total is None else result.total) + weight * float(score)
+        if abs(total) <= LARGEST_SCORE:
+            new_results.append(RewardResult(total, parts, "ok", "", result.penalty))
+            continue
+        # a part that is no number would reach the metrics
+        error = f"{MODEL_PART}: its score {float(score):g}, or the total with it, is not a finite number in float32"
+        new_results.append(RewardResult(None, dict(result.parts), "failed", error, result.penalty))
     return new_results
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mindspeed_rl.algorithms.advantages import combine_components
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.masks import find_groups_with_signal
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import Objective, RLConfig, Run
 from mindspeed_rl.config.phases import Phases, list_worker_columns
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.totals import list_components
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
@@ -22,6 +27,8 @@ from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
+#: normalized scores are about 1; a sum below this is what adv_epsilon and rounding leave of scores that cancel
+_NO_SIGNAL = 1e-4
 #: columns of a scored row
 SCORED_COLUMNS = (*PromptLoader.COLUMNS, *Phases.GENERATE.columns, *Phases.RULE_REWARDS.columns)
 
@@ -86,8 +93,8 @@ class FilteredRollout(Rollout):
     """Generate until enough groups have a spread in their scores (DAPO's dynamic sampling, arXiv:2503.14476).
 
     `filter_groups_enable` reads one reward function and stops the run when `filter_groups_max_batches` rollouts do not
-    suffice; `dynamic_sample` reads the total reward and, after `max_resample_times` further rollouts, fills up with groups
-    without spread.
+    suffice; `dynamic_sample` reads the rewards that advantages are made of and, after `max_resample_times` further rollouts,
+    fills up with groups without spread.
     """
 
     def __init__(
@@ -161,32 +168,58 @@ class GroupFilter:
     """Keep the groups whose scores vary.
 
     Attributes:
-        metric: the reward function whose scores have to vary; None for the total reward.
+        rl: keys of the reward functions.
+        metric: the reward function whose scores have to vary; None for what the advantages are made of.
+        objective: with the estimator of the advantages.
         limit: rollouts' worth of prompts that an iteration may generate for; 0 or less: no limit.
     """
 
+    rl: RLConfig
     metric: str | None
+    objective: Objective
     group_size: int
     limit: int
 
     @classmethod
-    def from_config(cls, rl: RLConfig, group_size: int) -> GroupFilter | None:
-        """Return the filter that the run file asks for: `filter_groups_enable`, or `dynamic_sample`."""
+    def from_config(cls, rl: RLConfig, group_size: int, objective: Objective) -> GroupFilter | None:
+        """Return the filter that the run file asks for: `filter_groups_enable`, or `dynamic_sample`.
+
+        The second drops groups whose advantages are 0. It is None for estimators that give equal rewards other advantages.
+        """
         if rl.filter_groups_enable:
-            return cls(rl.filter_groups_metric, group_size, rl.filter_groups_max_batches)
-        return cls(None, group_size, 1 + rl.max_resample_times) if rl.dynamic_sample else None
+            return cls(rl, rl.filter_groups_metric, objective, group_size, rl.filter_groups_max_batches)
+        if not rl.dynamic_sample or objective.advantage.group_signal == "none":
+            return None
+        return cls(rl, None, objective, group_size, 1 + rl.max_resample_times)
 
     def split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the rows of the groups whose scores vary, and the others."""
-        if (name := self.metric) is None:
-            scores = ragged(batch["rewards"]).tensor()
-        else:
-            results = objects(batch["reward_results"])
+        scores, results = ragged(batch["rewards"]).tensor(), objects(batch["reward_results"])
+        if (name := self.metric) is not None:
             scores = torch.tensor([float(result.parts.get(name, math.nan)) for result in results])
+        elif self.objective.advantage.group_signal == "parts":
+            scores = self._combine(scores, results)
         varies = find_groups_with_signal(scores, self.group_size).repeat_interleave(self.group_size)
         indexes = (selected.nonzero().flatten().tolist() for selected in (varies, ~varies))
         good, others = ({name: take(column, rows) for name, column in batch.items()} for rows in indexes)
         return good, others
+
+    def _combine(self, rewards: Tensor, results: Sequence[RewardResult]) -> Tensor:
+        """Return the scores that a group's advantages are made of where these are not the totals; NaN where there is none."""
+        weights, components = list_components(self.rl, results)
+        combined = combine_components(
+            AdvantageInputs(
+                rewards.nan_to_num(0.0),
+                torch.ones(len(rewards), 1, dtype=torch.bool),
+                group_size=self.group_size,
+                scored=~rewards.isnan(),
+                reward_components=torch.tensor(components),
+                reward_weights=tuple(weights),
+            ),
+            self.objective,
+        )
+        nothing = _NO_SIGNAL * max(map(abs, weights))
+        return torch.where(combined.abs() <= nothing, 0.0, combined).masked_fill(rewards.isnan(), torch.nan)
 
     def give_up(self, iteration: int, generated: str, num_accepted: int, expected: int) -> None:
         """Accept that too few groups vary: without a metric, others fill up the batch.

@@ -40,7 +40,8 @@ def build_rollout(
         model_rewards: adds its scores before groups are filtered.
     """
     rl, plan, run_seed = run.rl, run.plan, get_sampling_seed(run)
-    group_filter = GroupFilter.from_config(rl, plan.n_samples_per_prompt)
+    assert run.objective is not None
+    group_filter = GroupFilter.from_config(rl, plan.n_samples_per_prompt, run.objective)
 
     def derive_seed(prompt: int, sample: int) -> int:
         # the seed of a rollout that generates for all prompts of an iteration at once

@@ -185,6 +185,10 @@ def _find_rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, no_kl),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name.startswith("critic_") and not objective.has_critic, estimator),
+        (
+            name == "dynamic_sample" and rl.dynamic_sample and objective.advantage.group_signal == "none",
+            f"{estimator}, whose advantages are not 0 where rewards are equal",
+        ),
         (name in _ADVANTAGE_KEYS and not named.may_read(name), estimator),
         (bool(switch) and getattr(rl, switch or name) == idle_value, f"{switch} is {idle_value}"),
         (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),

@@ -312,7 +312,8 @@ class _KlKeys:
     kl_horizon: int = key(1000, "adaptive: samples over which the coefficient moves", "adaptive：系数变化所经过的样本数",
         needs=_ADAPTIVE, elsewhere="horizon", on_resume="exact")
     kl_target: float = key(0.1, "adaptive: KL of a token that the coefficient is steered to",
-        "adaptive：系数所趋向的每 token KL", needs=_ADAPTIVE, elsewhere="target_kl", upstream=("default 100", "默认 100"), on_resume="exact")
+        "adaptive：系数所趋向的每 token KL", needs=_ADAPTIVE, elsewhere="target_kl",
+        upstream=("default 100", "默认 100"), on_resume="exact")
     use_kl_in_reward: bool = key(False, "subtract the KL from the rewards instead of adding it to the loss",
         "从奖励中减去 KL，而不加到损失里", elsewhere="kl_in_reward", on_resume="exact")
     kl_clamp: bool = key(True, "clamp the log-ratio to +-20 and low_var_kl to +-10, as MindSpeed-RL does; TRL does not",
@@ -423,8 +424,8 @@ class _RewardKeys:
         elsewhere="filter_groups.max_num_gen_batches", on_resume="exact")
     filter_groups_train_batch_size: int = key(1, "prompts on which an iteration trains", "一次迭代训练的 prompt 数",
         range=Range.ROWS, needs=_FILTER, on_resume="exact")
-    dynamic_sample: bool = key(False, "replace groups whose total reward does not vary by new ones",
-        "总奖励没有差异的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
+    dynamic_sample: bool = key(False, "replace groups whose advantages are 0, because rewards do not vary, by new ones",
+        "奖励没有差异、因而优势为 0 的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
     max_resample_times: int = key(3, "extra rollouts an iteration may take", "一次迭代最多追加的 rollout 数",
         range=Bounds(0, 10**6), needs=("dynamic_sample", (True,)), on_resume="exact")
     log_completions: bool = key(False, "write prompts, responses, reward parts and advantages to completions.jsonl",

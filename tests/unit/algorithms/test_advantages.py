@@ -156,6 +156,38 @@ def test_gdpo_gives_each_reward_function_the_same_weight():
     np.testing.assert_allclose(got[:, 0], [halves, -halves], rtol=1e-5)
 
 
+def test_gdpo_leaves_a_function_without_an_opinion_out_of_its_group():
+    none = math.nan
+    components = torch.tensor([[1.0, none], [0.0, 2.0], [0.0, 5.0], [none, 1.0], [1.0, none], [1.0, none]])
+    got, _, _ = compute_advantages("gdpo", simple([0.0] * 6, 3, reward_components=components, reward_weights=(1.0, 0.5)))
+
+    def of(column):
+        said = [x for x in column if not math.isnan(x)]
+        std = np.std(said, ddof=1) if len(said) > 1 else 0.0
+        return [0.0 if math.isnan(x) else (x - np.mean(said)) / (std + 1e-6) for x in column]
+
+    columns = components.double().numpy()
+    sums = np.concatenate([np.array(of(columns[i : i + 3, 0])) + 0.5 * np.array(of(columns[i : i + 3, 1])) for i in (0, 3)])
+    np.testing.assert_allclose(got[:, 0], (sums - sums.mean()) / (sums.std(ddof=1) + 1e-6), rtol=1e-5)
+
+
+def test_opinions_that_do_not_differ_give_no_advantage_beside_missing_ones():
+    components = torch.tensor([[1.0, 1.0], [0.0, math.nan], [0.0, math.nan], [1.0, 1.0]])
+    got, _, _ = compute_advantages(
+        "gdpo", simple([1.0, 0.0, 0.0, 1.0], 4, reward_components=components, reward_weights=(0.0, 1.0))
+    )
+    assert torch.equal(got, torch.zeros(4, 2))
+
+
+def test_a_row_whose_greedy_response_has_no_score_takes_no_part_in_remax():
+    greedy = torch.tensor([-1.0, -1.0, math.nan, math.nan])
+    inputs = simple([-1.0, 1.0, -1.0, -1.0], 2, greedy_rewards=greedy)
+    got, returns, _ = compute_advantages("remax", inputs)
+    np.testing.assert_array_equal(got[:, 0], [0.0, 2.0, 0.0, 0.0])
+    np.testing.assert_array_equal(returns[:, 0], [-1.0, 1.0, 0.0, 0.0])
+    assert inputs.valid.tolist() == [True, True, False, False]
+
+
 def test_group_norm_with_scale_gdpo_is_gdpo():
     components = torch.rand(6, 2)
     both = [

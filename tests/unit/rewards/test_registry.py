@@ -84,7 +84,9 @@ def test_a_number_or_nothing_is_a_score(returned: object) -> None:
     assert value is None if returned is None else value == ({"x": float(returned)}, {})
 
 
-@pytest.mark.parametrize("returned", ["1", [1.0], float("inf"), {"a": "b", "c": float("nan")}, object()])
+@pytest.mark.parametrize(
+    "returned", ["1", [1.0], float("inf"), 1e39, -(10**400), {"a": 3e38, "b": 3e38}, {"a": "b", "c": float("nan")}, object()]
+)
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ScorerError, match="not a finite number"):
         Scorer.build("x", lambda response: returned, SETTINGS).to_values(returned, 1)

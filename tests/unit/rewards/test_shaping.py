@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from mindspeed_rl.rewards.dispatcher import _compute_overlong_penalty, _compute_weighted_total
-from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
+from mindspeed_rl.rewards.dispatcher import Batch, _compute_overlong_penalty, _compute_weighted_total
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings
 from mindspeed_rl.rewards.shaping import cosine, length, repetition, soft_overlong
+from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.trainers.model_rewards import _add_model_scores
 
 SETTINGS = RewardSettings(max_tokens=100)
@@ -101,6 +102,30 @@ def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_
     assert list(added[0].parts) == ["acc", "reward_model"]
     with pytest.raises(ValueError, match="3 samples but 1"):
         _add_model_scores(results, [2.0])
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e39, 3.4e38])
+def test_a_reward_models_score_that_float32_cannot_hold_in_the_total_is_a_failure(score: float) -> None:
+    (added,) = _add_model_scores([RewardResult(3e38, {"acc": 3e38})], [score])
+    assert (added.total, added.state, added.parts) == (None, "failed", {"acc": 3e38})
+    assert added.error.startswith(f"reward_model: its score {score:g}")
+
+
+@pytest.mark.parametrize("reward", [1e39, 3e38, float("nan")])
+def test_a_trajectorys_reward_that_float32_cannot_hold_in_the_total_is_a_failure(reward: float) -> None:
+    scored = RewardResult(3e38, {"acc": 3e38})
+    (added,) = add_trajectory_rewards([scored], [{"final_reward": reward}], which="both")
+    assert added.total is None and added.state == "failed" and "finite numbers in float32" in added.error
+
+
+def test_a_weighted_total_that_float32_cannot_hold_names_the_functions() -> None:
+    batch = Batch([RewardSample()])
+    for index in range(2):
+        batch.settle((0, index), ({"ab"[index]: 3e38}, {}))
+    assert batch.result(0, ["a", "b"], [0.1, 1.0], SETTINGS).total == pytest.approx(3.3e38)
+    failed = batch.result(0, ["a", "b"], [1.0, 1.0], SETTINGS)
+    assert (failed.total, failed.state) == (None, "failed")
+    assert failed.error == "a and b: the weighted total 6e+38 is not a finite number in float32"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def test_what_the_training_state_is_of_is_refused_before_workers_start(
     tmp_path: Path, stage: str, saved: dict[str, Any], now: dict[str, Any], key: str
 ) -> None:
     group = "megatron_training" if stage == "sft" else "actor_config"
-    with pytest.raises(ValueError, match=rf"{group}.load: .*changed since that checkpoint: .*{group}.{key} .* -> .*finetune: true"):
+    named = rf"{group}.load: .*changed since that checkpoint: .*{group}.{key} .* -> .*finetune: true"
+    with pytest.raises(ValueError, match=named):
         point(tmp_path, saved, now, stage)
 
 
