@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import platform as host_platform
 import resource
@@ -336,6 +335,8 @@ def _wait_for_nodes(settings: _LaunchSettings, process: subprocess.Popen[bytes],
     """
     import ray
 
+    from mindspeed_rl.runtime.cluster import join_cluster
+
     deadline = time.monotonic() + settings.timeout_s
     connected, reported = False, ""
     while True:
@@ -343,7 +344,7 @@ def _wait_for_nodes(settings: _LaunchSettings, process: subprocess.Popen[bytes],
             raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_read_log_tail(folder)}")
         if not connected and _is_head_reached(settings):
             with contextlib.suppress(ConnectionError, RuntimeError, OSError):
-                ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+                join_cluster(settings.address, timeout_s=10)
                 _end_on_sigterm()  # ray.init has replaced the handler
                 connected = True
         names = _name_live_nodes(ray.nodes()) if connected else {}

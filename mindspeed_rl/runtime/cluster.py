@@ -7,8 +7,10 @@ import logging
 import math
 import os
 import shutil
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +23,15 @@ from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
-from mindspeed_rl.runtime.fork_server import build_worker_command
+from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
 from mindspeed_rl.runtime.scratch import scratch_folder
 
-#: name of the process of Ray's control service
-_HEAD = "gcs_server"
-#: the control service of the cluster that this process has started, while it runs; a process has one Ray
-_heads: list[psutil.Process] = []
+#: processes of Ray without which a cluster cannot continue, by name
+_SERVICES = {"gcs_server": "control service", "raylet": "node service"}
+#: those of the cluster that this process has started, while it runs; a process has one Ray
+_services: list[tuple[str, psutil.Process]] = []
+#: a connection to a live server of Ray (gRPC) begins with these bytes and a frame of settings (type 4), RFC 9113
+_HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 #: logical CPUs of a cluster that we start, in addition to the workers': for data plane, rewards and the driver's tasks
 _SPARE_CPUS = 16
 #: relative to the working directory, or else to the parent of the project's run files
@@ -109,12 +113,14 @@ def connect_cluster(
             stack.enter_context(_make_temporary_folder())
         # before the folders are removed
         stack.callback(ray.shutdown)
-        stack.callback(_heads.clear)
+        stack.callback(_services.clear)
         if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            join_cluster(address)
         else:
-            _start_ray(folder, _count_local_cpus(num_devices, platform_name, cpus_per_device), resource)
-            _heads.extend(child for child in psutil.Process().children(recursive=True) if child.name() == _HEAD)
+            with _end_after(deadline_s, "Ray on this machine"):
+                _start_ray(folder, _count_local_cpus(num_devices, platform_name, cpus_per_device), resource)
+            children = [(child.name(), child) for child in psutil.Process().children(recursive=True)]
+            _services.extend((f"{_SERVICES[name]} ({name})", child) for name, child in children if name in _SERVICES)
         resource, end_s = resource or "CPU", time.monotonic() + deadline_s
         while (present := ray.cluster_resources().get(resource, 0)) < num_devices:
             if time.monotonic() > end_s:
@@ -126,12 +132,67 @@ def connect_cluster(
         yield
 
 
+def join_cluster(address: str, timeout_s: float = 30.0) -> None:
+    """Connect to a running Ray cluster.
+
+    Args:
+        address: host:port of its head, or "auto" for the cluster of this machine.
+
+    Raises:
+        TimeoutError: the head does not answer.
+    """
+    end_s, host_port = time.monotonic() + timeout_s, address.removeprefix("ray://")
+    host, _, port = host_port.rpartition(":")
+    while port.isdecimal():  # "auto" names no head
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s / 3) as head:
+                if os.environ.get("RAY_USE_TLS", "0") == "1":
+                    break
+                head.sendall(_HTTP2_START)
+                if head.recv(9)[3:4] == b"\x04":
+                    break
+                reason = "what answers there is no server of Ray"
+        except TimeoutError:
+            reason = "no answer"
+        except (OSError, OverflowError) as error:
+            reason = str(error)
+        if time.monotonic() > end_s:
+            raise TimeoutError(
+                f"RAY_ADDRESS: the head of the Ray cluster at {address} cannot be reached within {timeout_s:.0f} s ({reason}); "
+                "start it, or unset RAY_ADDRESS for a cluster on this machine."
+            )
+        time.sleep(0.5)
+    with _end_after(4 * timeout_s, f"the Ray cluster at RAY_ADDRESS {address}"):
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+
+
+@contextlib.contextmanager
+def _end_after(timeout_s: float, name: str) -> Iterator[None]:
+    """End this process when the block, which nothing can interrupt, takes longer; nothing of a run has started yet."""
+
+    def end() -> None:
+        text = f"error: {name} did not accept this process within {timeout_s:.0f} s; one of its processes hangs."
+        print(text, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @contextlib.contextmanager
 def _make_ray_folder(logs: Path | None) -> Iterator[str]:
     """Make a temporary folder for a local Ray; copy its logs when the block fails."""
     # short: the paths of the Unix sockets in it may have 107 bytes
     short = Path("/tmp")
-    with scratch_folder("ray-", short if short.is_dir() else None) as folder:
+    # Ray opens its folder to all users, so it is in one that only this user can enter
+    with scratch_folder("ray-", short if short.is_dir() else None) as private:
+        folder = private / "r"
+        folder.mkdir()
         try:
             yield str(folder)
         except BaseException:
@@ -193,12 +254,30 @@ def _start_ray(folder: str, cpus: int, resource: str | None) -> None:
 
 def is_own_cluster() -> bool:
     """Return True when this process has started its cluster: all of it is on this machine."""
-    return bool(_heads)
+    return bool(_services)
 
 
-def is_head_dead() -> bool:
-    """Return True when the control service of this process's own cluster has died.
+def find_dead_service() -> str:
+    """Return the name of a process of this process's own cluster that is gone; empty while all of them run.
 
-    Actors continue for a minute without it; then Ray ends this process, which cannot save or report anything any more.
+    Without its control service actors continue for a minute; then Ray ends this process, which cannot save or report anything
+    any more. Without its node service they continue until one of them needs another process.
     """
-    return any(not head.is_running() or head.status() == psutil.STATUS_ZOMBIE for head in _heads)
+    return next((name for name, service in _services if _read_state(service) in (None, psutil.STATUS_ZOMBIE)), "")
+
+
+def find_stopped_services() -> list[str]:
+    """Return the names of processes of this process's own cluster, its fork server included, that a signal has stopped."""
+    services = list(_services)
+    if (pid := find_server_process()) is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            services.append(("fork server", psutil.Process(pid)))
+    stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return [f"{name}, pid {service.pid}" for name, service in services if _read_state(service) in stopped]
+
+
+def _read_state(process: psutil.Process) -> str | None:
+    try:
+        return process.status() if process.is_running() else None
+    except psutil.NoSuchProcess:
+        return None

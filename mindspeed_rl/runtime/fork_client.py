@@ -11,11 +11,15 @@ import resource
 import socket
 import sys
 
+#: a fork takes milliseconds, a server that is stopped never answers, and Ray waits a minute for a process of its own
+_ANSWER_S = 15
+
 
 def main(path: str, paths: str, script: list[str]) -> None:
     """Request a copy at the socket `path`, or run the script; see the module."""
     try:
         with socket.socket(socket.AF_UNIX) as server, open("/proc/self/oom_score_adj") as score, open(paths) as listed:
+            server.settimeout(_ANSWER_S)
             server.connect(path)
             server.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
             # the copy takes these over, in addition to the first three descriptors
@@ -33,6 +37,9 @@ def main(path: str, paths: str, script: list[str]) -> None:
             server.shutdown(socket.SHUT_WR)
             if server.recv(1):
                 return
+    except TimeoutError:
+        text = f"the fork server does not answer within {_ANSWER_S} s: this process imports its libraries itself"
+        print(text, file=sys.stderr, flush=True)
     except OSError:
         pass  # the server has ended
     os.execv(sys.executable, [sys.executable, *script])

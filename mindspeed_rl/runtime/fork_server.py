@@ -184,6 +184,12 @@ def fork_server(platform: str, libraries: Libraries) -> Iterator[None]:
             server.close()
 
 
+def find_server_process() -> int | None:
+    """Return the pid of this process's own fork server; None without one, or where it is shared."""
+    process = _servers[-1][0]._process if _servers else None
+    return None if process is None else process.pid
+
+
 def build_worker_command(timeout_s: float = 120.0) -> str | None:
     """Return the command that Ray runs in place of Python for a worker on this machine; None for Python itself.
 

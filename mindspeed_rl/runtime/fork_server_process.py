@@ -113,7 +113,10 @@ def _fork_for_requests(listening: socket.socket) -> _Request:
                 for target, descriptor in enumerate(descriptors):
                     os.dup2(descriptor, target)
                     os.close(descriptor)
-                connection.sendall(b"f")
+                try:
+                    connection.sendall(b"f")
+                except OSError:  # the client has gone without this copy, as after a long stop of this server
+                    os._exit(0)
                 return request
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -24,7 +24,7 @@ from mindspeed_rl.observability.process_status import (
     find_straggler,
     read_statuses,
 )
-from mindspeed_rl.runtime.cluster import is_head_dead
+from mindspeed_rl.runtime.cluster import find_dead_service, find_stopped_services
 from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ class Wait:
             f"no progress for {format_duration(idle_s)}: {self._phase} waits for {awaited}; it ends in "
             f"{format_duration(left_s)} (rl_config.deadlines.{self._deadline})"
         )
+        if stopped := find_stopped_services():
+            text += f"; stopped by a signal: {', '.join(stopped)}"
         if self._monitor.folder is not None:
             text += f"; mindspeed-rl doctor --hang {self._monitor.folder} shows what every process is doing"
         self._monitor._report(text)
@@ -162,7 +164,8 @@ class Wait:
     def describe(self, outcome: str) -> str:
         """Return the phase, its outcome and the status of every process; the straggler is in the first line."""
         since = time.strftime("%H:%M:%S", time.localtime(self._since))
-        head, folder = f"{self._phase} {outcome}, since {since}", self._monitor.folder
+        stopped = "".join(f"; {name} is stopped by a signal" for name in find_stopped_services())
+        head, folder = f"{self._phase} {outcome}, since {since}{stopped}", self._monitor.folder
         if folder is None:
             return f"{_join_names(self._missing)} failed in {self._phase}: {head}."
         statuses = collect_statuses(folder)
@@ -179,8 +182,8 @@ class Wait:
 
 
 def _check_head(phase: str) -> None:
-    if is_head_dead():
-        raise WorkerError(f"Ray's control service (gcs_server) failed in {phase}: its process died.")
+    if service := find_dead_service():
+        raise WorkerError(f"Ray's {service} failed in {phase}: its process died.")
 
 
 def _join_names(names: Sequence[str]) -> str:

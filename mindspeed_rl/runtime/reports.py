@@ -25,6 +25,7 @@ class DataSummary:
         unit: of the counts: samples, pairs, solutions.
         num_train, num_held_out: items to train and to evaluate on.
         num_too_long: items left out because they exceed seq_length.
+        num_cut, num_without_label: items that seq_length cuts, and those of them without any label left.
         order: numbers that differ for other items, and for another order.
     """
 
@@ -32,12 +33,18 @@ class DataSummary:
     num_train: int
     num_held_out: int
     num_too_long: int
+    num_cut: int = 0
+    num_without_label: int = 0
     order: Sequence[int] = ()
 
     def __str__(self) -> str:
         text = f"{self.num_train:,} {self.unit} to train on"
         text += f", {self.num_held_out:,} to evaluate on" if self.num_held_out else ""
-        return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")
+        text += f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else ""
+        if self.num_cut:
+            text += f"\nwarning: {self.num_cut:,} of {self.num_train:,} {self.unit} are cut at seq_length"
+            text += f", {self.num_without_label:,} have no label left" if self.num_without_label else ""
+        return text
 
 
 def add_sync_bytes(metrics: Metrics, received: int, needed: int) -> None:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rl.config import GenerateConfig, Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
@@ -201,7 +201,7 @@ class RolloutServers:
                 ray.kill(actor)
         terminate_processes(self._run.folder, list(self._actors))
         # Ray would wait for its control service
-        if self._placement is not None and not is_head_dead():
+        if self._placement is not None and not find_dead_service():
             with contextlib.suppress(*_RAY_ERRORS):
                 remove_placement_group(self._placement)
 

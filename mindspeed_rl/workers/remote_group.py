@@ -21,7 +21,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, is_head_dead, is_own_cluster
+from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service, is_own_cluster
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files
@@ -168,7 +168,7 @@ class RemoteGroup:
         for process in self.processes:
             ray.kill(process)
         terminate_processes(self._folder, self.names)
-        if not is_head_dead():  # Ray would wait for it
+        if not find_dead_service():  # Ray would wait for it
             # the run is at its end: an error here must not hide the one that brought it there
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
