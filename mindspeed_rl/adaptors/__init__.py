@@ -36,6 +36,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_float32_head",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -46,13 +47,18 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
         "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_float32_head",
     ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.packed_rope",
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
-    ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_log_probs"),
+    ("cuda", "rollout"): (
+        "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_float32_head",
+    ),
 }
 
 #: platform -> module and class of what it does around vLLM's calls

@@ -91,6 +91,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     finally:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
     run, epochs = inputs.run, cfg.actor_config.train_epochs
+    report["derived"] |= {name: {"value": item.value, "from": item.source} for name, item in run.config.derived.items()}
     if epochs is not None and isinstance(inputs, RLInputs):
         each, count = run.plan.num_prompts, len(inputs.prompts)
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration"

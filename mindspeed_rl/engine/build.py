@@ -182,6 +182,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = model_config.vocab_size
                 model.final_logit_softcapping = model_config.final_logit_softcapping
+                model.fp32_lm_head = bool(config.fp32_lm_head)
             if layout.num_experts and layout.expert_tp_size < layout.tp:
                 _reduce_over_expert_ranks(model)
             models.append(model.to(platform.current().current_device()))

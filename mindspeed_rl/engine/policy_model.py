@@ -86,6 +86,7 @@ def _compute_choice_logits(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
+    in_float32: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute [len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
@@ -96,7 +97,8 @@ def _compute_choice_logits(
     local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)
     mine = (local >= 0) & (local < vocab)
     # a rank without the token adds 0
-    logits = (hidden @ weight.index_select(0, local.clamp(0, vocab - 1)).t()).float() * mine
+    rows = weight.index_select(0, local.clamp(0, vocab - 1))
+    logits = (hidden.float() @ rows.float().t() if in_float32 else (hidden @ rows.t()).float()) * mine
     if group is not None and group.size() > 1:
         logits = reduce_from_tensor_model_parallel_region(logits, group=group)
     if softcap is not None:
@@ -116,10 +118,12 @@ class PolicyModel(_ResponseAligned, GPTModel):
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
         final_logit_softcapping: cap of the logits, None for none.
+        fp32_lm_head: log-probs are those of logits in float32, whatever the format of the weights.
     """
 
     true_vocab_size: int
     final_logit_softcapping: float | None = None
+    fp32_lm_head: bool = False
 
     def _postprocess(
         self,
@@ -154,6 +158,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
                 labels.choices,
                 temperature=labels.temperature,
                 softcap=self.final_logit_softcapping,
+                in_float32=self.fp32_lm_head,
                 group=group,
             )
             return self._to_response(logits.unbind(0), micro_batch)
@@ -167,6 +172,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
             chunk_size=labels.chunk_size,
             padding=min(max(end - self.true_vocab_size, 0), weight.size(0)),
             softcap=self.final_logit_softcapping,
+            in_float32=self.fp32_lm_head,
             group=group,
         )
         return self._to_response(results, micro_batch)

@@ -1,6 +1,6 @@
 """Losses of the routers: balancing of the experts and z-loss, with the same weight whatever the loss of the model divides by.
 
-The loss that is minimised is (sum of the model's loss) / C + L, C its count over the optimizer step (`LossOutput`). L is the sum
+The loss that is minimised is (sum of the model's loss) / C + L, C its count over the step (`LossOutput`). L is the sum
 over the layers with experts of
 
     aux_loss      coeff * mean over tokens t of the micro-batch loss B of t's micro-batch

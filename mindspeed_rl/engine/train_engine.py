@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite; no weight was changed."""
+    """A loss, a gradient or its norm was NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ class StepResult:
         losses: of this rank's micro-batches, without gradient; none on ranks without results.
         grad_norm: global norm before clipping.
         lr: learning rate of the step.
+        is_skipped: no rank had anything to learn from, so nothing has changed but the position in the schedule.
     """
 
     losses: list[LossOutput]
     grad_norm: float
     lr: float
+    is_skipped: bool = False
 
     @property
     def metrics(self) -> Metrics:
@@ -103,6 +106,7 @@ class TrainEngine:
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
         self._router_losses: RouterLosses | None = None
+        self._num_counted: Tensor | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
@@ -127,7 +131,7 @@ class TrainEngine:
         if self.model.plan.model_config.num_moe_experts is not None:
             self._router_losses = RouterLosses(self.model)
         transformer_config = self.model.transformer_config
-        transformer_config.finalize_model_grads_func = finalize_model_grads
+        transformer_config.finalize_model_grads_func = self._finalize_gradients
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
@@ -228,7 +232,8 @@ class TrainEngine:
                 then gathered during its forward pass; otherwise they are complete when this returns.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite; weights and optimizer are as before.
+            NonFiniteError: a loss or gradient is not finite, and weights and optimizer are as before; or the norm of the
+                gradient is not.
         """
         optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None  # start_training came first
@@ -238,19 +243,28 @@ class TrainEngine:
             optimizer.zero_grad()
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
+            # Megatron moves them with every batch that it sees
+            biases = [
+                (bias, bias.clone()) for chunk in self.chunks for name, bias in chunk.named_buffers() if "expert_bias" in name
+            ]
             if self._router_losses is not None:
                 self._router_losses.start_step(micro_batches, self._count(micro_batches, loss_step))
             # called here and not in a helper, so that only Megatron's frames are between this line and the loss
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
-            if not self.config.no_check_for_nan_in_loss_and_grad:
-                self._check_finite(losses, micro_batches)
+            is_skipped = not self._check_step(losses, micro_batches)
             if self.on_gradients is not None:
                 self.on_gradients()
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
             # only now, when activations no longer take the memory of a swapped optimizer
             self.offloader.onload(optimizer=True)
-            # declared to return nothing; every optimizer returns success, the norm and a count of zeros
-            _, grad_norm, _ = cast(tuple[bool, float | None, int | None], optimizer.step())
+            grad_norm: float | None = None
+            if is_skipped:  # moments and weight decay would change weights
+                for bias, before in biases:
+                    bias.copy_(before)
+            else:
+                # declared to return nothing; every optimizer returns success, the norm and a count of zeros
+                _, grad_norm, _ = cast(tuple[bool, float | None, int | None], optimizer.step())
+                self._check_norm(grad_norm)
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -259,7 +273,7 @@ class TrainEngine:
             scheduler.step(increment=1)
             self.num_updates += 1
             PendingMetrics.read(one.metrics for one in losses)
-        return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
+        return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr), is_skipped)
 
     def loss_step(
         self,
@@ -306,21 +320,42 @@ class TrainEngine:
             total += loss_step(index, micro_batch, (zeros,) * num_outputs)[2].count
         return total
 
-    def _check_finite(self, losses: Sequence[LossOutput], micro_batches: Sequence[MicroBatch]) -> None:
-        """Raise the same error on every rank when any rank has a non-finite loss or gradient; the host waits once.
+    def _finalize_gradients(
+        self, chunks: list[torch.nn.Module], num_counted: Tensor | None = None, *others: Any, **keywords: Any
+    ) -> None:
+        finalize_model_grads(chunks, num_counted, *others, **keywords)
+        # summed over all ranks by now
+        self._num_counted = num_counted
+
+    def _check_norm(self, norm: float | None) -> None:
+        """Raise on every rank where the norm is not finite: squares overflow before their roots do."""
+        if norm is not None and not math.isfinite(norm) and not self.config.no_check_for_nan_in_loss_and_grad:
+            raise NonFiniteError(
+                f"the norm of the gradient is not finite ({norm}) though loss and gradient are; the run ends without saving "
+                "this update"
+            )
+
+    def _check_step(self, losses: Sequence[LossOutput], micro_batches: Sequence[MicroBatch]) -> bool:
+        """Return whether any rank had anything to learn from.
+
+        Raises the same error on every rank when any rank has a non-finite loss or gradient. The host waits once.
 
         Args:
             losses: of the micro-batches; none on other pipeline stages than the last.
         """
+        num_counted = self._num_counted
+        assert num_counted is not None  # the schedule has finalized the gradients
+        if self.config.no_check_for_nan_in_loss_and_grad:
+            return bool(num_counted > 0)
         # NaN and infinity survive a sum: one number a buffer is enough
         sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
-        flag = torch.zeros(1, device=self.device)
-        if sums:
-            flag += ~torch.stack([torch.isfinite(value) for value in sums]).all()
+        is_broken = torch.stack([torch.isfinite(value) for value in sums]).all().logical_not()
+        state = torch.stack([is_broken.to(num_counted.dtype), num_counted.reshape(())])
         # on all ranks: if one raised alone, the others would wait in the optimizer
-        dist.all_reduce(flag)
-        if not flag.item():
-            return
+        dist.all_reduce(state, op=dist.ReduceOp.MAX)
+        any_broken, count = state.tolist()
+        if not any_broken:
+            return count > 0
         broken = [
             f"micro-batch {index} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
             for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl import platform
+
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     if group is not None and group.size() > 1:
@@ -15,9 +17,14 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.Reduce
     return tensor
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None, in_float32: bool
+) -> Tensor:
     """Return [n, v] float32, a new tensor; the last `padding` columns (vocabulary padding of this rank) get no probability."""
-    logits = (hidden @ weight.t()).float()
+    if in_float32 and hidden.dtype != torch.float32:
+        logits = platform.current().float32_product(hidden, weight)
+    else:
+        logits = (hidden @ weight.t()).float()
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
@@ -44,6 +51,7 @@ class _VocabLogProbs(torch.autograd.Function):
         chunk_size: int,
         padding: int,
         softcap: float | None,
+        in_float32: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         vocab = weight.size(0)
@@ -54,7 +62,7 @@ class _VocabLogProbs(torch.autograd.Function):
         entropy = torch.empty_like(log_probs)
         for start in range(0, tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits = _logits(hidden[chunk], weight, temperature, padding, softcap)
+            logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
             local = labels[chunk] - first
             mine = (local >= 0) & (local < vocab)
             # one maximum for all ranks, or their sums of exponentials could not be added
@@ -71,7 +79,7 @@ class _VocabLogProbs(torch.autograd.Function):
             log_z[chunk] = top + log_total
             entropy[chunk] = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.settings = (temperature, chunk_size, padding, softcap, first)
+        ctx.settings = (temperature, chunk_size, padding, softcap, in_float32, first)
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -79,7 +87,7 @@ class _VocabLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        temperature, chunk_size, padding, softcap, first = ctx.settings
+        temperature, chunk_size, padding, softcap, in_float32, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
         # several chunks add up in float32 and are rounded once, at the end
@@ -90,7 +98,7 @@ class _VocabLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(log_z)
         for start in range(0, hidden.size(0), chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits = _logits(hidden[chunk], weight, temperature, padding, softcap)
+            logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
             slope = None
             if softcap is not None:
                 # padding has no gradient, so its value does not matter here
@@ -118,7 +126,7 @@ class _VocabLogProbs(torch.autograd.Function):
                 grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def compute_vocab_log_probs(
@@ -130,6 +138,7 @@ def compute_vocab_log_probs(
     chunk_size: int = 1024,
     padding: int = 0,
     softcap: float | None = None,
+    in_float32: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-prob of each label and the entropy of each distribution, equal on all ranks of the group.
@@ -145,8 +154,9 @@ def compute_vocab_log_probs(
         chunk_size: tokens with logits in memory at one time.
         padding: rows at the end of this rank's `weight` that pad the vocabulary.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
+        in_float32: logits of 16-bit `hidden` and `weight` are not rounded to their format (MiniMax-M1, arXiv:2506.13585).
 
     Returns:
         log_probs [n] float32 and entropy [n] float32.
     """
-    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, group)
+    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, in_float32, group)

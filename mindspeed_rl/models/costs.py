@@ -13,6 +13,8 @@ from mindspeed_rl.models.model_config import ModelConfig
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
 _MAX_DERIVED_BYTES = 8 << 30
+#: rows of a 16-bit head that are converted to float32 at a time (`Platform.float32_product`)
+HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class ModelFlops:
         """Return the operations of forward and backward over these sequences; backward costs twice forward."""
         lengths = list(lengths)
         return 3.0 * (self.per_token * sum(lengths) + self.per_squared_token * sum(length**2 for length in lengths))
+
+
+def measure_head_share(architecture: Architecture, model_config: ModelConfig, product_cost: float) -> float:
+    """Return the part of the head's products in those of an update, where its logits are in float32.
+
+    Its logits are computed twice, because backward computes them again, at `product_cost` times the cost of other products;
+    then come two products for gradients. Other weights have one product forward and two backward.
+    """
+    head = 2.0 * model_config.hidden_size * model_config.vocab_size
+    others = ModelFlops.count(architecture, model_config).per_token
+    if model_config.untie_embeddings_and_output_weights:
+        others -= head
+    head *= 2.0 * product_cost + 2.0
+    return head / (head + 3.0 * others)
 
 
 def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1) -> int:

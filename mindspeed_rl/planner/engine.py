@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mindspeed_rl.config.placement import PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.models.costs import HEAD_ROWS, cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
@@ -84,6 +84,8 @@ def plan_engine(run: RunShape) -> Engine | None:
     step = int(rows * (4 * model_config.hidden_size + 3 * inner / tensor) * itemsize)
     # the sampler's rows: logits, their float32 form and the log-probs, of the full vocabulary
     step += min(generate.max_num_seqs, rows) * model_config.vocab_size * 12
+    if itemsize == 2 and (generate.fp32_lm_head or run.cfg.actor_config.fp32_lm_head):
+        step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
     problem = ""
     if not run.device.sleeps:
         room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize))

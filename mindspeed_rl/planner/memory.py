@@ -20,6 +20,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.models.costs import HEAD_ROWS
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
@@ -475,5 +476,8 @@ def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, token
     chunk = min(config.loss_chunk_size, tokens) * rows
     # forward: product in the model's format, float32 logits, shifted ones, their exponentials; backward: two more of them
     logits = chunk * (itemsize + 4 * (5 if trains else 3))
+    if config.fp32_lm_head and config.bf16:
+        # no product in the model's format, but rows of the head in float32
+        logits += min(HEAD_ROWS, rows) * model_config.hidden_size * 4 - chunk * itemsize
     gradient = rows * model_config.hidden_size * (4 + itemsize) if trains else 0.0
     return hidden + logits + gradient

@@ -20,6 +20,8 @@ from mindspeed_rl.observability.timers import OperatorTime, format_operators
 GIB = float(1 << 30)
 #: bytes between the starts of tensors in one copy, the alignment of device allocators
 _ALIGNMENT = 512
+#: rows of a 16-bit matrix that `float32_product` converts at a time; planned memory counts them (`models.costs.HEAD_ROWS`)
+FLOAT32_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Platform(ABC):
     forks: ClassVar[bool] = False
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
+    #: time of `float32_product` over that of a bfloat16 product with a bfloat16 result (benchmarks/head.py); None: not measured
+    float32_product_cost: ClassVar[float | None] = None
 
     @classmethod
     @abstractmethod
@@ -151,6 +155,15 @@ class Platform(ABC):
     def synchronize(self) -> None:
         """Wait until the device has done all work queued so far."""
         self.device_module.synchronize()
+
+    def float32_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return [n, v] float32 x @ weight^T of 16-bit [n, h] and [v, h]: exact products, added up in float32; no gradient."""
+        wide, out = x.float(), torch.empty(x.size(0), weight.size(0), dtype=torch.float32, device=x.device)
+        # a float32 copy of a few rows at a time
+        for start in range(0, weight.size(0), FLOAT32_ROWS):
+            rows = slice(start, start + FLOAT32_ROWS)
+            torch.mm(wide, weight[rows].float().t(), out=out[:, rows])
+        return out
 
     def to_device(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """Copy the host's tensors to the device in one copy, not waited for; on the CPU return them as they are."""

@@ -20,10 +20,14 @@ class CudaPlatform(Platform):
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
     pin_memory = True
     engine_sleep = True
+    float32_product_cost = 1.07  # H100; its product needs no copies
 
     @classmethod
     def is_available(cls) -> bool:
         return torch.version.cuda is not None and torch.cuda.is_available()
+
+    def float32_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def profiler_activities(self, settings: ProfileSettings) -> list[torch.profiler.ProfilerActivity]:
         host = super().profiler_activities(settings)

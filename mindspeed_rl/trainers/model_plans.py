@@ -17,10 +17,15 @@ from mindspeed_rl.checkpoint.model_source import (
     rl_reference,
 )
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
+from mindspeed_rl.config.run import Derivation
+from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
+from mindspeed_rl.platform import platform_class
 from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point
 
+#: part of an update's products that logits in float32 may take by default
+_MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 
 
@@ -126,7 +131,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
             models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
-        return dataclasses.replace(run, models=models), resume
+        return _decide_losses(dataclasses.replace(run, models=models)), resume
     assert run.objective is not None
     if run.objective.needs_reference and not run.rl.share_backbone:
         config, reference, iteration = rl_reference(run, source, resumes_after)
@@ -145,7 +150,33 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
         reward_source = _find_reward_model(cfg, reward)
         check_reward_start(reward, reward_source)
         models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
-    return dataclasses.replace(run, models=models), resume
+    return _decide_losses(dataclasses.replace(run, models=models)), resume
+
+
+def _decide_losses(run: Run) -> Run:
+    """Return the run with the format of each head's logits, and with the sources of what its models decide about losses."""
+    cfg, models, derived = run.config, dict(run.models), dict(run.config.derived)
+    cost = platform_class(run.platform).float32_product_cost
+    for name, model in run.models.items():
+        config, plan = model.config, model.plan
+        if config.fp32_lm_head is None and config.bf16 and plan.model_config.head == "lm":
+            share = 1.0 if cost is None else measure_head_share(plan.architecture, plan.model_config, cost)
+            decided = share < _MAX_HEAD_SHARE
+            models[name] = dataclasses.replace(model, config=dataclasses.replace(config, fp32_lm_head=decided))
+            source = f"in float32 the head takes {share:.0%} of an update's products; the limit is {_MAX_HEAD_SHARE:.0%}"
+            derived[f"{name}_config.fp32_lm_head"] = Derivation(
+                decided, f"the cost of a float32 head is not measured on {run.platform}" if cost is None else source
+            )
+        written = cfg.set_keys.get("megatron_training", frozenset()) | cfg.set_keys.get(f"{name}_config", frozenset())
+        if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
+            kind, found = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
+            source = "the model's config.json" if found is not None else "neither the run file nor config.json has one"
+            source = source if kind in ("aux_loss", "seq_aux_loss") else f"moe_router_load_balancing_type is {kind}"
+            derived[f"{name}_config.moe_aux_loss_coeff"] = Derivation(plan.balancing.coeff, source)
+    generate = cfg.generate_config
+    if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
+        generate = dataclasses.replace(generate, fp32_lm_head=True)
+    return dataclasses.replace(run, config=dataclasses.replace(cfg, derived=derived, generate_config=generate), models=models)
 
 
 def _plan_role(

@@ -242,6 +242,11 @@ class _MemoryKeys:
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
         range=Range.TOKENS, on_resume="exact")
+    fp32_lm_head: bool | None = key(None,
+        "logits of a bf16 model in float32, in the rollout engine too; unset: where that is measured and the head then takes "
+        "less than a tenth of an update's products",
+        "bf16 模型的 logits 用 float32 计算，推理引擎同样；不设时：在已测量的平台上，且输出层占更新计算量不到十分之一时开启",
+        elsewhere="enable_fp32_lm_head", on_resume="exact")
     lora_target_modules: list[str] | None = key(None,
         "layers with adapters: linear_qkv linear_proj linear_fc1 linear_fc2; unset: no LoRA",
         "带适配器的层：linear_qkv linear_proj linear_fc1 linear_fc2；不设则不用 LoRA", elsewhere="target_modules",
@@ -260,6 +265,9 @@ class _MemoryKeys:
 class _KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
+    use_fused_ring_attention_update: bool = key(False, "ring attention: merge partial results in one kernel",
+        "环形注意力：用一个算子合并部分结果", needs=("context_parallel_algo", ("megatron_cp_algo",)), only_on="npu",
+        on_resume="exact")
     use_ascend_coc: bool = key(False, "overlap tensor parallel communication with computation", "张量并行的通信与计算重叠",
         only_on="npu", on_resume="exact")
     coc_mode: int = key(-1, "variant of that overlap", "该重叠的方式", range=Bounds(-1, 2), needs=("use_ascend_coc", (True,)),

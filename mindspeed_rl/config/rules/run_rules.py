@@ -42,8 +42,8 @@ def _number_format(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "same_head_format",
             {"actor_config.fp32_lm_head": trained, "generate_config.fp32_lm_head": sampled},
-            f"generate_config.fp32_lm_head ({str(sampled).lower()}) must be that of the actor: trainer and rollout engine compute "
-            "logits in the same format",
+            f"generate_config.fp32_lm_head ({str(sampled).lower()}) must be that of the actor: trainer and rollout engine "
+            "compute logits in the same format",
             ({"actor_config.fp32_lm_head": sampled}, {"generate_config.fp32_lm_head": trained}),
         )
 

@@ -93,3 +93,24 @@ def test_half_precision_inputs_are_computed_in_float32_and_keep_their_gradient_t
     torch.testing.assert_close(log_probs.detach(), expected, rtol=0, atol=0.1)
     log_probs.sum().backward()
     assert half[0].grad.dtype == half[1].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("vocab", [37, 9000])  # one block of converted rows, and two
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_float32_head_does_not_round_logits_of_bfloat16_weights(vocab: int, softcap: float | None) -> None:
+    hidden, weight, labels = inputs(vocab=vocab)
+    hidden, weight = (hidden * 4).bfloat16(), (weight * 4).bfloat16()
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    expected = reference(*theirs, labels, 0.7, 0, softcap)
+    expected[0].sum().backward()
+    errors = []
+    for in_float32 in (False, True):
+        ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        got = compute_vocab_log_probs(*ours, labels, temperature=0.7, chunk_size=4, softcap=softcap, in_float32=in_float32)
+        got[0].sum().backward()
+        errors.append(max(float((mine - true).detach().abs().max()) for mine, true in zip(got, expected)))
+    assert errors[0] > 0.01 and errors[1] < 1e-4
+    for mine, true in zip(ours, theirs):
+        # gradients themselves are rounded to the format of what they belong to
+        assert mine.grad.dtype == torch.bfloat16
+        assert float((mine.grad.double() - true.grad).norm()) < 0.01 * float(true.grad.norm())
