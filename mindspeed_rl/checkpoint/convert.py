@@ -32,6 +32,7 @@ from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.options import Progress
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.observability.folder_locks import hold_folders
 
 _TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
@@ -70,7 +71,8 @@ def run_plan(
     progress = progress or Progress()
     check_destination(plan.destination)
     staging = [plan.destination.staging, _companions_staging(plan), plan.destination.path / _LATEST_STAGING]
-    with nothing_left(plan.destination.path, plan.num_bytes, staging):
+    held = hold_folders({"--save-dir": plan.destination.path}, beside=plan.destination.kind == "hf")
+    with nothing_left(plan.destination.path, plan.num_bytes, staging), held:
         _write(plan, workers, progress, task_bytes)
         if verify:
             _verify(plan, workers, progress, task_bytes)

@@ -21,13 +21,14 @@ from mindspeed_rl.config import MegatronConfig, RLConfig, Run
 from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
+from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
 from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, report_outcome
 from mindspeed_rl.trainers.run_logger import LogOutputs
-from mindspeed_rl.trainers.sft_setup import build_supervised_trainer, check_supervised, start_workers
+from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Terminated, Termination
 
@@ -71,9 +72,25 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
         WorkerError: a worker died or raised.
         Terminated: SIGTERM came.
     """
-    steps = StartSteps()
-    # before the run folder is made: a wrong key leaves none behind
-    inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
+    steps, roles = StartSteps(), {"actor_config": run.config.actor_config, "critic_config": run.config.critic_config}
+    folders = {f"{name}.save": Path(role.save) for name, role in roles.items() if role is not None and role.save}
+    folders["run_dir"] = run.folder
+    folders = {name: path.expanduser() for name, path in folders.items()}
+    there = {name: path for name, path in folders.items() if path.is_dir() and os.access(path, os.W_OK)}
+    with contextlib.ExitStack() as held:
+        # first: no other run writes a checkpoint while it is decided where this one resumes
+        held.enter_context(hold_folders(there))
+        inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
+        # made only now: a wrong key leaves no run folder behind
+        held.enter_context(hold_folders({name: path for name, path in folders.items() if name not in there}))
+        yield held.enter_context(_start(inputs, advisor, steps))
+
+
+@contextlib.contextmanager
+def _start(
+    inputs: RLInputs | SupervisedInputs, advisor: RunAdvisor | None, steps: StartSteps
+) -> Iterator[RLTrainer | SupervisedTrainer]:
+    """Yield a trainer with all its processes running, for inputs that were checked; see `launch`."""
     run, cfg = inputs.run, inputs.run.config  # with the length of the run, where the prompts decide it
     rl, actor = cfg.rl_config or RLConfig(), cfg.actor_config
     termination = Termination(actor.sigterm_grace_s)

@@ -19,7 +19,7 @@ from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.data.indexed import list_packed_columns
+from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.runtime.reports import DataSummary
@@ -38,7 +38,7 @@ _SUPERVISED = WorkerKind(
 
 
 @dataclass(frozen=True)
-class _SupervisedInputs:
+class SupervisedInputs:
     """The inputs of a run, checked before anything is started.
 
     Attributes:
@@ -66,7 +66,7 @@ class _SupervisedServices:
     has_held_out: bool
 
 
-def check_supervised(run: Run) -> _SupervisedInputs:
+def check_supervised(run: Run) -> SupervisedInputs:
     """Check all files and keys of a run.
 
     Raises:
@@ -80,16 +80,16 @@ def check_supervised(run: Run) -> _SupervisedInputs:
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
     load_tokenizer_of(config, source)  # raises where there is none
-    _check_data(config)
+    _check_data(config, run.models["actor"].plan.model_config.vocab_size)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
-    return _SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
+    return SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
 
 
-def start_workers(inputs: _SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
+def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
     """Start the workers; they run until the stack is closed.
 
     Raises:
@@ -104,6 +104,9 @@ def start_workers(inputs: _SupervisedInputs, stack: contextlib.ExitStack, steps:
     print(data, flush=True)
     if order_change := inputs.resume.describe_order_change(list(data.order)):
         print(order_change, flush=True)
+    if data.num_without_label == data.num_train:
+        length = run.config.actor_config.seq_length
+        raise ValueError(f"megatron_training.seq_length: {length} cuts off the labels of all {data.num_train:,} {data.unit}.")
     if run.config.actor_config.skip_train and not data.num_held_out:
         raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
     return _SupervisedServices(workers, resumed, data.num_held_out > 0)
@@ -125,7 +128,7 @@ def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[s
 
 
 def build_supervised_trainer(
-    inputs: _SupervisedInputs, services: _SupervisedServices, outputs: LogOutputs, termination: Termination
+    inputs: SupervisedInputs, services: _SupervisedServices, outputs: LogOutputs, termination: Termination
 ) -> SupervisedTrainer:
     """Build the loop on workers that run."""
     logger = RunLogger(outputs, partial(_derive_throughput, num_devices=inputs.num_devices))
@@ -154,11 +157,15 @@ _COLUMNS = {
 }
 
 
-def _check_data(config: MegatronConfig) -> None:
-    """Check that the files exist that the workers will read; the workers check their content.
+def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
+    """Check the files that the workers will read.
+
+    Args:
+        config: of the trained model.
+        vocab_size: of the model, with which token ids are compared; None checks that the files exist and no more.
 
     Raises:
-        ValueError: data_path is not set, or a file or column that the stage needs does not exist.
+        ValueError: data_path is not set, or a file or column that the stage needs does not exist, or is damaged.
     """
     assert config.stage is not None
     for key in ("data_path", "eval_data_path"):
@@ -175,3 +182,5 @@ def _check_data(config: MegatronConfig) -> None:
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
             if missing:
                 raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
+            if vocab_size is not None and not (config.stage == "pretrain" and is_weight(prefix)):
+                check_columns(Path(str(prefix)).expanduser(), vocab_size, f"megatron_training.{key}")

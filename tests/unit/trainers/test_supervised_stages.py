@@ -42,6 +42,7 @@ def pack(samples: list[tuple[list[int], list[int]]], *, neat: bool, length: int 
         "input_ids": row["input_ids"] + [0] * rest,
         "attention_mask": row["attention_mask"] + [0 if neat else 1] * rest,
         "labels": row["labels"] + [-100] * rest,
+        "sample_lengths": [len(prompt) + len(answer) for prompt, answer in samples],
     }
 
 
@@ -102,6 +103,21 @@ def test_padding_to_seq_length_changes_no_figure(start: Callable[..., Any], tmp_
     assert long["train/loss"] == pytest.approx(short["train/loss"], rel=1e-5)
     assert long["train/grad_norm"] == pytest.approx(short["train/grad_norm"], rel=1e-4)
     assert long["train/tokens"] == short["train/tokens"]
+
+
+def test_cut_labels_are_counted_and_a_step_without_any_changes_nothing(start: Callable[..., Any], tmp_path: Path) -> None:
+    # 16 rows: of eight the answer is behind the cut, of four the end of it
+    rows = [instruction_row([5] * 9, [7, 8, EOS])] * 8 + [instruction_row([5] * 4, [7, 8, 9, EOS])] * 4
+    rows += [instruction_row([5, 6], [7, EOS])] * 4
+    stage = start("sft", write_columns(tmp_path / "rows", rows), seq_length=6, no_shuffle=True, global_batch_size=8)
+    assert "warning: 12 of 16 samples are cut at seq_length, 8 have no label left" in str(stage.data())
+    before = {name: tensor.clone() for name, tensor in stage.role.model.models[0].state_dict().items() if tensor is not None}
+    result = stage.train().metrics.results()
+    assert result["train/skipped_steps"] == 1 and not {"train/loss", "train/grad_norm"} & set(result)
+    after = stage.role.model.models[0].state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    result = stage.train().metrics.results()
+    assert result["train/loss"] > 0 and result["train/grad_norm"] > 0 and "train/skipped_steps" not in result
 
 
 # ---------------------------------------------------------------- pretrain
