@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns
+from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns, column_prefix
 
 
 class InstructionSample(TypedDict):
@@ -26,15 +26,17 @@ class InstructionSample(TypedDict):
 class InstructionDataset:
     """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
 
-    The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); with `split_at_eos`, a plain
-    pack is split after each end token that closes an answer. A row that is no pack is one sample either way.
+    The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); those of a plain pack, with
+    `splits_packs`, from its column `sample_lengths`. A row that is no pack is one sample either way.
 
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: rows longer than this are cut at the end when read; None reads full rows.
-        eos_id: the end token (of the template, where that replaces the tokenizer's); needed for `split_at_eos`.
-        split_at_eos: keep the samples of a plain pack separate.
+        splits_packs: keep the samples of a plain pack separate.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
+
+    Raises:
+        ValueError: see `IndexedColumns`; a plain pack does not say where its samples begin, or says it wrongly.
     """
 
     def __init__(
@@ -43,41 +45,75 @@ class InstructionDataset:
         *,
         seq_length: int | None = None,
         pad_id: int | None = None,
-        eos_id: int | None = None,
-        split_at_eos: bool = False,
+        splits_packs: bool = False,
     ) -> None:
-        if split_at_eos and eos_id is None:
-            raise ValueError("split_at_eos needs eos_id, the id of the end token")
         columns = ("input_ids", "attention_mask", "labels")
         self._rows = IndexedColumns(prefix, columns, same_length=[columns])
         self._seq_length = seq_length
         self._pad_id = pad_id
-        self._eos_id = eos_id
-        self._split_at_eos = split_at_eos
+        self._splits_packs = splits_packs
         #: [rows] int32: stored tokens per row, padding included, without reading the rows
         self.lengths = self._rows.lengths("input_ids")
+        if splits_packs:
+            self._check_sample_lengths()
+
+    def _check_sample_lengths(self) -> None:
+        path = f"{column_prefix(self._rows.prefix, SAMPLE_LENGTHS)}.bin"
+        if SAMPLE_LENGTHS not in self._rows.columns:
+            # rows of a neat pack show it themselves
+            if all(self._rows.row(index, "attention_mask")[-1] == 1 for index in range(min(len(self), 16))):
+                raise ValueError(
+                    f"data_path={self._rows.prefix!r} has no {path}, so nothing shows where samples of a pack begin; run "
+                    "preprocess --pack again (or with --neat-pack, and set neat_pack: true), or set pack: false where a row is "
+                    "one sample"
+                )
+            return
+        for index, length in enumerate(self.lengths.tolist()):
+            lengths = self._rows.row(index, SAMPLE_LENGTHS)
+            if lengths.sum() > length or (lengths < 0).any():
+                raise ValueError(f"{path}, row {index}: samples of {lengths.tolist()[:8]} tokens in a row of {length}")
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> InstructionSample:
+    def count_cut(self, indexes: Iterable[int]) -> tuple[int, int]:
+        """Count the rows that seq_length cuts, and those of them without any label left.
+
+        Args:
+            indexes: of the rows.
+        """
+        num_cut = num_without_label = 0
+        limit = np.iinfo(np.int64).max if self._seq_length is None else self._seq_length
+        for index in indexes:
+            if self.lengths[index] > limit:
+                _, labels, _, end = self._read(index)
+                num_cut += end > limit  # what is cut may be padding
+                num_without_label += end > limit and not (labels[1:limit] != IGNORE_INDEX).any()
+        return num_cut, num_without_label
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Return input_ids, labels and attention mask of a row, and the end of what is no padding."""
         input_ids = self._rows.row(index, "input_ids").astype(np.int64)
         labels = self._rows.row(index, "labels").astype(np.int64)
         mask = self._rows.row(index, "attention_mask")
+        is_used = mask != 0
+        if mask[-1] == 1:
+            is_used &= (labels != IGNORE_INDEX) | (input_ids != self._pad_id)
+        used = np.flatnonzero(is_used)
+        return input_ids, labels, mask, int(used[-1]) + 1 if len(used) else 0
+
+    def __getitem__(self, index: int) -> InstructionSample:
+        input_ids, labels, mask, end = self._read(index)
         # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is no pack at all
-        neat = bool(mask[-1] != 1)
-        used = np.flatnonzero((mask != 0) & ((labels != IGNORE_INDEX) | (input_ids != self._pad_id) if not neat else True))
-        end = int(used[-1]) + 1 if len(used) else 0
+        is_neat = mask[-1] != 1
         if self._seq_length is not None:
             end = min(end, self._seq_length)
         input_ids, labels, mask = input_ids[:end], labels[:end], mask[:end]
-        if neat:
+        if is_neat:
             ends = np.append(np.flatnonzero(np.diff(mask)) + 1, end)
-        elif self._split_at_eos:
-            # samples close with a trained end token; the tokens after the last one are a sample too
-            ends = np.flatnonzero((input_ids == self._eos_id) & (labels == self._eos_id)) + 1
-            if not len(ends) or ends[-1] != end:
-                ends = np.append(ends, end)
+        elif self._splits_packs and SAMPLE_LENGTHS in self._rows.columns:
+            ends = np.cumsum(self._rows.row(index, SAMPLE_LENGTHS))
+            ends = np.append(ends[ends < end], end)
         else:
             ends = np.array([end])
         return InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=np.diff(ends, prepend=0).astype(np.int64))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import struct
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 IGNORE_INDEX = -100
+#: column of a pack: the lengths of its samples
+SAMPLE_LENGTHS = "sample_lengths"
 SUFFIXES = (".bin", ".idx")
+#: tokens that are checked together, and how often at most
+_CHECKED_TOKENS, _CHECKED_CHUNKS = 1 << 22, 256
+#: types of tokens by their code in an index
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 _COLUMN_FILE = re.compile(r"_packed_(?P<column>.+)_document\.idx$")
 
 
@@ -89,11 +97,30 @@ class IndexedWriter:
         self._builder.data_file.close()
 
 
+@dataclass(frozen=True)
+class _Index:
+    """Content of an `.idx`: the type of the tokens; for each row its tokens and its first byte."""
+
+    dtype: np.dtype[Any]
+    lengths: np.ndarray
+    pointers: np.ndarray
+
+
 def open_indexed(path_prefix: str | Path) -> IndexedDataset:
     """Memory-map one pair.
 
     Raises:
-        ValueError: a file of the pair is missing, empty, or not a Megatron index.
+        ValueError: see `read_index`.
+    """
+    read_index(path_prefix)
+    return _megatron().IndexedDataset(str(path_prefix), multimodal=False, mmap=True)
+
+
+def read_index(path_prefix: str | Path) -> _Index:
+    """Read the index of one pair and compare it with the size of both files, without torch or megatron-core.
+
+    Raises:
+        ValueError: a file of the pair is missing, empty, cut short, of another dataset, or not a Megatron index.
     """
     for suffix in SUFFIXES:
         if not os.path.isfile(f"{path_prefix}{suffix}"):
@@ -103,9 +130,82 @@ def open_indexed(path_prefix: str | Path) -> IndexedDataset:
             raise ValueError(
                 f"{path_prefix}.idx is not a Megatron index (wrong first bytes); was the run that wrote it cut short?"
             )
-    if os.path.getsize(f"{path_prefix}.bin") == 0:
+        header = index.read(25)
+    if (size := os.path.getsize(f"{path_prefix}.bin")) == 0:
         raise ValueError(f"{path_prefix}.bin is empty: the dataset holds no tokens")
-    return _megatron().IndexedDataset(str(path_prefix), multimodal=False, mmap=True)
+    version, code, num_rows, num_documents = struct.unpack("<QBQQ", header.ljust(25, b"\0"))
+    expected, found = 34 + 12 * num_rows + 8 * num_documents, os.path.getsize(f"{path_prefix}.idx")
+    if version != 1 or code not in _DTYPES or found < expected:
+        raise ValueError(
+            f"{path_prefix}.idx is damaged: {found} bytes, version {version}, token type {code}, {num_rows} rows; "
+            "write or copy the dataset again"
+        )
+    dtype = np.dtype(_DTYPES[code])
+    lengths = np.memmap(f"{path_prefix}.idx", np.int32, "r", 34, (num_rows,)) if num_rows else np.empty(0, np.int32)
+    pointers = (
+        np.memmap(f"{path_prefix}.idx", np.int64, "r", 34 + 4 * num_rows, (num_rows,)) if num_rows else np.empty(0, np.int64)
+    )
+    ends = pointers + lengths.astype(np.int64) * dtype.itemsize
+    needed = int(ends.max(initial=0))
+    if needed != size or (lengths < 0).any() or (pointers < 0).any():
+        row = f"; row {int(np.argmax(ends > size))} is the first that is not complete" if size < needed else ""
+        raise ValueError(
+            f"{path_prefix}.bin has {size} bytes and its .idx describes {needed}{row}; they are not of one run, or a copy was "
+            "cut short: write or copy the dataset again"
+        )
+    return _Index(dtype, lengths, pointers)
+
+
+def check_token_ids(path_prefix: str | Path, vocab_size: int, *, allows_ignored: bool) -> None:
+    """Check that the stored ids are tokens of the model: all of them, or a billion spread over a larger dataset.
+
+    Args:
+        path_prefix: of the files.
+        vocab_size: of the model.
+        allows_ignored: the column is labels, which may be IGNORE_INDEX.
+
+    Raises:
+        ValueError: one is not (with file, row, position and id); see also `read_index`.
+    """
+    index = read_index(path_prefix)
+    tokens = np.memmap(f"{path_prefix}.bin", index.dtype, "r")
+    starts = np.arange(0, len(tokens), _CHECKED_TOKENS)
+    for start in starts[:: -(-len(starts) // _CHECKED_CHUNKS)].tolist():
+        ids = tokens[start : start + _CHECKED_TOKENS]
+        # a mask is made where it is needed: most chunks need two passes of reading
+        if ids.max() < vocab_size and (ids.min() >= 0 or allows_ignored and np.all((ids >= 0) | (ids == IGNORE_INDEX))):
+            continue
+        wrong = (ids >= vocab_size) | (ids < 0) & ~(allows_ignored & (ids == IGNORE_INDEX))
+        position = start + int(np.argmax(wrong))
+        firsts = index.pointers // index.dtype.itemsize
+        row = int(np.argmax((firsts <= position) & (position < firsts + index.lengths)))
+        raise ValueError(
+            f"{path_prefix}.bin, row {row}, position {position - int(firsts[row])}: token id {int(tokens[position])} is not in "
+            f"the model's vocabulary of {vocab_size}; was the dataset written with another tokenizer?"
+        )
+
+
+def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
+    """Check the files of a dataset, and that its columns of tokens hold those of the model.
+
+    Args:
+        prefix: of a tuning or RL dataset, or the full prefix of a pretraining dataset.
+        vocab_size: of the model.
+        key: of the run file that names it.
+
+    Raises:
+        ValueError: see `read_index` and `check_token_ids`.
+    """
+    names = list_packed_columns(prefix)
+    paths = {name: column_prefix(prefix, name) for name in names} or {"": str(prefix)}
+    for name, path in paths.items():
+        try:
+            if name in ("attention_mask", SAMPLE_LENGTHS):
+                read_index(path)
+            else:
+                check_token_ids(path, vocab_size, allows_ignored=name.endswith("labels"))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
 
 
 def list_packed_columns(prefix: str | Path) -> list[str]:

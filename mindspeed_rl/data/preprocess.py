@@ -24,7 +24,14 @@ import numpy as np
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedWriter, column_prefix, open_indexed
+from mindspeed_rl.data.indexed import (
+    IGNORE_INDEX,
+    SAMPLE_LENGTHS,
+    SUFFIXES,
+    IndexedWriter,
+    column_prefix,
+    open_indexed,
+)
 from mindspeed_rl.data.parts import join_parts, publish, work_folder, write_parts
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import Counts, format_summary, render_columns
@@ -205,10 +212,14 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         packs = None
         if config.pack:
             merged, packs = _pack(config, handler, merged, lengths, work)
-        written = {name: open_indexed(prefix) for name, prefix in merged.items()}
+            names[SAMPLE_LENGTHS] = column_prefix(config.output_prefix, SAMPLE_LENGTHS)
+        written = {name: open_indexed(prefix) for name, prefix in merged.items() if name != SAMPLE_LENGTHS}
         sample = {name: np.asarray(dataset[0]) for name, dataset in written.items()}
         first_sample = render_columns(handler.settings.tokenizer, sample)
         files = publish(merged, names)
+        if not config.pack and handler.packed:  # of an earlier run, and not of these rows
+            for suffix in SUFFIXES:
+                Path(column_prefix(config.output_prefix, SAMPLE_LENGTHS) + suffix).unlink(missing_ok=True)
     text = format_summary(
         counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
     )
@@ -308,13 +319,16 @@ def _pack(
     # MindSpeed-LLM's capacity, so that the packs are equal
     packs = _greedy_packs(lengths, config.seq_length - 1)
     inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
-    packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in merged.items()}
+    columns = {**merged, SAMPLE_LENGTHS: column_prefix(config.output_prefix, SAMPLE_LENGTHS)}
+    packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in columns.items()}
     writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
     pad_id = handler.settings.tokenizer.pad_token_id
     for pack in packs:
         samples = [(np.asarray(inputs[index]), np.asarray(labels[index])) for index in pack]
         row = _pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
-        for name, values in zip(("input_ids", "attention_mask", "labels"), row, strict=True):
+        # MindSpeed-LLM's columns, and one more: its packs do not show where their samples begin
+        row += (np.array([len(ids) for ids, _ in samples], dtype=np.int32),)
+        for name, values in zip(("input_ids", "attention_mask", "labels", SAMPLE_LENGTHS), row, strict=True):
             writers[name].add_documents(values, [len(values)])
     for writer in writers.values():
         writer.close()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mindspeed_rl.data.indexed import megatron_import, open_indexed
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class PretrainData:
     data_path: one prefix, or prefixes, or weights and prefixes in turn (`0.3 a_text_document 0.7 b_text_document`).
     split: shares of train, valid and test, such as "99,1,0".
     eod_mask_loss, reset_position_ids, reset_attention_mask: effect of an end token on the loss, positions and mask after it.
+    marks_documents: an item also holds `document_lengths`, the tokens of each document in it; they add up to [seq_length].
     """
 
     data_path: Sequence[str]
@@ -31,6 +34,7 @@ class PretrainData:
     eod_mask_loss: bool = False
     create_attention_mask: bool = False
     cache_dir: str | None = None
+    marks_documents: bool = False
 
 
 class _TokenizerAdapter:
@@ -100,6 +104,22 @@ def build_pretrain_datasets(
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     if len(prefixes) > 1 and data.cache_dir is not None and not torch.distributed.is_initialized():
         raise ValueError("a blend with a cache_dir needs torch.distributed to run (megatron-core asks for the rank)")
+
+    class MarkedDataset(GPTDataset):
+        """Megatron's dataset, with the lengths of the documents in an item, which it knows but does not return."""
+
+        def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+            item = super().__getitem__(idx)
+            place = self.shuffle_index[idx or 0]
+            (first, offset), (last, end) = self.sample_index[place], self.sample_index[place + 1]
+            # declared as an iterable of numbers
+            documents: Any = self.dataset
+            sizes = documents.sequence_lengths[self.document_index[first:last]].tolist()
+            ends = np.cumsum([*sizes, int(end) + 1]) - int(offset)
+            # the extra token is a label alone
+            ends = np.unique(ends[(ends > 0) & (ends < data.seq_length)])
+            return item | {"document_lengths": torch.from_numpy(np.diff(ends, prepend=0, append=data.seq_length))}
+
     config = GPTDatasetConfig(
         random_seed=data.seed,
         sequence_length=data.seq_length,
@@ -112,5 +132,6 @@ def build_pretrain_datasets(
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.create_attention_mask,
     )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), lambda: True, config)
+    kind = MarkedDataset if data.marks_documents else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config)
     return tuple(builder.build())

@@ -113,8 +113,8 @@ class Metrics(dict[str, Metric]):
             self.add(name, metric)
 
     def results(self) -> dict[str, float]:
-        """Return the value of each metric, in order of appearance."""
-        return {name: metric.result() for name, metric in self.items()}
+        """Return the value of each metric, in order of appearance; a mean over nothing is left out."""
+        return {name: metric.result() for name, metric in self.items() if metric.count or metric.reduction != "mean"}
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:

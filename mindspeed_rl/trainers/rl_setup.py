@@ -24,7 +24,8 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.phases import list_worker_columns
-from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files
+from mindspeed_rl.data.indexed import check_columns, list_packed_columns
+from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
@@ -119,6 +120,10 @@ def check_rl(run: Run) -> RLInputs:
     _check_expert_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
+    for key, value in (("data_path", actor.data_path), ("eval_data_path", actor.eval_data_path)):
+        path = split_slice(value)[0] if isinstance(value, str) else ""
+        if path and list_packed_columns(path):
+            check_columns(Path(path), run.models["actor"].plan.model_config.vocab_size, f"megatron_training.{key}")
     prompts, held_out = load_prompts(run, tokenizer)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     for dataset in filter(None, (prompts, held_out)):

@@ -180,5 +180,8 @@ def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
     """Add the metrics of an optimizer step; one rank adds those that are equal on all."""
     metrics.merge(result.metrics)
     if dist.get_rank() == 0:
-        metrics.add_mean(f"{role}/grad_norm", result.grad_norm)
+        if result.is_skipped:
+            metrics.add_sum(f"{role}/skipped_steps", 1)
+        else:
+            metrics.add_mean(f"{role}/grad_norm", result.grad_norm)
         metrics.add_last(f"{role}/lr", result.lr)

@@ -100,7 +100,8 @@ class SupervisedWorker(DeviceWorker):
     def data(self) -> DataSummary:
         """Return the summary of the data."""
         held_out = 0 if self.held_out is None else len(self.held_out)
-        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long, self._order)
+        num_cut = self.stage.count_cut(self.train_items) if self.rank == 0 else (0, 0)
+        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long, *num_cut, self._order)
 
     # ------------------------------------------------------------------ phases
 
@@ -116,7 +117,10 @@ class SupervisedWorker(DeviceWorker):
         self.consumed += num_samples
         metrics.merge(_name_metrics("train/", result.losses))
         metrics.add_last("train/lr", result.lr)
-        metrics.add_last("train/grad_norm", result.grad_norm)
+        if not result.is_skipped:
+            metrics.add_last("train/grad_norm", result.grad_norm)
+        elif self.rank == 0:
+            metrics.add_sum("train/skipped_steps", 1)
         if self.is_output:
             # divided, because one rank of each replica adds them
             metrics.add_sum("train/samples", num_samples / self.replica[0])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample
@@ -16,6 +17,7 @@ from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsLenAndGetItem
     from transformers import PreTrainedTokenizerBase
 
 
@@ -53,9 +55,12 @@ class Instruction(Stage[InstructionSample]):
             prefix,
             seq_length=config.seq_length,
             pad_id=self.tokenizer.pad_token_id,
-            eos_id=self.tokenizer.eos_token_id,
-            split_at_eos=config.pack and config.reset_attention_mask and not config.neat_pack,
+            splits_packs=config.pack and config.reset_attention_mask and not config.neat_pack,
         )
+
+    def count_cut(self, items: SupportsLenAndGetItem[InstructionSample]) -> tuple[int, int]:
+        assert isinstance(items, Subset) and isinstance(items.dataset, InstructionDataset)  # as `datasets` returns them
+        return items.dataset.count_cut(items.indices)
 
     def rows(self, items: Sequence[InstructionSample]) -> Rows:
         samples, group_sizes = [], []

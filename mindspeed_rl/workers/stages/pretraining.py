@@ -55,7 +55,8 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
         return train, held_out
 
     def _build(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[_Samples | None, ...]:
-        data = PretrainData([str(path) for path in paths], self._seq_length, split, seed=self.config.seed)
+        prefixes, marks = [str(path) for path in paths], self.config.reset_attention_mask
+        data = PretrainData(prefixes, self._seq_length, split, seed=self.config.seed, marks_documents=marks)
         return build_pretrain_datasets(data, self.tokenizer, counts)
 
     def describe_order(self, items: _Samples, plan: BatchPlan) -> list[int]:
@@ -72,10 +73,9 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
         input_ids, targets, masks, group_sizes = [], [], [], []
         for item in items:
             tokens, labels, mask = (item[name].to(torch.int64) for name in ("tokens", "labels", "loss_mask"))
-            ends = [len(tokens)]
-            if self.config.reset_attention_mask:
-                closed = np.flatnonzero(tokens.numpy() == self.tokenizer.eos_token_id) + 1
-                ends = [*(end for end in closed.tolist() if end < len(tokens)), len(tokens)]
+            # a document may contain end tokens, or have none: what counts is where it was stored
+            lengths = item["document_lengths"].tolist() if self.config.reset_attention_mask else [len(tokens)]
+            ends = np.cumsum(lengths).tolist()
             for first, end in zip([0, *ends], ends):
                 input_ids.append(tokens[first:end])
                 targets.append(labels[first:end])

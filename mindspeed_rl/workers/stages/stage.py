@@ -88,6 +88,10 @@ class Stage(ABC, Generic[_Item]):
             held_out = self.open(config.eval_data_path)
         return data.Subset(items, range(first)), held_out if len(held_out) else None
 
+    def count_cut(self, items: SupportsLenAndGetItem[_Item]) -> tuple[int, int]:
+        """Return the number of items that seq_length cuts, and of those without any label left."""
+        return 0, 0
+
     def describe_order(self, items: SupportsLenAndGetItem[_Item], plan: BatchPlan) -> list[int]:
         """Return numbers that differ for other items, and for another order: size of a pass, a sum over some, seed, shuffling."""
         some = [items[int(index)] for index in np.linspace(0, len(items) - 1, min(16, len(items)))]

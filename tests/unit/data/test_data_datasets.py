@@ -11,9 +11,10 @@ from byte_tokenizer import build_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data import indexed
 from mindspeed_rl.data.datasets import BatchSampler, InstructionDataset, PreferenceDataset, ProcessRewardDataset
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, open_indexed
+from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, check_token_ids, open_indexed
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
@@ -81,23 +82,100 @@ def test_a_full_neat_pack_without_padding_is_split_too(write_packed):
     assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [2, 1]
 
 
-def test_a_plain_pack_is_one_sample_unless_split_at_its_end_tokens(write_packed):
-    end = 2
+PLAIN_PACK = {
+    # the first sample has two answers, each with an end token; the second one has no end token at all
+    "input_ids": [[5, 6, 2, 7, 2, 8, 9, 0, 0]],
+    "attention_mask": [[1] * 9],
+    "labels": [[-100, 6, 2, 7, 2, -100, 9, -100, -100]],
+}
+
+
+def test_a_plain_pack_is_split_where_its_samples_begin_and_nowhere_else(write_packed):
+    prefix = write_packed(**PLAIN_PACK, sample_lengths=[[5, 2]])
+    assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [9]
+    assert InstructionDataset(prefix, pad_id=0)[0]["sample_lengths"].tolist() == [7]
+    assert InstructionDataset(prefix, pad_id=0, splits_packs=True)[0]["sample_lengths"].tolist() == [5, 2]
+    for seq_length, lengths in ((6, [5, 1]), (5, [5]), (3, [3])):
+        cut = InstructionDataset(prefix, pad_id=0, seq_length=seq_length, splits_packs=True)[0]
+        assert cut["sample_lengths"].tolist() == lengths and len(cut["input_ids"]) == seq_length
+
+
+def test_a_plain_pack_that_does_not_show_where_its_samples_begin_is_refused(write_packed):
+    prefix = write_packed(**PLAIN_PACK)
+    with pytest.raises(ValueError, match=r"has no .*d_packed_sample_lengths_document\.bin, .*; run preprocess --pack again"):
+        InstructionDataset(prefix, splits_packs=True)
+    assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [9]
+    write_packed(sample_lengths=[[5, 5]])
+    with pytest.raises(ValueError, match=r"sample_lengths_document\.bin, row 0: samples of \[5, 5\] tokens in a row of 9"):
+        InstructionDataset(prefix, splits_packs=True)
+
+
+def test_cut_rows_and_those_without_a_label_left_are_counted(write_packed):
     prefix = write_packed(
-        input_ids=[[5, 6, end, 8, 9, end, 0, 0]],
-        attention_mask=[[1] * 8],
-        labels=[[-100, 6, end, -100, 9, end, -100, -100]],
+        input_ids=[[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 0, 0], [1, 2], [1, 2, 3, 4]],
+        attention_mask=[[1] * 4, [1] * 4, [1] * 4, [1] * 2, [1] * 4],
+        # a label on the first token is predicted by none
+        labels=[[-100, 2, 3, 4], [-100, -100, 3, 4], [-100, 2, -100, -100], [-100, 2], [1, -100, 3, 4]],
     )
-    assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [8]
-    row = InstructionDataset(prefix, pad_id=0)[0]
-    assert row["sample_lengths"].tolist() == [6]
-    row = InstructionDataset(prefix, pad_id=0, eos_id=end, split_at_eos=True)[0]
-    assert row["sample_lengths"].tolist() == [3, 3]
+    dataset = InstructionDataset(prefix, pad_id=0, seq_length=2)
+    assert dataset.count_cut(range(5)) == (3, 2)
+    assert dataset.count_cut([0, 2]) == (1, 0)
+    assert InstructionDataset(prefix, pad_id=0).count_cut(range(5)) == (0, 0)
 
 
-def test_an_end_token_the_model_only_reads_does_not_split(write_packed):
-    prefix = write_packed(input_ids=[[5, 2, 6, 2]], attention_mask=[[1] * 4], labels=[[-100, -100, 6, 2]])
-    assert InstructionDataset(prefix, eos_id=2, split_at_eos=True)[0]["sample_lengths"].tolist() == [4]
+def test_documents_of_a_sample_are_those_that_were_stored_whatever_their_tokens(tmp_path, tokenizer):
+    end = tokenizer.eos_token_id
+    generator = np.random.default_rng(0)
+    # half of them have end tokens inside, none has one at its end
+    documents = [[number] * int(generator.integers(1, 9)) + [end, number] * (number % 2) for number in range(600, 1000)]
+    write_megatron(tmp_path / "d_text_document", documents)
+    data = PretrainData([str(tmp_path / "d_text_document")], 16, "100,0,0", marks_documents=True)
+    train = build_pretrain_datasets(data, tokenizer, (60, 0, 0))[0]
+    for item in (train[index] for index in range(60)):
+        owners = [int(token) for token in item["tokens"]]
+        for position in reversed(range(15)):  # an end token comes before another token of its document
+            owners[position] = owners[position + 1] if owners[position] == end else owners[position]
+        changes = [position for position in range(1, 16) if owners[position] != owners[position - 1] != end != owners[position]]
+        assert np.cumsum(item["document_lengths"]).tolist() == [*changes, 16]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "cut", "message"),
+    [
+        ("bin", lambda content: content[:-4], r"has 20 bytes and its \.idx describes 24; row 2 is the first that is not comp"),
+        ("bin", lambda content: content[:8], "row 0 is the first that is not complete"),
+        ("bin", lambda content: content + b"0000", "has 28 bytes and its .idx describes 24; they are not of one run"),
+        ("bin", lambda content: b"", "is empty"),
+        ("idx", lambda content: content[:-8], r"\.idx is damaged: 94 bytes, version 1, token type 4, 3 rows"),
+        ("idx", lambda content: content[:20], r"\.idx is damaged"),
+        ("idx", lambda content: content[:17] + b"\x63" + content[18:], r"\.idx is damaged: .* token type 99"),
+        ("idx", lambda content: content[:4], "is not a Megatron index"),
+    ],
+)
+def test_a_truncated_or_damaged_dataset_is_refused_when_it_is_opened(tmp_path, suffix, cut, message):
+    write_megatron(tmp_path / "d", [[1, 2, 3], [4], [5, 6]])
+    assert [row.tolist() for row in open_indexed(tmp_path / "d")] == [[1, 2, 3], [4], [5, 6]]
+    path = tmp_path / f"d.{suffix}"
+    path.write_bytes(cut(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as raised:
+        open_indexed(tmp_path / "d")
+    assert str(tmp_path / "d") in str(raised.value)
+
+
+def test_ids_outside_the_vocabulary_are_found_by_file_row_and_position(tmp_path, monkeypatch):
+    write_megatron(tmp_path / "d", [[1, 2, -100], [4], [5, 9, 6]])
+    check_token_ids(tmp_path / "d", 10, allows_ignored=True)
+    with pytest.raises(ValueError, match=r"d\.bin, row 2, position 1: token id 9 is not in the model's vocabulary of 9"):
+        check_token_ids(tmp_path / "d", 9, allows_ignored=True)
+    with pytest.raises(ValueError, match="row 0, position 2: token id -100"):
+        check_token_ids(tmp_path / "d", 10, allows_ignored=False)
+    write_megatron(tmp_path / "d", [[1, 2], [-7]])
+    with pytest.raises(ValueError, match="row 1, position 0: token id -7"):
+        check_token_ids(tmp_path / "d", 10, allows_ignored=True)
+    monkeypatch.setattr(indexed, "_CHECKED_TOKENS", 2)  # chunks end inside of rows
+    write_megatron(tmp_path / "d", [[1, 2, 3], [4, 5, 6, 70]])
+    with pytest.raises(ValueError, match="row 1, position 3: token id 70"):
+        check_token_ids(tmp_path / "d", 10, allows_ignored=False)
 
 
 def test_missing_or_unequal_columns_are_errors(write_packed, tmp_path):

@@ -53,7 +53,7 @@ def test_files_do_not_depend_on_workers_and_parts(mode, gsm8k):
     one = gsm8k(*mode, name="one")
     assert sorted(one) == [
         f"g_packed_{column}_document.{suffix}"
-        for column in ("attention_mask", "input_ids", "labels")
+        for column in ("attention_mask", "input_ids", "labels", *(["sample_lengths"] if mode else []))
         for suffix in ("bin", "idx")
     ]
     for flags in (["--workers", "3"], ["--n-subs", "4"], ["--workers", "2", "--n-subs", "7"], ["--n-subs", "100"]):

@@ -1,0 +1,87 @@
+"""A step that has nothing to learn from changes nothing, and one that is not finite ends the run by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.train_engine import NonFiniteError, TrainEngine
+
+IDS = torch.arange(2, 12)
+
+
+def rows(*labelled: bool) -> Rows:
+    """Rows of ten tokens, all predicted from the third on; the others have no label."""
+    masks = [torch.full((8,), some) for some in labelled]
+    return Rows([IDS] * len(labelled), [2] * len(labelled), {"loss_mask": masks}, [IDS[2:]] * len(labelled))
+
+
+def negative_log_prob(inputs: LossInputs) -> LossOutput:
+    mask = inputs.columns["loss_mask"] & inputs.mask
+    return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
+
+
+def state(engine: TrainEngine) -> dict[str, Tensor]:
+    """All weights, and the moments and steps of the optimizer."""
+    found = {name: tensor.clone() for name, tensor in engine.model.models[0].state_dict().items() if tensor is not None}
+    assert engine.optimizer is not None
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for index, values in enumerate(optimizer.optimizer.state.values()):
+            found |= {f"{index}.{key}": torch.as_tensor(value).clone() for key, value in values.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"bf16": True}, {"use_distributed_optimizer": True}, {"no_check_for_nan_in_loss_and_grad": True}],
+    ids=["float32", "bf16", "distributed", "unchecked"],
+)
+def test_a_step_without_labels_changes_nothing(make_engine: Callable[..., TrainEngine], keys: dict[str, Any]) -> None:
+    engine = make_engine(weight_decay=0.1, **keys)
+    each = MicroBatching(1)
+    first = engine.train_step(rows(True, False), each, negative_log_prob)
+    assert not first.is_skipped and first.grad_norm > 0
+    before = state(engine)
+    empty = engine.train_step(rows(False, False), each, negative_log_prob)
+    assert empty.is_skipped and empty.grad_norm == 0.0
+    after = state(engine)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    # iterations are counted, as the schedule and a resumed run count them
+    assert engine.num_updates == 2
+    assert not engine.train_step(rows(False, True), each, negative_log_prob).is_skipped
+    assert any(not torch.equal(before[name], tensor) for name, tensor in state(engine).items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run_before_weights_change(
+    make_engine: Callable[..., TrainEngine], value: float
+) -> None:
+    engine = make_engine()
+    before = state(engine)
+
+    def broken(inputs: LossInputs) -> LossOutput:
+        loss = negative_log_prob(inputs)
+        return LossOutput(loss.loss_sum * value, loss.count)
+
+    with pytest.raises(NonFiniteError, match=r"no weight was changed; rank 0: micro-batch 0 with rows \[0\]: loss (nan|inf)"):
+        engine.train_step(rows(True), MicroBatching(1), broken)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(engine).items())
+
+
+def test_a_norm_that_overflows_ends_the_run_though_loss_and_gradients_are_finite(
+    make_engine: Callable[..., TrainEngine],
+) -> None:
+    engine = make_engine(clip_grad=1.0)
+
+    def huge(inputs: LossInputs) -> LossOutput:
+        loss = negative_log_prob(inputs)
+        return LossOutput(loss.loss_sum * 1e30, loss.count)
+
+    with pytest.raises(NonFiniteError, match=r"the norm of the gradient is not finite \(inf\) though loss and gradient are"):
+        engine.train_step(rows(True), MicroBatching(1), huge)
