@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindspeed_rl.adaptors import hccl_buffers, npu_experts, packed_rope
+from mindspeed_rl.adaptors import hccl_buffers, npu_attention, npu_experts, packed_rope
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
@@ -252,6 +252,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
+    npu_attention.configure(fuse_ring_update=config.use_fused_ring_attention_update)
     dispatcher = config.moe_token_dispatcher_type or "alltoall"
     fuses = config.use_fused_moe_token_permute_and_unpermute
     npu_experts.apply(fuse_permutation=dispatcher != "allgather" if fuses is None else fuses)

@@ -23,6 +23,27 @@ _NO_MASK = 0
 #: sparse_mode: causal, aligned to the last query and key; wants the compressed mask
 _CAUSAL = 3
 
+#: `use_fused_ring_attention_update` of the role in this process
+_fuses_update = False
+
+
+def configure(*, fuse_ring_update: bool) -> None:
+    """Choose how partial results of a ring are merged: by one fused kernel, or by ten plain ones.
+
+    Raises:
+        RuntimeError: the installed torch_npu has no such kernel; it came with 2.10.
+    """
+    global _fuses_update
+    if fuse_ring_update:
+        import torch_npu
+
+        if not hasattr(torch_npu, "npu_ring_attention_update"):
+            raise RuntimeError(
+                f"use_fused_ring_attention_update: torch_npu {torch_npu.__version__} has no npu_ring_attention_update; "
+                "it needs 2.10."
+            )
+    _fuses_update = fuse_ring_update
+
 
 @functools.cache
 def _compressed_mask(device: torch.device) -> Tensor:
@@ -155,11 +176,27 @@ class _Block:
         }
 
 
-def _merge(out: Tensor, log_sum: Tensor, block_out: Tensor, block_log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two key sets from the attention over each ([t, n, d] float32, [t, n] float32)."""
+def _merge(whole: Sequence[Tensor], block: Sequence[Tensor], ends: Sequence[int]) -> tuple[Tensor, ...]:
+    """Compute attention over the union of two key sets from the attention over each.
+
+    Args:
+        whole, block: float32 [t, n, d] outputs with [t, n] log-sums, or with the kernel's maxima and sums, each [t, n, 8].
+        ends: of the sequences in t.
+    """
+    if _fuses_update:
+        import torch_npu
+
+        bounds = torch.tensor([0, *ends]).to(whole[0].device, non_blocking=True)
+        return torch_npu.npu_ring_attention_update(*whole, *block, actual_seq_qlen=bounds, input_layout="TND")
+    (out, log_sum), (block_out, block_log_sum) = whole, block
     total = torch.logaddexp(log_sum, block_log_sum)
     mixed = out * (log_sum - total).exp()[..., None] + block_out * (block_log_sum - total).exp()[..., None]
     return mixed, total
+
+
+def _log_sum(maximum: Tensor, total: Tensor) -> Tensor:
+    """[t, n] logarithms of the softmax's sums, from statistics that the kernel repeats along a last dimension of 8."""
+    return maximum[..., 0] + total[..., 0].log()
 
 
 class _RingAttention(torch.autograd.Function):
@@ -177,8 +214,7 @@ class _RingAttention(torch.autograd.Function):
 
         size, me = group.size(), group.rank()
         key_value = torch.stack([key, value])
-        out: Any = None  # float32 [t, n, d] and [t, n] of the keys so far
-        log_sum: Any = None
+        whole: tuple[Tensor, ...] | None = None  # of the keys so far
         following = key_value
         for step in range(size):
             source = (me - step) % size
@@ -196,20 +232,21 @@ class _RingAttention(torch.autograd.Function):
                 scale=scale,
                 **block.arguments(query.device),
             )[:3]
-            # the kernel repeats both statistics along a last dimension of 8
-            block_out, block_log_sum = block_out.float(), maximum[..., 0] + total[..., 0].log()
-            if out is None:
-                out, log_sum = block_out, block_log_sum
+            statistics = (maximum, total) if _fuses_update else (_log_sum(maximum, total),)
+            part = (block_out.float(), *statistics)
+            if whole is None:
+                whole = part
             elif block.query_index is None:
-                out, log_sum = _merge(out, log_sum, block_out, block_log_sum)
+                whole = _merge(whole, part, block.query_ends)
             else:
                 rows = block.query_index
-                merged = _merge(out.index_select(0, rows), log_sum.index_select(0, rows), block_out, block_log_sum)
-                out, log_sum = out.index_copy(0, rows, merged[0]), log_sum.index_copy(0, rows, merged[1])
+                merged = _merge([tensor.index_select(0, rows) for tensor in whole], part, block.query_ends)
+                whole = tuple(tensor.index_copy(0, rows, other) for tensor, other in zip(whole, merged))
             if pending is not None:
                 _wait(pending)
                 key_value = following
-        out = out.to(query.dtype)
+        assert whole is not None
+        out, log_sum = whole[0].to(query.dtype), whole[1] if len(whole) == 2 else _log_sum(whole[1], whole[2])
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.lengths, ctx.scale, ctx.group = lengths, scale, group
         return out

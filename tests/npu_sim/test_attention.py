@@ -21,4 +21,11 @@ def test_packed_attention_takes_ragged_lengths() -> None:
 def test_ring_attention_equals_the_definition_on_every_rank(size: int) -> None:
     for got in run_ranks("attention", size, {"lengths": [8, 32, 16]}):
         assert got["ring"] < 2e-5
-        assert got["fused calls"] == size
+        assert got["fused calls"] == size and got["updates"] == 0
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_ring_that_merges_in_one_kernel_equals_the_definition(size: int) -> None:
+    for got in run_ranks("attention", size, {"lengths": [8, 32, 16], "fuse_ring_update": True}):
+        assert got["ring"] < 2e-5
+        assert got["updates"] == size - 1

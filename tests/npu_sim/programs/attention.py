@@ -73,9 +73,11 @@ if size == 1:
         results["dense"] = difference([out.detach(), *gradients], index)
 else:
     dist.init_process_group("hccl")
+    npu_attention.configure(fuse_ring_update=rank_settings().get("fuse_ring_update", False))
     mine = [length // size for length in lengths]
     out = npu_attention.ring_attention(q, k, v, mine, scale, dist.group.WORLD)
     gradients = torch.autograd.grad(out, (q, k, v), upstream[index].to(device))
     results["ring"] = difference([out.detach(), *gradients], index)
+results["updates"] = simulator.calls["npu::npu_ring_attention_update"]
 results["fused calls"] = simulator.calls["npu::npu_fusion_attention"]
 report(results)

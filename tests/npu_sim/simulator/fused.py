@@ -263,6 +263,18 @@ def _unpermute_backward(
     return grad[permuted_token_id.long()], grad.new_empty(0)
 
 
+def _ring_update(
+    out, maximum, total, block_out, block_maximum, block_total, actual_seq_qlen=None, input_layout="SBH", input_softmax_layout=""
+) -> tuple:
+    if input_layout != "TND" or actual_seq_qlen is None or actual_seq_qlen[0] != 0 or actual_seq_qlen[-1] != len(out):
+        raise RuntimeError(f"npu_ring_attention_update: {input_layout} with ends {actual_seq_qlen} is not simulated")
+    highest = torch.maximum(maximum, block_maximum)
+    mine, theirs = total * (maximum - highest).exp(), block_total * (block_maximum - highest).exp()
+    sums = mine + theirs
+    mixed = out.float() * (mine / sums)[..., :1] + block_out.float() * (theirs / sums)[..., :1]
+    return mixed.to(out.dtype), highest, sums
+
+
 KERNELS: dict[str, Callable] = {
     "npu_fusion_attention": _attention,
     "npu_fusion_attention_grad": _attention_backward,
@@ -275,6 +287,7 @@ KERNELS: dict[str, Callable] = {
     "npu_moe_token_permute_with_routing_map_grad": _permute_backward,
     "_npu_moe_token_unpermute_with_routing_map": _unpermute,
     "npu_moe_token_unpermute_with_routing_map_grad": _unpermute_backward,
+    "npu_ring_attention_update": _ring_update,
     "npu_rotary_mul": _rotary,
     "npu_rotary_mul_backward": _rotary_backward,
 }
