@@ -115,13 +115,19 @@ def main() -> None:
             wanted = reference(row).logits[0, len(prompt) - 1 : -1].argmax(-1)
         same_greedy.append(wanted.tolist() == completion.token_ids)
     result["same_greedy"] = same_greedy
-    worst = 0.0
-    for prompt, (tokens, log_probs) in zip(prompts, first):
-        with torch.no_grad():
-            logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-        wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        worst = max(worst, (wanted - torch.tensor(log_probs)).abs().max().item())
-    result["worst"] = worst
+
+    def worst(responses: list[tuple[list[int], list[float]]], temperature: float) -> float:
+        gap = 0.0
+        for prompt, (tokens, log_probs) in zip(prompts, responses):
+            with torch.no_grad():
+                logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+            wanted = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            gap = max(gap, (wanted - torch.tensor(log_probs)).abs().max().item())
+        return gap
+
+    result["worst"] = worst(first, 1.0)
+    cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.05))
+    result["worst_cut"] = worst([(completion.token_ids, completion.log_probs) for completion in cut], 0.7)
     for version in range(1, 1 + settings.get("rounds", 2)):
         before = used()
         engine.release_memory()
