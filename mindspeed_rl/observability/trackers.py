@@ -154,7 +154,7 @@ class _JsonlTracker:
 
     Written by the run itself: report and page are made of this file. A checkpoint exists before the line of its iteration,
     which has results of work after the save: evaluations take minutes. A run that is killed in between resumes after an
-    iteration without a line; so the line is in a pending file from the save on.
+    iteration without a line, or with half a one; so the line of the last saved iteration is in a pending file from the save on.
     """
 
     def __init__(self, path: Path, last_iteration: int = 0) -> None:
@@ -167,11 +167,11 @@ class _JsonlTracker:
         self._path, self._file = path, LineWriter(path)
         self._pending = path.with_name(f"{path.stem}.held.json")
         self._has_failed = False
+        self._last_pending: int | None = None
         if self._pending.is_file():
             record, lines = json.loads(self._pending.read_text(encoding="utf-8")), path.read_bytes().splitlines()
             if record["iteration"] == last_iteration and (not lines or json.loads(lines[-1])["iteration"] < last_iteration):
                 self._file.write(record)
-            self._pending.unlink()
 
     def log(self, iteration: int, metrics: Mapping[str, float], *, is_pending: bool = False) -> None:
         """Append the line, or warn once that lines are missing.
@@ -183,14 +183,14 @@ class _JsonlTracker:
         """
         record = {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
-            if is_pending:
+            if not is_pending:
+                self._file.write(record)
+            if is_pending or iteration == self._last_pending:
                 # in one step: a run that resumes would fail on half a record
                 temporary = self._pending.with_suffix(".tmp")
                 temporary.write_text(json.dumps(record), encoding="utf-8")
                 temporary.replace(self._pending)
-            else:
-                self._file.write(record)
-                self._pending.unlink(missing_ok=True)
+                self._last_pending = iteration
         except OSError as error:
             if not self._has_failed:
                 _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)

@@ -20,7 +20,7 @@ from mindspeed_rl.config.keys import GROUPS, collect_keys, find_range
 from mindspeed_rl.config.keys.generate import SamplingConfig
 from mindspeed_rl.config.keys.ignored import IGNORED, AnyGroup
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.keys.schema import Key
+from mindspeed_rl.config.keys.schema import ON_RESUME, Key
 
 _Language = Literal["en", "zh"]
 
@@ -253,6 +253,14 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "over `megatron_training`, and that over the model block.",
         "top": "Top level",
         "head": "| Key | Type | Default | Meaning |",
+        "resume": "Resume with a changed key",
+        "resume_how": "A checkpoint records the keys of the run that wrote it. What a run does that resumes from it (same `load` "
+        "and `save`, `finetune: false`) after one of them has changed; the console names each key whose change has "
+        "an effect, with both values. The position in the data is a number of prompts or samples, and that in the schedule a number of "
+        "iterations, so that neither depends on the batch.",
+        "resume_head": "| Keys | Effect of a change |",
+        "others": "all others, such as `global_batch_size`, `mini_batch_size`, `epochs`, `weight_decay`, `clip_ratio`, "
+        "`adv_estimator`, `save_interval`, `keep_last`",
     },
     "zh": {
         "title": "运行文件的所有键",
@@ -265,6 +273,13 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "`megatron_training`，后者又优先于模型块。",
         "top": "顶层",
         "head": "| 键 | 类型 | 默认 | 含义 |",
+        "resume": "改了键之后续训",
+        "resume_how": "检查点记下写它的那次运行的键。下表说明改了其中某个键之后从它续训（`load` 与 `save` 相同，`finetune: false`）会"
+        "怎样；改动有影响时，控制台会写出该键及其前后两个值。数据的位置按 prompt 或样本数计，学习率曲线的位置按迭代数计，"
+        "因此二者都与批大小无关。",
+        "resume_head": "| 键 | 改动的影响 |",
+        "others": "其余所有键，例如 `global_batch_size`、`mini_batch_size`、`epochs`、`weight_decay`、`clip_ratio`、"
+        "`adv_estimator`、`save_interval`、`keep_last`",
     },
 }
 
@@ -291,7 +306,18 @@ def _render_page(language: _Language) -> str:
                 lines += ["", *head]
             short = entry.path.removeprefix(f"{group}.")
             lines.append(f'| <a id="{entry.path}"></a>`{short}` | {entry.kind} | {entry.default} | {entry.meaning} |')
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_list_resume_effects(language)]) + "\n"
+
+
+def _list_resume_effects(language: _Language) -> list[str]:
+    """Return the lines of the table of keys by what a change of them does to a run that resumes."""
+    words, index = _WORDS[language], ("en", "zh").index(language)
+    lines = ["", f"## {words['resume']}", "", words["resume_how"], "", words["resume_head"], "|---|---|"]
+    for effect, texts in ON_RESUME.items():
+        paths = [path for path, key in collect_keys().items() if key.on_resume == effect]
+        named = ", ".join(f"[`{path.rpartition('.')[2]}`](#{path})" for path in paths)
+        lines.append(f"| {words['others'] if effect == 'exact' else named} | {texts[index]} |")
+    return lines
 
 
 def _describe_group(schema: type, language: _Language) -> str:

@@ -54,7 +54,20 @@ def test_an_iteration_that_was_saved_has_a_line(
     make_trackers(RLConfig(), tmp_path, {}, last_iteration=last_iteration).close()
     losses = History(read_lines(tmp_path / "metrics.jsonl")).series["loss"]
     assert dict(zip(losses.x, losses.y)) == expected
-    assert not list(tmp_path.glob("*.held.*"))
+
+
+@pytest.mark.parametrize("damage", [b'{"iteration": 2, "lo', b"\x00" * 30, b"", b'{"iteration": 2, "loss": 3.0, "eval/rew'])
+def test_a_damaged_line_of_the_saved_iteration_leaves_no_hole(tmp_path: Path, damage: bytes) -> None:
+    first = make_trackers(RLConfig(), tmp_path, {})
+    first.log(1, {"loss": 1.0})
+    first.log(2, {"loss": 3.0}, is_pending=True)
+    first.log(2, {"loss": 3.0, "eval/reward": 0.5})
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:1]) + damage)
+    make_trackers(RLConfig(), tmp_path, {}, last_iteration=2).close()
+    assert path.read_bytes() == whole
 
 
 def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
