@@ -357,6 +357,8 @@ def _build_sharded_state(
     state: ShardedStateDict = {}
     for index, model in enumerate(engine.model.models):
         weights = model.sharded_state_dict()
+        if engine.float32_weights is not None:
+            engine.float32_weights.substitute(model, weights)
         if subset != "all":
             # a score head is trained in a LoRA run, and belongs to a base model too
             weights = {
@@ -557,6 +559,8 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
             _add_zero_head(model, state[f"model{index}"])
         model.load_state_dict(state[f"model{index}"], strict=subset == "all")
+        if engine.float32_weights is not None:
+            engine.float32_weights.load_state(model, state[f"model{index}"])
     if with_optimizer:
         assert optimizer is not None
         engine.num_updates = record.get("num_updates", record["scheduler"]["num_steps"])

@@ -40,6 +40,7 @@ from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.engine.router_losses import RouterLosses
 from mindspeed_rl.engine.router_replay import RoutedLayers
+from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.observability.metrics import Metrics, merge
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class TrainEngine:
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
         routed: the routers, where rows may carry the experts of their tokens; None elsewhere.
+        float32_weights: of a 16-bit model that moves by small steps; None elsewhere.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -106,6 +108,7 @@ class TrainEngine:
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
         self._router_losses: RouterLosses | None = None
+        self.float32_weights: Float32Weights | None = None
         self._num_counted: Tensor | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device

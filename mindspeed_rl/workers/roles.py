@@ -41,7 +41,7 @@ from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.engine.weights import Float32Weights, load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -121,6 +121,7 @@ class Role:
         passes: PassSettings,
         *,
         steps_per_iteration: int | None,
+        moves_slowly: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -129,6 +130,7 @@ class Role:
             model: its keys, plan and weights.
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
+            moves_slowly: no optimizer changes the model, but an average does.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -148,6 +150,8 @@ class Role:
             ),
             temperature=passes.temperature,
         )
+        if moves_slowly:
+            self.engine.float32_weights = Float32Weights(self.model)
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream = WeightStream(self.model)
@@ -201,6 +205,8 @@ class Role:
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+        if self.engine.float32_weights is not None:
+            self.engine.float32_weights = Float32Weights(self.model)
 
     def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest).
@@ -318,7 +324,8 @@ def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSet
 def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     """Build the model of one role of the run; actor and critic train."""
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
-    return Role(name, run.models[name], passes, steps_per_iteration=steps)
+    moves = name == "ref" and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0
+    return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
 
 
 def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> tuple[Role, OutcomeScoring]:

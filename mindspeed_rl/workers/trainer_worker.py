@@ -162,13 +162,17 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> WorkerReport:
-        """Set ref <- alpha * actor + (1 - alpha) * ref, weight by weight; the actor's adapters are merged."""
+        """Set ref <- alpha * actor + (1 - alpha) * ref, weight by weight in float32; the actor's adapters are merged."""
         reference = self.roles.reference
         assert reference is not None
         self.actor.offloader.onload(params=True)
         reference.offloader.onload(params=True)
         for name, weight in reference.stream.local_weights.items():
-            weight.tensor.lerp_(self.actor.stream.local_weights[name].value(), alpha)
+            value, float32 = self.actor.stream.local_weights[name].value(), reference.engine.float32_weights
+            if float32 is None:
+                weight.tensor.copy_(torch.lerp(weight.tensor.float(), value.float(), alpha))
+            else:
+                float32.mix(weight, value, alpha)
         return self._report()
 
     # ------------------------------------------------------------------ checkpoints
