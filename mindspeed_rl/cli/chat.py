@@ -21,6 +21,7 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.inference.console_chat import History, run_chat
+from mindspeed_rl.observability.logging import clean_text
 
 _DESCRIPTION = (
     "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets the conversation; /history shows it; "
@@ -78,7 +79,7 @@ def _chat(argv: list[str]) -> int:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(clean_text(text))
     sys.stdout.flush()
 
 

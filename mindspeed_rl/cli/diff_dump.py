@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from mindspeed_rl import registry
+from mindspeed_rl.cli.options import print_status
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             arguments.first.expanduser(), arguments.second.expanduser(), arguments.tolerance, arguments.most
         )
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_status(f"error: {error}")
         return 2
     for line in lines:
         print(line)

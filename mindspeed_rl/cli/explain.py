@@ -17,6 +17,7 @@ from mindspeed_rl.config.explain.plan_page import Report, explain, render, repor
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
 
 
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     else:
         text = json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report)
     try:
-        print(text, flush=True)
+        print(text if arguments.json else clean_text(text), flush=True)
     except BrokenPipeError:  # a pager or `head` has ended; the output that Python still buffers is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2

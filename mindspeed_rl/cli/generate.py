@@ -38,6 +38,7 @@ from mindspeed_rl.inference.batch_generation import (
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rollout.requests import sample_seed
 
 if TYPE_CHECKING:
@@ -202,8 +203,8 @@ def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], setting
     for partial in engine.stream([request], settings.sampling):
         # the end token is sampled like any other, and is no text of the response
         ids = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
-        print(text.add(ids), end="", flush=True)
-    print(text.finish(), flush=True)
+        print(clean_text(text.add(ids)), end="", flush=True)
+    print(clean_text(text.finish()), flush=True)
 
 
 def _generate_all(
@@ -246,13 +247,13 @@ def _build_row(columns: dict[str, Any], prompt_tokens: int, answer: GeneratedAns
 def _print(prompts: list[_PromptRow], answers: list[GeneratedAnswer], setting: GenerationSettings, *, several: bool) -> None:
     """Print the responses; several have their prompt as a heading."""
     if len(answers) == 1 and not several:
-        print(answers[0].text, flush=True)
+        print(clean_text(answers[0].text), flush=True)
         return
     for answer in answers:
         question = prompts[answer.prompt][0].messages[-1].content
         method = f" [{setting.method}]" if several else ""
         sample = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
-        print(f">> {question}{method}{sample}\n{answer.text}\n", flush=True)
+        print(clean_text(f">> {question}{method}{sample}\n{answer.text}\n"), flush=True)
 
 
 def main(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.observability.logging import clean_text
 
 
 class _Record(Protocol):
@@ -66,7 +67,7 @@ def build_options(kind: type[OptionsT], args: argparse.Namespace) -> OptionsT:
 
 def print_status(text: str) -> None:
     """Print to stderr, which does not mix with results."""
-    print(text, file=sys.stderr, flush=True)
+    print(clean_text(text), file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException) -> int:

@@ -24,6 +24,7 @@ from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
 from mindspeed_rl.config.keys.schema import build
@@ -214,7 +215,7 @@ def main(argv: list[str]) -> int:
         batch = RolloutBatch.load(arguments.batch)
         result = replay(batch, dict(map(_override, arguments.overrides)), _DTYPES[arguments.dtype], arguments.micro_batch_size)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print_status(str(error))
         return 2
 
     output = arguments.output or arguments.batch.with_name(f"{arguments.batch.stem}_parity.safetensors")

@@ -16,11 +16,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mindspeed_rl import registry
+from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
 from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize
+from mindspeed_rl.observability.logging import clean_text
 
 _CONFIG_DIR = Path("configs/datasets")
 _MERGE_KEY = "merge_group_keys"
@@ -206,11 +208,11 @@ def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = DEFAULT_C
             return 0
         if count is not None:
             values.setdefault("output_prefix", "")
-            print(show(_build_config(values), count))
+            print(clean_text(show(_build_config(values), count)))
             return 0
-        print(run(_build_config(values), chunk_size).text)
+        print(clean_text(run(_build_config(values), chunk_size).text))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_status(f"error: {error}")
         return 2
     return 0
 

@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import read_run
 
@@ -28,11 +30,11 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--output {output}: {output.parent} is not a folder.")
         write_page(output, runs)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_status(f"error: {error}")
         return 2
     for run in runs:
         for alert in find_alerts(run.history, run.completions):
-            print(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}")
+            print(clean_text(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}"))
     print(f"report: {output}")
     return 0
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.observability.logging import clean_record
 from mindspeed_rl.observability.run_files import read_lines
 
 #: colour scale of tokens -> column, minimum and maximum (None: of the sample)
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
             at = samples[0]["iteration"]
             raise ValueError(f"--sample {arguments.sample}: iteration {at} has samples 0 to {len(samples) - 1}.")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_status(f"error: {error}")
         return 2
     return 0
 
@@ -70,7 +72,7 @@ def _read_samples(run: Path, iteration: int | None) -> list[dict[str, Any]]:
     if iteration not in written:
         some = ", ".join(map(str, written[:8])) + (f" ... {written[-1]}" if len(written) > 8 else "")
         raise ValueError(f"--iteration {iteration} was not written; there are {some} (rl_config.log_completions_interval).")
-    return [sample for sample in everything if sample["iteration"] == iteration]
+    return [clean_record(sample) for sample in everything if sample["iteration"] == iteration]
 
 
 def _print_table(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:

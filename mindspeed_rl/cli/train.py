@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.import_run import write_import
-from mindspeed_rl.cli.options import report_failure
+from mindspeed_rl.cli.options import print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
                     with recovery.retry_on_fault(), launch(attempt, predict(attempt)) as trainer:
                         trainer.fit()
             except Terminated as error:
-                print(error, file=sys.stderr)
+                print_status(str(error))
                 _print_resume(run, launched_s)
                 return Terminated.exit_code
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:

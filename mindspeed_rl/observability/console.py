@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.logging import clean_text
 
 #: rows of the summary, each with the first of its metrics that the run has: label, metrics, format
 _SUMMARY_ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -63,7 +64,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
 
 def format_table(title: str, rows: Mapping[str, str]) -> str:
     """Return title and aligned rows; rows without a text are left out."""
-    shown = {name: text for name, text in rows.items() if text}
+    shown = {name: clean_text(text) for name, text in rows.items() if text}
     width = max(map(len, shown), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
 
@@ -207,6 +208,7 @@ class IterationProgress:
 
     def note(self, text: str) -> None:
         """Show a line of its own."""
+        text = clean_text(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

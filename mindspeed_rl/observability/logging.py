@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = "mindspeed_rl"
 
@@ -35,6 +37,13 @@ _CHATTY = (
     "urllib3",
     "vllm",
     "vllm_ascend",
+)
+
+#: control characters but newline and tab, marks that change the direction of text, separators and tags that are not seen, and
+#: halves of characters, which no stream can encode
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
 )
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s [%(worker)s] %(name)s: %(message)s"
@@ -62,6 +71,31 @@ def build_quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in environ}
 
 
+def clean_text(text: str) -> str:
+    r"""Return text of a model or of data as it may be printed: what a terminal would obey is shown as an escape, like \x1b.
+
+    Every text that is not ours passes here before it reaches a terminal, a log or a report. Letters of all scripts, emoji and
+    their joiners stay as they are.
+    """
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def clean_record(value: Any) -> Any:
+    """Return a value of JSON with all its texts cleaned, the keys of its objects included."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(name)): clean_record(item) for name, item in value.items()}
+    return [clean_record(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class _CleanFormatter(logging.Formatter):
+    """Formats a record without what a terminal would obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean_text(super().format(record))
+
+
 def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
     """Send all records of this process to the log file, and the important ones to stderr.
 
@@ -82,11 +116,11 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
         log_file = Path(log_file)
         log_file.parent.mkdir(parents=True, exist_ok=True)
         to_file = _RunLog(log_file, mode="a", encoding="utf-8")
-        to_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"worker": worker}))
+        to_file.setFormatter(_CleanFormatter(_FILE_FORMAT, defaults={"worker": worker}))
         root.addHandler(to_file)
     if console:
         to_console = logging.StreamHandler(sys.stderr)
-        to_console.setFormatter(logging.Formatter("%(message)s"))
+        to_console.setFormatter(_CleanFormatter("%(message)s"))
         to_console.addFilter(lambda record: _is_important(record, level))
         root.addHandler(to_console)
     elif log_file is None:

@@ -21,6 +21,7 @@ from mindspeed_rl import __version__
 from mindspeed_rl.observability.alerts import Alert, find_alerts
 from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import read_files
 
@@ -106,7 +107,8 @@ def write_report(
     text = json.dumps(report, indent=2, default=str)
     (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
-    path.write_text(_markdown(report, summaries, find_alerts(run.history, run.completions)), encoding="utf-8")
+    page = _markdown(report, summaries, find_alerts(run.history, run.completions))
+    path.write_text(clean_text(page), encoding="utf-8")
     # as a page made from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path

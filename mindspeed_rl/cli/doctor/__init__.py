@@ -23,6 +23,7 @@ from mindspeed_rl.cli.doctor import checks, logs, stack
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.cli.doctor.logs import LogFinding
 from mindspeed_rl.observability.heartbeat import FOLDER
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.process_status import (
     ProcessStatus,
     StalledCollective,
@@ -229,7 +230,7 @@ def main(argv: list[str]) -> int:
             hang = _examine_hang(arguments.hang)
         except ValueError as error:
             parser.error(str(error))
-        print(json.dumps(hang.as_dict(), indent=2, ensure_ascii=False) if arguments.json else hang.as_text())
+        print(json.dumps(hang.as_dict(), indent=2, ensure_ascii=False) if arguments.json else clean_text(hang.as_text()))
         return 0 if hang.ok else 1
     if arguments.stack:
         installed = stack.examine_stack(checks.list_package_versions())
@@ -246,5 +247,5 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     else:
-        print(_format_report(report))
+        print(clean_text(_format_report(report)))
     return 0 if report.ok else 1

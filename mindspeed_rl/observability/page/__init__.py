@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.logging import clean_record
 from mindspeed_rl.observability.run_files import RunFiles
 
 #: iterations whose phases the timeline shows
@@ -193,7 +194,7 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
         "charts": charts,
         "others": others,
         # NaN, which JSON of a browser lacks, is null
-        "samples": json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None),
+        "samples": clean_record(json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None)),
         "timeline": _collect_timeline(runs[0]),
     }
 
