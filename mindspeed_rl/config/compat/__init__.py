@@ -45,8 +45,11 @@ NO_EQUIVALENT: dict[str, str] = {
     "colocate_all_models": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "sleep_level": "write generate_config.offload_train_optimizer, offload_train_grad and offload_train_param",
     "vllm_num_engines": "it follows from the devices / generate_config.infer_tensor_parallel_size",
-    "repetition_penalty": "rollouts are sampled from the model's distribution, which the losses assume; the reward function "
-    "repetition penalizes repetitions",
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+        "rollouts are sampled from the model's distribution, which the losses assume; the reward function repetition penalizes "
+        "repetitions",
+    ),
     "logger": "write rl_config.use_tensorboard, use_wandb or use_swanlab: true",
     "deepspeed": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
     "zero_stage": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
