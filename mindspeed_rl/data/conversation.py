@@ -74,12 +74,20 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of one role. `contents` has several entries only for the results of parallel calls."""
+    """One turn of one role. `contents` has several entries for the results of parallel calls and for user messages in a row.
+
+    Attributes:
+        entries: the row's own messages in OpenAI's form, one for each of `contents`; the tokenizer's template gets them as they
+            are, with names and ids of calls. Empty where the row has another form.
+        trains: an answer is learned, not only read.
+    """
 
     role: Role
     contents: tuple[str, ...]
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    entries: tuple[JsonObject, ...] = ()
+    trains: bool = True
 
     @property
     def content(self) -> str:
@@ -91,7 +99,7 @@ class Message:
 class Conversation:
     """Messages that alternate between SOURCE_ROLES and _TARGET_ROLES, starting with a source.
 
-    A conversation that ends with a source is a prompt. `system` None means the template's default; "" means the same.
+    A conversation that ends with a source is a prompt. `system` None means the template's default, "" an empty system prompt.
     """
 
     messages: Sequence[Message]
@@ -101,7 +109,7 @@ class Conversation:
     @property
     def num_hf_messages(self) -> int:
         """Number of messages in the form of `apply_chat_template`, where each tool result is one; without the system prompt."""
-        return sum(len(message.contents) if message.role == "observation" else 1 for message in self.messages)
+        return sum(len(message.contents) for message in self.messages)
 
     def check_roles(self) -> None:
         """Raise MalformedRowError unless the roles alternate."""
@@ -121,6 +129,21 @@ def user(text: str) -> Message:
 def assistant(text: str) -> Message:
     """Build a message from the assistant."""
     return Message("assistant", (text,))
+
+
+def is_trained(message: Row, index: int, *, is_answer: bool) -> bool:
+    """Return False for a message that the row marks as context: weight 0 (OpenAI), loss (ms-swift) or train (Axolotl) false.
+
+    Raises:
+        MalformedRowError: another value, or a message that is no answer is to be trained.
+    """
+    flags = {key: message[key] for key in ("weight", "loss", "train", "training") if message.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            raise MalformedRowError(f"message {index} has {key}={value!r}; a message is trained (1, true) or not (0, false)")
+        if value and not is_answer:
+            raise MalformedRowError(f"message {index} has {key}={value!r}, but only answers of the assistant are trained")
+    return all(flags.values())
 
 
 def parse_tools(value: object) -> tuple[JsonObject, ...]:

@@ -109,12 +109,15 @@ class TextEncoder:
         results: list[list[TurnIds] | MalformedRowError] = []
         for rendering in renderings:
             if rendering.as_one_text:
-                results.append(next(split))
-                continue
-            turns = []
-            for turn in rendering.turns:
-                source = take_ids(turn.source)
-                turns.append((source, take_ids(turn.target)))
+                turns = next(split)
+            else:
+                turns = [(take_ids(turn.source), take_ids(turn.target)) for turn in rendering.turns]
+            if not isinstance(turns, MalformedRowError):
+                # an answer that is not trained is a part of the source
+                turns = [
+                    (source, target) if turn.trains else ([*source, *target], [])
+                    for turn, (source, target) in zip(rendering.turns, turns, strict=True)
+                ]
             results.append(turns)
         return results
 
@@ -296,6 +299,8 @@ def join_turns(
     labels = input_ids.copy()
     for index, (start, stop) in enumerate(sources):
         labels[start:stop] = IGNORE_INDEX
-        if index and efficient_eos and start < stop:
+        if index and efficient_eos and start < stop and turns[index - 1][1]:
             labels[start] = eos_id
+    if efficient_eos and sources and not turns[len(sources) - 1][1]:
+        labels[-1] = IGNORE_INDEX  # the end of an answer that is not trained
     return input_ids, labels, truncated

@@ -35,6 +35,19 @@ _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
 _NumberedRow = tuple[int, Row | MalformedRowError]
 
 
+class ArrowRow(dict[str, Any]):
+    """A row of an Arrow table, whose nested objects have every key of every row, null where their own row has none."""
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value of an ArrowRow without the keys that may be Arrow's own; the content of a message may be null."""
+    if isinstance(value, dict):
+        return {
+            key: drop_nulls(item) for key, item in value.items() if item is not None or key == "content" and "role" in value
+        }
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 @dataclass(frozen=True)
 class TaggedRow:
     """A row of a mixture: its dataset's index, and its file and row if the chunk does not have them."""
@@ -444,7 +457,8 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
         import pyarrow
 
         table = pyarrow.ipc.open_stream(chunk.payload).read_all()
-        return list(enumerate(table.slice(0, chunk.num_rows).to_pylist(), start=chunk.first_row))
+        rows = map(ArrowRow, table.slice(0, chunk.num_rows).to_pylist())
+        return list(enumerate(rows, start=chunk.first_row))
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         # not splitlines, which cuts at a lone \r too: rows are counted by \n

@@ -35,7 +35,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -43,11 +43,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import (
+    SOURCE_ROLES,
     Conversation,
     JsonObject,
     MalformedRowError,
     Message,
-    Role,
     ToolCall,
     assistant,
     user,
@@ -89,10 +89,11 @@ TextOrToken = str | Token
 
 @dataclass(frozen=True)
 class Turn:
-    """Source and target of a turn; adjacent texts are merged."""
+    """Source and target of a turn; adjacent texts are merged. Without `trains` the target is read, not learned."""
 
     source: tuple[TextOrToken, ...]
     target: tuple[TextOrToken, ...]
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,9 @@ class Template:
             re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\s*", re.DOTALL)
             for first, last in marks
         ]
+        self._ends_of_thoughts = [
+            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\s*", re.DOTALL) for first, last in marks
+        ]
 
         end = [] if self.efficient_eos else [["eos_token"]]
 
@@ -245,7 +249,7 @@ class Template:
             # a prompt ends as sources with an answer do
             elif self.thought_in_source:
                 source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
-            turns.append(Turn(_merge_texts(source), _merge_texts(target)))
+            turns.append(Turn(_merge_texts(source), _merge_texts(target), index == last or messages[index + 1].trains))
         return Rendering(tuple(turns), self.efficient_eos)
 
     def _render_start(self, conversation: Conversation, effort: str | None) -> tuple[list[TextOrToken], str]:
@@ -253,7 +257,7 @@ class Template:
         source = self.prefix.apply()
         if effort is not None:
             source.append(self.efforts[effort])
-        system = conversation.system or self.default_system
+        system = self.default_system if conversation.system is None else conversation.system
         if conversation.tools:
             if self.tools is None:
                 raise MalformedRowError(f"template {self.name!r} cannot write tools; templates that can have format_tools")
@@ -277,6 +281,11 @@ class Template:
                     f"template {self.name!r} cannot write tool results; templates that can have format_tools"
                 )
             return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(index))
+        if len(message.contents) > 1:
+            raise MalformedRowError(
+                f"template {self.name!r} has one user message between two answers, but the row has {len(message.contents)} in a"
+                " row; join them in the data, or use prompt_type=hf if the model's own template can write them"
+            )
         return self.user.apply(content=lead + message.content + suffix, idx=str(index))
 
     def _render_target(self, message: Message, thinking: Thinking) -> tuple[str, list[TextOrToken]]:
@@ -310,7 +319,8 @@ class Template:
                 )
             return "", "", content
         thought = message.reasoning
-        for pattern in self._thoughts:
+        # an answer that ends a thought without opening it: the prompt, which is no part of it, has opened it
+        for pattern in (*self._thoughts, *self._ends_of_thoughts):
             match = pattern.match(content)
             if match:
                 thought = thought or match["thought"].strip("\n")
@@ -365,7 +375,7 @@ class HfTemplate:
         # the longest first: an alternation takes the first match, which may be a prefix of another
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
-        self._borders: dict[tuple[tuple[str, ...], Role | None, bool, Thinking], _Border] = {}
+        self._borders: dict[tuple[str, str, bool, Thinking], _Border] = {}
         self._terminator = self._find_terminator()
 
     def _apply(self, messages: list[JsonObject], tools: Sequence[JsonObject], thinking: Thinking, *, prompt: bool) -> str:
@@ -404,24 +414,27 @@ class HfTemplate:
         return terminator
 
     def _border(self, reply: Message, following: Message | None, tools: Sequence[JsonObject], thinking: Thinking) -> _Border:
-        key = (tuple(call.name for call in reply.calls), following.role if following else None, bool(tools), thinking)
+        key = (json.dumps(_skeleton(reply)), json.dumps(_skeleton(following) if following else None), bool(tools), thinking)
         if key not in self._borders:
             # rows with their own tools add new names to the keys without end
             if len(self._borders) > _MAX_BORDERS:
                 self._borders.clear()
-            self._borders[key] = self._find_border(*key)
+            self._borders[key] = self._find_border(reply, following, has_tools=bool(tools), thinking=thinking)
         return self._borders[key]
 
-    def _find_border(self, calls: tuple[str, ...], following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
-        """Write artificial messages (with the row's function names), and find the text between their contents."""
+    def _find_border(self, reply: Message, following: Message | None, *, has_tools: bool, thinking: Thinking) -> _Border:
+        """Write artificial messages (with the row's names and ids of functions), and find the text between their contents."""
+        calls = tuple(call.name for call in reply.calls)
         tools = [build_probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
         first, answer, last = _PROBES
-        after = [Message(following, (last,))] if following else []
-        replies = [assistant(answer)]
+        after = (
+            [_replace_contents(replace(following, contents=("",), entries=following.entries[:1]), last)] if following else []
+        )
+        replies = [_replace_contents(reply, answer)]
         if calls:
             # The common end of two different calls is written by the template.
             given: tuple[JsonObject, ...] = ({"a": answer}, {"b": 7})
-            replies = [Message("function", ("",), tuple(ToolCall(name, values) for name in calls)) for values in given]
+            replies = [_replace_contents(reply, "", arguments=values) for values in given]
         between = ""
         prompt = ""
         for index, reply in enumerate(replies):
@@ -430,7 +443,8 @@ class HfTemplate:
             if after:
                 text, probe, prompt = text.rpartition(last)
                 if not probe:
-                    raise MalformedRowError(f"the tokenizer's chat template drops messages from {following!r} after an answer")
+                    role = following.role if following else ""
+                    raise MalformedRowError(f"the tokenizer's chat template drops messages from {role!r} after an answer")
             start = text.rfind(answer if answer in text else first)
             # the probes are equally long, so the end is the same for either
             text = text[start + len(answer) :]
@@ -506,7 +520,7 @@ class HfTemplate:
                 )
             answer = full_text[len(opening) : end]
             self._check_target(reply, answer, is_last=following is None, thinking=thinking)
-            turns.append(Turn(_merge_texts([text]), _merge_texts([answer])))
+            turns.append(Turn(_merge_texts([text]), _merge_texts([answer]), reply.trains))
             position = end
         # the text after the last end token is not learned, but it is tokenized
         if position < len(full_text):
@@ -551,7 +565,7 @@ class HfTemplate:
             for content in (following.content, following.content.strip()):
                 if opening.endswith(border.header + content + border.prompt):
                     return len(opening) - len(border.prompt) - len(content)
-        probe = Message(following.role, (_PROBES[2],) * len(following.contents))
+        probe = _replace_contents(following, _PROBES[2])
         text = self._apply([*before, *_build_hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
         start = text.find(_PROBES[2])
         if start < 0 or text[:start] != full_text[:start]:
@@ -584,16 +598,48 @@ def _contains(content: str, text: str) -> bool:
     return content in text or any(json.dumps(content, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
+def _skeleton(message: Message) -> list[JsonObject]:
+    """Return what a template's text around a message may depend on, without its contents, thought and arguments."""
+    (entry, *_) = _build_hf_messages(Conversation([_replace_contents(message, "", arguments={})]))
+    return [{"role": message.role}, entry]
+
+
+def _replace_contents(message: Message, content: str, *, arguments: JsonObject | None = None) -> Message:
+    """Return an artificial message like this one, without its thought.
+
+    Args:
+        arguments: of each of its calls, if it has some.
+    """
+    calls = tuple(ToolCall(call.name, arguments or {}) for call in message.calls)
+    entries = []
+    for entry in message.entries:
+        like: JsonObject = {
+            key: value for key, value in entry.items() if key not in ("reasoning_content", "reasoning", "thinking")
+        }
+        if content or like.get("content") is not None:
+            like["content"] = content
+        if calls:
+            like["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": arguments or {}}} for call in entry["tool_calls"]
+            ]
+        entries.append(like)
+    return Message(message.role, (content,) * len(message.contents), calls, entries=tuple(entries))
+
+
 def _build_hf_messages(conversation: Conversation) -> list[JsonObject]:
     """Build the messages of `apply_chat_template`."""
     messages: list[JsonObject] = []
-    if conversation.system:
+    if conversation.system is not None:
         messages.append({"role": "system", "content": conversation.system})
     for message in conversation.messages:
-        if message.role == "observation":
-            messages.extend({"role": "tool", "content": content} for content in message.contents)
+        if message.entries:
+            messages.extend(map(dict, message.entries))
             continue
-        entry: JsonObject = {"role": "user" if message.role == "user" else "assistant", "content": message.content}
+        if message.role in SOURCE_ROLES:
+            role = "user" if message.role == "user" else "tool"
+            messages.extend({"role": role, "content": content} for content in message.contents)
+            continue
+        entry: JsonObject = {"role": "assistant", "content": message.content}
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
         if message.calls:

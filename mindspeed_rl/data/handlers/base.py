@@ -15,7 +15,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
-from mindspeed_rl.data.sources import RowSource, TaggedRow
+from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Handler(ABC):
                 raise MalformedRowError(f"map_keys switches {key!r} off, but {type(self).__name__} needs it")
             return None
         if name in row:
-            return row[name]
+            return drop_nulls(row[name]) if isinstance(row, ArrowRow) else row[name]
         if required or key in self._explicit:
             raise MalformedRowError(
                 f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours"

@@ -12,12 +12,14 @@ from mindspeed_rl.data.conversation import (
     Conversation,
     DroppedRowError,
     DropReason,
+    JsonObject,
     MalformedRowError,
     Message,
     Role,
     Row,
     ToolCall,
     assistant,
+    is_trained,
     parse_tools,
     user,
 )
@@ -52,6 +54,8 @@ class InstructionHandler(Handler):
         for message in conversation.messages[1::2]:
             if not message.content.strip() and not message.calls:
                 raise DroppedRowError(DropReason.EMPTY_ANSWER)
+        if not any(message.trains for message in conversation.messages[1::2]):
+            raise DroppedRowError("no answer to train")
         if not any(message.content.strip() for message in conversation.messages[::2]):
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
         return Draft((self.render_conversation(conversation),))
@@ -153,6 +157,7 @@ def sharegpt_messages(turns: object, tags: Mapping[str, str]) -> tuple[str | Non
         if not isinstance(turn, Mapping) or tags["role_tag"] not in turn or not isinstance(turn.get(tags["content_tag"]), str):
             raise MalformedRowError(f"turn {index} needs {tags['role_tag']!r} and the text {tags['content_tag']!r}")
         speaker, content = turn[tags["role_tag"]], turn[tags["content_tag"]]
+        trains = is_trained(turn, index, is_answer=roles.get(speaker) in ("assistant", "function"))
         if index == 0 and speaker == tags["system_tag"]:
             system = content
             continue
@@ -160,9 +165,9 @@ def sharegpt_messages(turns: object, tags: Mapping[str, str]) -> tuple[str | Non
             raise MalformedRowError(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
         if roles[speaker] == "function":
             text, calls = _parse_calls(content)
-            messages.append(Message("function", (text,), calls))
+            messages.append(Message("function", (text,), calls, trains=trains))
         else:
-            messages.append(Message(roles[speaker], (content,)))
+            messages.append(Message(roles[speaker], (content,), trains=trains))
     return system, messages
 
 
@@ -177,7 +182,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
 
 def openai_messages(entries: object) -> tuple[str | None, list[Message]]:
-    """Read (system, messages) of an OpenAI list; results of parallel calls are joined, and so are user messages in a row.
+    """Read (system, messages) of an OpenAI list; results of parallel calls are one message, and so are user messages in a row.
 
     Raises:
         MalformedRowError: not a list of messages, or an unknown role.
@@ -196,29 +201,43 @@ def openai_messages(entries: object) -> tuple[str | None, list[Message]]:
             raise MalformedRowError(f"message {index} needs a role")
         role = entry["role"]
         content = _openai_text(entry.get("content"), index)
+        trains = is_trained(entry, index, is_answer=role == "assistant")
+        entries = (_clean_entry(entry, content),)
         # developer is OpenAI's later name of the same role
         if role in ("system", "developer") and index == 0:
             system = content
-        elif role == "user":
-            # templates have one user turn between two answers
-            if messages and messages[-1].role == "user":
-                messages[-1] = user(join_lines(messages[-1].content, content))
+        elif role in ("user", "tool"):
+            source: Role = "user" if role == "user" else "observation"
+            if messages and messages[-1].role == source:
+                previous = messages[-1]
+                messages[-1] = Message(source, (*previous.contents, content), entries=(*previous.entries, *entries))
             else:
-                messages.append(user(content))
-        elif role == "tool":
-            if messages and messages[-1].role == "observation":
-                messages[-1] = Message("observation", (*messages[-1].contents, content))
-            else:
-                messages.append(Message("observation", (content,)))
+                messages.append(Message(source, (content,), entries=entries))
         elif role == "assistant":
             calls = tuple(ToolCall.parse(call) for call in entry.get("tool_calls") or ())
             reasoning = entry.get("reasoning_content") or ""
-            messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning))
+            if calls:
+                written = [
+                    {**call, "function": {**(call.get("function") or {}), "name": parsed.name, "arguments": parsed.arguments}}
+                    for call, parsed in zip(entry["tool_calls"], calls)
+                ]
+                entries = ({**entries[0], "tool_calls": written},)
+            messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning, entries, trains))
         else:
             raise MalformedRowError(
                 f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool"
             )
     return system, messages
+
+
+def _clean_entry(entry: Row, content: str) -> JsonObject:
+    """Return a message for the tokenizer's template: texts joined, without the keys for training and keys without a value."""
+    kept = {
+        key: value
+        for key, value in entry.items()
+        if key == "content" or value is not None and key not in ("weight", "loss", "train", "training")
+    }
+    return kept | {"content": content} if kept.get("content") is not None else kept
 
 
 def _openai_text(content: object, index: int) -> str:

@@ -48,7 +48,8 @@ class _PretrainHandler(Handler):
         columns: dict[str, list[int]] = {}
         for name, turns in zip(self.columns, encoded, strict=True):
             tokens = turns[0][0]
-            if self.settings.append_eod:
+            # some tokenizers append it on their own
+            if self.settings.append_eod and tokens[-1:] != [self.encoder.eos_id]:
                 tokens.append(self.encoder.eos_id)
             tokens.extend([self.settings.tokenizer.pad_token_id] * (-len(tokens) % self.settings.pad_to_multiple_of))
             columns[name] = tokens

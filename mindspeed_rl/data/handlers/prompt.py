@@ -78,7 +78,7 @@ class PromptHandler(Handler):
 
     def render(self, row: Row) -> Draft:
         conversation = self.conversation(row)
-        if not conversation.system and self.settings.system_prompt:
+        if conversation.system is None and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
         template = self.settings.template
         if self.settings.tools and not conversation.tools and template is not None and template.writes_tools:

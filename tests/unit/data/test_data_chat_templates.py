@@ -5,6 +5,7 @@
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.handlers.instruction import openai_messages
 from mindspeed_rl.data.templates import load_template
 
 FOLDER = TEST_DATA / "chat_templates"
@@ -75,7 +77,7 @@ def stand_in(template: str, **roles: str):
 
 def messages_of(conversation):
     """The conversation in OpenAI's form."""
-    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages = [{"role": "system", "content": conversation.system}] if conversation.system is not None else []
     for message in conversation.messages:
         if message.role == "observation":
             messages += [{"role": "tool", "content": content} for content in message.contents]
@@ -332,3 +334,111 @@ def test_templates_of_a_given_folder_are_written_exactly_or_refused(path):
     refused = outcomes(tokenizer)
     if len(refused) == len(CASES):
         pytest.skip(str(refused["two"]))
+
+
+TEXTS = (
+    "Hello",
+    " blanks \n",
+    "两个字",
+    "a\n\nb",
+    '{"a": "b"}',
+    "<b>&amp;</b> 'q'",
+    "I thought </think> once",
+    "x" * 300,
+    "<|im_end|>",
+)
+
+
+def random_row(rng):
+    """Messages in OpenAI's form, as rows of data have them, and tools; the last message is an answer or a question."""
+    messages = []
+    if rng.random() < 0.5:
+        messages.append({"role": "system", "content": rng.choice(["", *TEXTS[:4]])})
+    tools = [WEATHER] if rng.random() < 0.5 else []
+    for turn in range(rng.randint(1, 3)):
+        for _ in range(2 if rng.random() < 0.25 else 1):
+            messages.append({"role": "user", "content": f"U{turn} {rng.choice(TEXTS)}"})
+        if tools and rng.random() < 0.6:
+            calls = [
+                {
+                    "id": f"call{turn}{index:04d}",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": {"city": rng.choice(["Rome", "奥斯陆"]), "days": index}},
+                }
+                for index in range(rng.choice([1, 1, 2]))
+            ]
+            messages.append({"role": "assistant", "content": rng.choice([None, "", "Let me look."]), "tool_calls": calls})
+            for call in calls:
+                reply = {"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": f"R{turn} 21 C"}
+                messages.append(reply)
+        answer = {"role": "assistant", "content": f"A{turn} {rng.choice(TEXTS)}"}
+        thought = rng.random()
+        if thought < 0.2:
+            answer["reasoning_content"] = "so"
+        elif thought < 0.4:
+            answer["content"] = f"<think>\nhm\n</think>\n\n{answer['content']}"
+        if rng.random() < 0.2:
+            answer["weight"] = rng.choice([0, 1])
+        messages.append(answer)
+    return (messages[:-1] if rng.random() < 0.2 else messages), tools
+
+
+def without_flags(messages):
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+
+
+PUBLISHED = sorted((FOLDER / "vllm").glob("*.jinja"))
+PATHS = [*(FOLDER / f"{name}.jinja" for name in NAMES if name not in WRITES_NO_END), *PUBLISHED, *map(Path, OTHERS)]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_random_rows_are_written_as_apply_chat_template_writes_them(path):
+    """Each row, with its names, ids, nulls and empty system prompt, wherever it is accepted."""
+    tokenizer = stand_in(Path(path).read_text(encoding="utf-8"), **TOKENS.get(Path(path).stem, {}))
+    template = load_template("hf", tokenizer)
+    accepted = plain = 0
+    for seed in range(80):
+        messages, tools = random_row(random.Random(seed))
+        system, turns = openai_messages(messages)
+        try:
+            rendering = template.render(Conversation(turns, system, tools))
+        except MalformedRowError:
+            continue
+        expected = tokenizer.apply_chat_template(
+            without_flags(messages),
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=messages[-1]["role"] != "assistant",
+        )
+        assert "".join(text for turn in rendering.turns for text in (*turn.source, *turn.target)) == expected, seed
+        (encoded,) = TextEncoder(tokenizer).encode_renderings([rendering])
+        if isinstance(encoded, MalformedRowError):
+            continue
+        accepted += 1
+        ids = [token for source, target in encoded for token in (*source, *target)]
+        assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], seed
+        answers = [message for message in turns if message.role in ("assistant", "function")]
+        for answer, turn, (_, target) in zip(answers, rendering.turns, encoded):
+            assert bool(target) == answer.trains and turn.trains == answer.trains
+        plain += not tools
+    assert accepted >= 2 and plain >= 1, (accepted, plain)
+
+
+def test_an_explicit_empty_system_prompt_is_no_default_prompt():
+    """Of the templates that have a default system prompt, all write an empty message where the row has one."""
+    differ = 0
+    for name in NAMES:
+        if name in WRITES_NO_END or name in REFUSED and "one" in REFUSED[name]:
+            continue
+        tokenizer = stand_in((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), **TOKENS[name])
+        rows = [[user("U1"), assistant("A1")]] * 2
+        texts = []
+        for system, turns in zip((None, ""), rows):
+            try:
+                rendering = load_template("hf", tokenizer).render(Conversation(turns, system))
+            except MalformedRowError:
+                break
+            texts.append("".join(text for turn in rendering.turns for text in (*turn.source, *turn.target)))
+            assert texts[-1] == tokenizer.apply_chat_template(messages_of(Conversation(turns, system)), tokenize=False)
+        differ += len(set(texts)) == 2
+    assert differ >= 15

@@ -2,11 +2,20 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from byte_tokenizer import Trained, build_tokenizer
+from tokenizers import processors
 
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import HANDLERS, handler_class
+from mindspeed_rl.data.conversation import Conversation, assistant, user
+from mindspeed_rl.data.encoding import join_turns
+from mindspeed_rl.data.handlers.base import HandlerSettings
+from mindspeed_rl.data.handlers.instruction import openai_messages
+from mindspeed_rl.data.sources import drop_nulls, open_source, read_rows
+from mindspeed_rl.data.templates import join_text, load_template
 
 BYTES = build_tokenizer()
 
@@ -140,10 +149,6 @@ OPENAI = [
         ["S\nHuman: Q\nAssistant:", Trained("A</s>")],
     ),
     (
-        [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}, {"role": "assistant", "content": "A"}],
-        ["Human: Q\nR\nAssistant:", Trained("A</s>")],
-    ),
-    (
         [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": "A"}],
         ["Human: Q\nAssistant:", Trained("A</s>")],
     ),
@@ -167,6 +172,85 @@ OPENAI = [
         ],
     ),
 ]
+
+
+def test_user_messages_in_a_row_are_refused_by_a_template_that_has_one_between_answers(preprocess):
+    row = [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}, {"role": "assistant", "content": "A"}]
+    assert "2 in a row" in preprocess("OpenAIInstructionHandler", [{"messages": row}])
+
+
+FLAGGED = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A", "weight": 0},
+    {"role": "user", "content": "R", "loss": False},
+    {"role": "assistant", "content": "B", "loss": True, "train": None},
+]
+
+
+def test_answers_that_a_row_marks_as_context_are_read_and_not_trained(preprocess, expected):
+    columns = preprocess("OpenAIInstructionHandler", [{"messages": FLAGGED}])
+    wanted = expected("Human: Q\nAssistant:", "A</s>", "\nHuman: R\nAssistant:", Trained("B</s>"))
+    assert sft(columns) == [wanted]
+    turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "train": False}]
+    turns += [{"from": "human", "value": "R"}, {"from": "gpt", "value": "B"}]
+    assert sft(preprocess("SharegptStyleInstructionHandler", [{"conversations": turns}])) == [wanted]
+
+
+def test_the_end_of_an_answer_that_is_context_is_not_trained_where_ends_are_labels_of_the_next_turn():
+    turns = [([1, 2], [3, 4]), ([5, 6], [7])]
+    options = {"eos_id": 9, "efficient_eos": True, "budget": 99, "keeps_fitting_half": False}
+    _, labels, _ = join_turns(turns, **options)
+    assert labels.tolist() == [-100, -100, 3, 4, 9, -100, 7, 9]
+    _, labels, _ = join_turns([([1, 2, 3, 4], []), turns[1]], **options)
+    assert labels.tolist() == [-100, -100, -100, -100, -100, -100, 7, 9]
+    _, labels, _ = join_turns([turns[0], ([5, 6, 7], [])], **options)
+    assert labels.tolist() == [-100, -100, 3, 4, 9, -100, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("flag", "index", "says"),
+    [
+        ({"weight": 0.5}, 1, "weight=0.5"),
+        ({"loss": "no"}, 1, "loss='no'"),
+        ({"train": True}, 0, "only answers of the assistant are trained"),
+    ],
+)
+def test_flags_that_cannot_be_obeyed_are_refused(preprocess, flag, index, says):
+    row = [dict(message) for message in FLAGGED]
+    row[index] = {"role": row[index]["role"], "content": "x", **flag}
+    assert says in preprocess("OpenAIInstructionHandler", [{"messages": row}])
+
+
+def test_keys_that_arrow_adds_to_messages_calls_and_schemas_are_not_there(tmp_path):
+    table = tmp_path / "rows.parquet"
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": None}}}
+    other = {"id": "c2", "type": "function", "function": {"name": "mail", "arguments": {"to": "x", "body": ["y"]}}}
+    rows = []
+    for one in (call, other):
+        answer = {"role": "assistant", "content": None, "tool_calls": [one]}
+        tool = {"role": "tool", "content": "ok", "tool_call_id": one["id"]}
+        rows.append({"messages": [{"role": "user", "content": "w"}, answer, tool, {"role": "assistant", "content": "done"}]})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    read = [row for _, _, row in read_rows(open_source(str(table)))]
+    assert read[0]["messages"][1]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "days", "to", "body"}
+    for row, arguments in zip(read, ({"city": "Oslo"}, {"to": "x", "body": ["y"]})):
+        _, messages = openai_messages(drop_nulls(row["messages"]))
+        assert messages[1].calls[0].arguments == arguments
+        entry = messages[1].entries[0]
+        assert set(entry) == {"role", "content", "tool_calls"} and entry["content"] is None
+        assert set(messages[2].entries[0]) == {"role", "content", "tool_call_id"}
+
+
+def test_an_answer_that_ends_a_thought_without_opening_it_has_one_thought():
+    texts = []
+    for content in ("hm</think>\n\nA", "<think>\nhm\n</think>\n\nA"):
+        (turn,) = load_template("qwen3").render(Conversation([user("Q"), assistant(content)])).turns
+        texts.append(join_text(turn.target))
+        assert "think" not in join_text(turn.source)
+    assert texts[0] == texts[1]
+    assert texts[0].count("</think>") == texts[0].count("<think>") == 1
+    (turn,) = load_template("qwen3").render(Conversation([user("Q"), assistant("A </think> B <think>C</think>")])).turns
+    assert join_text(turn.target).count("<think>") == 2
 
 
 def test_openai_rows(preprocess, expected):
@@ -376,6 +460,20 @@ OPENAI_PAIR = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistan
 def test_append_eod_closes_a_supervised_sample_with_one_trained_end_token(template, pieces, preprocess, expected):
     got = preprocess("OpenAIInstructionHandler", [OPENAI_PAIR], "--append-eod", template=template)
     assert sft(got) == [expected(*pieces)]
+
+
+def test_append_eod_adds_no_second_end_token_where_the_tokenizer_appends_one(preprocess, expected, tmp_path):
+    ends = build_tokenizer()
+    ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "$A </s>", special_tokens=[("</s>", ends.eos_token_id)]
+    )
+    ends.save_pretrained(tmp_path / "ends")
+    folder = str(tmp_path / "ends")
+    for flags in ((), ("--append-eod",)):
+        handler = handler_class("GeneralPretrainHandler")(HandlerSettings(tokenizer=ends, append_eod=bool(flags)))
+        assert [row.columns["text"] for row in handler.encode([(1, {"text": "one"})]).rows] == [ids("one</s>")]
+        columns = preprocess("OpenAIInstructionHandler", [OPENAI_PAIR], *flags, folder=folder)
+        assert columns["input_ids"][0].count(ends.eos_token_id) == 1
 
 
 def test_append_eod_closes_both_answers_of_a_pair(preprocess, expected):
