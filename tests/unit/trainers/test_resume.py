@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mindspeed_rl.checkpoint.model_source import (
     find_model,
     rl_reference,
 )
+from mindspeed_rl.checkpoint.newest import list_old
 from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
 from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.config.resolve import derive
@@ -164,7 +166,7 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path
 
 def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, 10, SUPERVISED, "sft")
-    assert find_resume_point(run("sft", skip_train=True), source).iteration == 10
+    assert find_resume_point(run("sft", skip_train=True, split="90,10,0"), source).iteration == 10
 
 
 def test_an_interrupted_run_says_describe_resume(tmp_path: Path) -> None:
@@ -273,3 +275,41 @@ def test_actor_and_critic_do_not_save_into_one_folder(critic: str | None, shared
     assert own.critic_config.save == "x/save/critic" and not any("critic" in text for text in find_warnings(own))
     grpo = run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}}).config
     assert grpo.critic_config.save == "x/save"  # no critic is trained
+
+
+def test_a_lost_hugging_face_folder_is_left_to_write_after_the_last_iteration(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, 10, RL, "ray_grpo")
+    last = run("ray_grpo", load=str(tmp_path), save=str(tmp_path), save_hf=True)
+    assert find_resume_point(last, source).iteration == 10
+    (tmp_path / "hf" / "iter_0000010").mkdir(parents=True)
+    (tmp_path / "hf" / "latest").symlink_to("iter_0000005")  # killed before the link was there
+    assert find_resume_point(last, source).iteration == 10
+    (tmp_path / "hf" / "latest").unlink()
+    (tmp_path / "hf" / "latest").symlink_to("iter_0000010")
+    with pytest.raises(ValueError, match="nothing is left to do"):
+        find_resume_point(last, source)
+
+
+@pytest.mark.parametrize("stage", ["ray_grpo", "sft"])
+def test_the_checkpoint_of_another_stage_may_be_the_start_of_a_run_that_can_resume(tmp_path: Path, stage: str) -> None:
+    start, save = tmp_path / "start", tmp_path / "save"
+    written = checkpoint(start, 4, SUPERVISED, "dpo")
+    (start / "huggingface").mkdir()
+    (start / "huggingface" / "config.json").write_text("{}")
+    shutil.copytree(start / "huggingface", save / "huggingface")
+    group = "megatron_training" if stage == "sft" else "actor_config"
+    keys: dict[str, Any] = {"load": str(save), "save": str(save), "pretrained_checkpoint": str(start)}
+    source = find_model(run(stage, **keys).config.actor_config, group)
+    assert (source.weights, source.kind) == (written.weights, "training")
+    assert str(find_resume_point(run(stage, **keys), source)) == f"starts from the weights of {start}"
+    # once it has a checkpoint of its own, that is resumed
+    checkpoint(save, 2, SUPERVISED if stage == "sft" else RL, stage)
+    source = find_model(run(stage, **keys).config.actor_config, group)
+    assert find_resume_point(run(stage, **keys), source).iteration == 2
+
+
+def test_old_checkpoints_are_those_that_keep_last_leaves_out(tmp_path: Path) -> None:
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006", "iter_0000008", "iter_0000009.partial"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_old(tmp_path, 6, 2)] == ["iter_0000002"]  # 8 is of a run that was restarted from 4
+    assert list_old(tmp_path, 6, None) == [] and len(list_old(tmp_path, 8, 1)) == 3

@@ -49,6 +49,7 @@ def weights(stage: SupervisedWorker) -> dict[str, torch.Tensor]:
     [
         ("sft", {"use_distributed_optimizer": True}),
         ("sft", {"async_save": True, "full_shuffle_instruction_dataset": True}),
+        ("dpo", {}),  # the reference is built after the policy, and draws from the generators of its dropout
         ("dpo", {"lora_target_modules": ["linear_qkv", "linear_fc1"], "lora_r": 4}),
         ("orm", {"keep_last": 1}),
         ("orm", {"lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 4, "lora_ckpt_filter": True}),

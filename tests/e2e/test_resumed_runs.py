@@ -1,0 +1,124 @@
+"""Runs that resume: with every role, and with another run file, between every two files that a save writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_command import ONE_PROCESS, Command, finished
+from safetensors.torch import load_file
+
+from mindspeed_rl.checkpoint.newest import LATEST_NAME
+
+MEASURED = ("timing/", "memory/", "rollout/push_")
+DROPOUT = [f"+actor_config.{key}=0.1" for key in ("hidden_dropout", "attention_dropout")]
+DROPOUT += ["+rl_config.dropout_in_update=true"]
+LORA = ["+actor_config.lora_target_modules=[linear_qkv,linear_fc1]", "+actor_config.lora_r=4", "+actor_config.lora_dropout=0.1"]
+
+
+def steps_of(command: Command) -> dict[int, dict[str, Any]]:
+    """The figures of each iteration that do not depend on how fast the machine was; the last of each number counts."""
+
+    def is_kept(name: str) -> bool:
+        return not name.startswith(MEASURED) and not name.endswith("_tps")
+
+    return {record["iteration"]: {name: value for name, value in record.items() if is_kept(name)} for record in command.metrics}
+
+
+def critic_of(task: Path, save: Path) -> list[str]:
+    critic = {"model": "tiny_qwen25", "tensor_model_parallel_size": 1, "micro_batch_size": 16, "lr": 1e-3, "finetune": "false"}
+    critic |= {"pretrained_checkpoint": task / "model", "load": save, "save": save}
+    keys = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae"]
+    return [*keys, *(f"critic_config.{name}={value}" for name, value in critic.items())]
+
+
+def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, list[str]]:
+    resumed = [] if load is None else [f"critic_config.load={load / 'critic'}", "+critic_config.load_iteration=1"]
+    return {
+        "reference": ["rl_config.init_kl_coef=0.1"],
+        "no other": ["rl_config.init_kl_coef=0.0"],
+        "reward model": [f"rl_config.reward_model={task / 'reward_model'}", "rl_config.init_kl_coef=0.1"],
+        "critic": [*critic_of(task, folder / "critic"), *resumed],
+    }
+
+
+@pytest.mark.parametrize(
+    ("role", "dropout"),
+    [
+        ("reference", DROPOUT),
+        *(pytest.param(role, DROPOUT, marks=pytest.mark.slow) for role in ("no other", "reward model", "critic")),
+        *(pytest.param(role, [*LORA, DROPOUT[-1]], marks=pytest.mark.slow) for role in ("reference", "reward model")),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(task: Path, tmp_path: Path, role: str, dropout: list[str]) -> None:
+    keys = [*ONE_PROCESS, *dropout, "megatron_training.train_iters=2"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    undisturbed = finished(task, whole, *keys, *roles_of(task, whole)[role])
+    load = [f"actor_config.load={whole / 'save'}", "+actor_config.load_iteration=1"]
+    resumed = finished(task, part, *keys, *roles_of(task, part, whole)[role], *load)
+    assert steps_of(resumed)[2] == steps_of(undisturbed)[2]
+    ours, theirs = (load_file(command.folder / "save/hf/iter_0000002/model.safetensors") for command in (resumed, undisturbed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_one_run_goes_on_with_another_batch_mode_group_and_data(task: Path, tmp_path: Path) -> None:
+    base = [*ONE_PROCESS, "+rl_config.log_completions=true", "+rl_config.log_completions_keep=1000"]
+    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=1"]
+    finished(task, tmp_path, *base, "megatron_training.train_iters=2")  # 16 prompts
+    larger = ["megatron_training.global_batch_size=16", "rl_config.mini_batch_size=16"]
+    finished(task, tmp_path, *base, *larger, "megatron_training.train_iters=4")  # 32 more
+    run = finished(task, tmp_path, *base, *apart, "rl_config.trainer_mode=async", "megatron_training.train_iters=5")  # 8 more
+    assert "actor_config.train_iters 4 -> 5: the learning rate follows the new curve" in run.output
+    group = [*base, "rl_config.n_samples_per_prompt=2"]
+    run = finished(task, tmp_path, *group, "megatron_training.train_iters=8")  # 24 more: those in flight first
+    assert "rl_config.n_samples_per_prompt 4 -> 2, rl_config.trainer_mode" in run.output
+    seen = Counter(
+        record["prompt"]
+        for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+        if (record := json.loads(line))["sample"] == 0
+    )
+    assert len(seen) == 80 and set(seen.values()) == {1}
+    # other data begin with a pass of their own, and say so; LoRA is refused
+    lines = (task / "train.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(lines[:40]) + "\n")
+    other = [*group, f"megatron_training.data_path={tmp_path / 'other.jsonl'}"]
+    run = finished(task, tmp_path, *other, "megatron_training.train_iters=9")
+    assert 'other.jsonl": these are other data' in run.output
+    lora = ["+actor_config.lora_target_modules=[linear_qkv]", "megatron_training.train_iters=10"]
+    refused = Command(task, tmp_path, *group, *lora)
+    assert refused.wait(120) == 2
+    assert 'actor_config.lora_target_modules null -> ["linear_qkv"]; keep the value, or set' in refused.output
+
+
+@pytest.mark.slow
+def test_the_same_command_completes_a_save_that_was_cut_between_two_files(task: Path, tmp_path: Path) -> None:
+    keys = [*ONE_PROCESS, "megatron_training.train_iters=2", "+actor_config.keep_last=1", "+critic_config.keep_last=1"]
+    keys += critic_of(task, tmp_path / "critic")
+    undisturbed = finished(task, tmp_path, *keys)
+    save, critic, exported = tmp_path / "save", tmp_path / "critic", tmp_path / "save" / "hf"
+    expected, weights = steps_of(undisturbed), load_file(exported / "iter_0000002" / "model.safetensors")
+    for folder in (save, critic, exported):
+        assert [path.name for path in sorted(folder.glob("iter_*"))] == ["iter_0000002"], folder
+    # after the checkpoint, before its Hugging Face folder
+    shutil.rmtree(exported / "iter_0000002")
+    (exported / "latest").unlink()
+    finished(task, tmp_path, *keys)
+    assert (exported / "latest").resolve().name == "iter_0000002"
+    ours = load_file(exported / "latest" / "model.safetensors")
+    assert all(torch.equal(ours[name], weights[name]) for name in weights)
+    # after the critic's first checkpoint, before the actor's
+    shutil.rmtree(save)
+    shutil.rmtree(tmp_path / "run")
+    (critic / LATEST_NAME).write_text("1")
+    (critic / "iter_0000002").rename(critic / "iter_0000001")
+    again = finished(task, tmp_path, *keys)
+    assert steps_of(again) == expected
+    ours = load_file(exported / "latest" / "model.safetensors")
+    assert all(torch.equal(ours[name], weights[name]) for name in weights)
