@@ -36,12 +36,14 @@ class _ScoreHead(nn.Module):
         config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return [s, b, 1] from [s, b, h] (or the rank's slice of s under sequence parallelism)."""
+        """Return [s, b, 1] float32 from [s, b, h] (or the rank's slice of s under sequence parallelism)."""
         if self.sequence_parallel:
             # every rank computes the same scores from the gathered tokens, so its own slice's gradient is already complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
         local = scatter_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(functional.linear(local, self.weight), group=self.tp_group)
+        # in bfloat16 a score is rounded to 0.4 % of its value, once a rank
+        scores = functional.linear(local.float(), self.weight.float())
+        return reduce_from_tensor_model_parallel_region(scores, group=self.tp_group)
 
     def sharded_state_dict(
         self,

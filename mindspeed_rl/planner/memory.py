@@ -472,7 +472,8 @@ def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, token
     tokens /= config.context_parallel_size
     hidden = tokens * model_config.hidden_size * itemsize * (2 if trains else 1)
     if model_config.head == "reward":
-        return hidden
+        # scores are in float32, of this rank's part of the hidden dimension
+        return hidden + (4 * hidden / itemsize / config.tensor_model_parallel_size if config.bf16 else 0.0)
     chunk = min(config.loss_chunk_size, tokens) * rows
     # forward: product in the model's format, float32 logits, shifted ones, their exponentials; backward: two more of them
     logits = chunk * (itemsize + 4 * (5 if trains else 3))

@@ -1,4 +1,4 @@
-"""Weights in 16 bits that move by small steps go as far as in float32, also across a checkpoint."""
+"""Weights in 16 bits that move by small steps go as far as in float32, also across a checkpoint; scores are not rounded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights, list_local_weights
+from mindspeed_rl.models.reward_model import _ScoreHead
 
 ALPHA = 0.1
 
@@ -58,3 +60,15 @@ def test_a_checkpoint_resumes_between_two_representable_weights(
     _mix(resumed, targets, 3)
     pairs = list(zip(list_local_weights(through.model), list_local_weights(resumed.model), targets))
     assert all(torch.equal(one.tensor, two.tensor) and torch.equal(one.tensor, target) for one, two, target in pairs)
+
+
+def test_scores_of_a_bfloat16_model_are_not_rounded(make_engine: Callable[..., TrainEngine]) -> None:
+    config = make_engine(bf16=True).model.transformer_config
+    head = _ScoreHead(config, parallel_state.get_tensor_model_parallel_group(), torch.device("cpu"))
+    hidden = torch.randn(9, 1, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    scores = 100 * head(hidden)
+    right = 100 * (hidden.double() @ head.weight.double().t())
+    assert scores.dtype == torch.float32 and torch.allclose(scores.double(), right, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(scores.bfloat16().float(), scores)
+    scores.sum().backward()
+    assert hidden.grad.dtype == head.weight.grad.dtype == torch.bfloat16
