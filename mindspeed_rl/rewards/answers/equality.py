@@ -219,6 +219,9 @@ def _is_same_unnamed(given: Named, expected: Value) -> bool:
 def _is_same_named(given: Value, expected: Named) -> bool:
     """Compare values by name; a single value, or values in the order of the label, may lack their names."""
     if isinstance(given, Named):
+        if given.steps and expected.steps:
+            if len(given.steps) != len(expected.steps) or not all(map(_is_same, given.steps, expected.steps)):
+                return False
         values = dict(given.pairs)
         names = {name for name, _ in expected.pairs}
         if len(given.pairs) == 1 == len(expected.pairs) and values.keys() != names:
@@ -227,7 +230,15 @@ def _is_same_named(given: Value, expected: Named) -> bool:
     if len(expected.pairs) == 1:
         if isinstance(given, Relation) and expected.relation is not None and len(symbols_of(expected.relation.right)) > 0:
             return _is_same_relation(given, expected.relation)
-        return not expected.is_derived and not isinstance(given, Relation) and _is_same(given, expected.pairs[0][1])
+        name, value = expected.pairs[0]
+        items = given.items if isinstance(given, Collection) else ()
+        if (
+            expected.is_derived
+            or isinstance(given, Relation)
+            or any(isinstance(x, Named) and x.pairs[0][0] != name for x in items)
+        ):
+            return False
+        return _is_same(given, value)
     items = given.items if isinstance(given, Collection) and given.kind in ("list", "()", "sequence") else ()
     return len(items) == len(expected.pairs) and all(_is_same(item, value) for item, (_, value) in zip(items, expected.pairs))
 
@@ -364,8 +375,6 @@ def _is_same_text(given: Value, expected: Text) -> bool:
         return bool(expected.source) and _judge(given, expected)
     if given.tokens == expected.tokens:
         return True
-    if given.source and expected.source:
-        return _judge(given, expected)
     if not expected.parts or len(given.parts) != len(expected.parts):
         return False
     return all(

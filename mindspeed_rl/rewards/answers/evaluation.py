@@ -21,6 +21,10 @@ Number: TypeAlias = Fraction | mpmath.mpf | mpmath.mpc
 #: bits of an exact number; a power or a factorial beyond has no value here
 _MAX_BITS = 1 << 17
 _MAX_FACTORIAL = 10_000
+#: terms of a sum
+_MAX_TERMS = 300
+#: binary exponent of a number that is not exact: 1 more or less must change its first 150 digits
+_MAX_FLOAT = 400
 #: binary exponent of an argument of a function; beyond, reducing it takes as many bits
 _MAX_MAGNITUDE = 4096
 #: digits of the first and of the second, deciding computation
@@ -52,9 +56,11 @@ class _Evaluator:
         if node.op == "number":
             return node.value
         if node.op == "symbol":
-            return self.point[node.name]
+            return self.point[node.name] if node.name in self.point else _CONSTANTS[node.name]()
         if node.op == "degree":
             return mpmath.pi / 180
+        if node.op in ("sum", "prod"):
+            return self.sum(node)
         values = [self.evaluate(arg) for arg in node.args]
         if node.op == "+":
             return _check_size(sum(values[1:], values[0]))
@@ -68,9 +74,25 @@ class _Evaluator:
             return self.root(*values)
         return self.function(node.op, values)
 
+    def sum(self, node: Node) -> Number:
+        """Return the value of a sum or a product with whole limits."""
+        start, end = _integers([self.evaluate(limit) for limit in node.args[1:]])
+        if end - start > _MAX_TERMS:
+            raise UndefinedError
+        total: Number = Fraction(node.op == "prod")
+        outer = self.point
+        for index in range(start, end + 1):
+            self.point = {**outer, node.name: Fraction(index)}
+            term = self.evaluate(node.args[0])
+            total = _check_size(total + term if node.op == "sum" else _multiply(total, term))
+        self.point = outer
+        return total
+
     def power(self, base: Number, exponent: Number, has_root: bool = False) -> Number:
         """Return a power; with `has_root`, (-8)^(1/3) is the real root."""
-        if isinstance(exponent, Fraction) and exponent.denominator == 1 and abs(exponent) <= _MAX_BITS:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            if abs(exponent) > _MAX_BITS:
+                raise UndefinedError
             power = int(exponent)
             if isinstance(base, Fraction):
                 bits = max(base.numerator.bit_length(), base.denominator.bit_length())
@@ -165,7 +187,7 @@ def _check_size(value: Number) -> Number:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
             raise UndefinedError
-    elif not mpmath.isfinite(value) or (value and abs(mpmath.mag(value)) > 1 << 40):
+    elif not mpmath.isfinite(value) or (value and abs(mpmath.mag(value)) > _MAX_FLOAT):
         raise UndefinedError
     return value
 
@@ -255,7 +277,11 @@ _MPMATH: dict[str, Callable[[Number], Number]] = {
 # Comparing
 
 #: symbols with a value of their own
-_CONSTANTS = {"\\pi": lambda: +mpmath.pi, "e": lambda: +mpmath.e, "i": lambda: mpmath.mpc(0, 1)}
+_CONSTANTS: dict[str, Callable[[], Number]] = {
+    "\\pi": lambda: +mpmath.pi,
+    "e": lambda: +mpmath.e,
+    "i": lambda: mpmath.mpc(0, 1),
+}
 #: value of the symbol with an index, at each point: positive, below one, of both signs, negative, and whole
 _POINTS: tuple[Callable[[int], Fraction], ...] = (
     lambda index: Fraction(17 + 13 * index + 6 * index * index, 11),
@@ -271,6 +297,8 @@ def symbols_of(node: Node) -> frozenset[str]:
     """Return the names of the variables and of the unknown functions of a tree."""
     if node.op == "symbol":
         return frozenset() if node.name in _CONSTANTS else frozenset((node.name,))
+    if node.op in ("sum", "prod"):
+        return (symbols_of(node.args[0]) - {node.name}).union(*(symbols_of(limit) for limit in node.args[1:]))
     names = frozenset((node.name,)) if node.op == "unknown" else frozenset()
     return names.union(*(symbols_of(arg) for arg in node.args))
 
@@ -281,8 +309,7 @@ def _contains(node: Node, op: str, name: str = "") -> bool:
 
 def _evaluate_all(nodes: Sequence[Node], index: int, names: Sequence[str], **options: bool) -> list[Number | None]:
     """Return the values at one point; None for each tree without one."""
-    point: dict[str, Number] = {name: make() for name, make in _CONSTANTS.items()}
-    point |= {name: _POINTS[index](position) for position, name in enumerate(names)}
+    point: dict[str, Number] = {name: _POINTS[index](position) for position, name in enumerate(names)}
     evaluator = _Evaluator(point, **options)
     values: list[Number | None] = []
     for node in nodes:

@@ -52,7 +52,7 @@ _SYMBOLS = frozenset(
 _ACCENTS = frozenset("bar hat tilde dot ddot overline widetilde check".split())
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+\.?\d*|\.\d+")
-_REPEATED = re.compile(r"\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?")
+_REPEATED = re.compile(r"\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?(?:(\d*)\\dot\s*\{?\s*(\d)\s*\}?)?")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s*")
 _RUN = re.compile(r"[A-Za-z]+")
@@ -67,9 +67,14 @@ _WORD_VOWEL = re.compile(r"[aeiouAEIOU]")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
+_SHORT_WORDS = frozenset("no up it is in of or at by if on to we an as".split())
+
+
 def is_word(run: str) -> bool:
     """Return True for letters that form a word and not a product, as "abc", "xyz" or "mgh"."""
-    return len(run) > 2 and run.lower() not in _ALPHABET and _WORD_VOWEL.search(run) is not None and run not in FUNCTIONS
+    if len(run) < 3:
+        return run.lower() in _SHORT_WORDS
+    return run.lower() not in _ALPHABET and _WORD_VOWEL.search(run) is not None and run not in FUNCTIONS
 
 
 class _Parser:
@@ -136,6 +141,8 @@ class _Parser:
         command = self.peek(_COMMAND)
         if command is not None:
             return command[1] not in _CLOSING_COMMANDS
+        if self.peek(_DIGIT) is not None:  # (n - 2) 2^n, but not 2 2^n
+            return self.text[: self.position].rstrip()[-1:] in (")", "}")
         return self.peek(_FACTOR) is not None
 
     def power(self) -> Node:
@@ -198,7 +205,7 @@ class _Parser:
         run = self.peek(_RUN)
         if run is None:
             raise UnreadableError("no operand")
-        if is_word(run[0]):
+        if len(run[0]) > 2 and is_word(run[0]):
             before, after = self.text[max(run.start() - 1, 0) : run.start()], self.text[run.end() : run.end() + 1]
             if before in " " and after in " ":
                 raise UnreadableError("a word")
@@ -212,7 +219,8 @@ class _Parser:
         repeated = self.take(_REPEATED) if "." in digits else None
         if repeated is not None:
             places = len(digits) - digits.index(".") - 1
-            period = Fraction(int(repeated[1]), (10 ** len(repeated[1]) - 1) * 10**places)
+            period_digits = "".join(group or "" for group in repeated.groups())
+            period = Fraction(int(period_digits), (10 ** len(period_digits) - 1) * 10**places)
             return Node("number", value=Fraction(f"0{digits}".rstrip(".")) + period)
         mixed = self.take(_MIXED) if digits.isdigit() else None
         if mixed is not None:
@@ -225,7 +233,7 @@ class _Parser:
         return _number(digits)
 
     def finish_symbol(self, name: str) -> Node:
-        """Parse index, primes and other marks of a symbol, and the argument of f."""
+        """Parse index, primes and other marks of a symbol, and the argument of f, or of a symbol at a number, as I(0)."""
         for _ in range(2):
             index = self.take(_INDEX)
             if index is not None:
@@ -233,7 +241,7 @@ class _Parser:
             marks = self.take(_MARKS)
             if marks is not None:
                 name += re.sub(r"[\s{}^]", "", marks[0].replace("\\prime", "'"))
-        if name.startswith("f") and self.peek(_PARENTHESIS):
+        if (name.startswith("f") and self.peek(_PARENTHESIS)) or self.peek(_AT_NUMBER):
             return Node("unknown", self.arguments(), name=name)
         return Node("symbol", name=name)
 
@@ -258,6 +266,8 @@ class _Parser:
                 index = self.sum()
                 self.expect("]")
             return Node("root", (self.argument(), index or _number("2")))
+        if name in ("sum", "prod"):
+            return self.finish_sum(name)
         if name in _SYMBOLS:
             return self.finish_symbol("\\" + name)
         if name in _ACCENTS:
@@ -268,6 +278,17 @@ class _Parser:
         if name in FUNCTIONS or name == "function":
             return self.finish_function(name)
         raise UnreadableError(f"\\{name}")
+
+    def finish_sum(self, name: str) -> Node:
+        r"""Parse the limits and the term of \sum_{k=1}^{n}; sums without end, and of a_k, are refused."""
+        lower = self.take(_LOWER)
+        start = None if lower is None else parse_expression(lower[2])
+        if lower is None or start is None or self.take(_CARET) is None:
+            raise UnreadableError("sum without limits")
+        end, term = self.exponent(), self.product()
+        if _mentions(end, "\\infty") or re.search(rf"_(?:{lower[1]}|\{{[^{{}}=]*{lower[1]}[^{{}}=]*\}})", self.text):
+            raise UnreadableError("sum without end, or of a sequence")
+        return Node(name, (term, start, end), name=lower[1])
 
     def finish_function(self, name: str) -> Node:
         r"""Parse index, exponent and argument: \log_2 8, \sin^2 x, \sin 2x, \max(1, 2)."""
@@ -318,14 +339,20 @@ class _Parser:
         return negate(argument) if sign is not None and sign[0] == "-" else argument
 
 
+_LOWER = re.compile(r"_\s*\{\s*([A-Za-z])\s*=\s*([^{}=,]*(?:\{[^{}]*\}[^{}=,]*)*)\}")
 _SLASH, _BAR, _CARET = re.compile(r"/|\\div(?![A-Za-z])"), re.compile(r"\|"), re.compile(r"\^")
 _FACTORIAL, _UNDERSCORE, _COMMA = re.compile(r"!(?!\s*!)"), re.compile("_"), re.compile(",")
 _GROUP, _BRACKET, _PARENTHESIS = re.compile(r"\{"), re.compile(r"\["), re.compile(r"\(")
 _ONE = re.compile(r"[0-9A-Za-z]")
-_ACCENTED = re.compile(r"\{\s*([A-Za-z]+)\s*\}|([A-Za-z])")
+_AT_NUMBER, _DIGIT = re.compile(r"(?<! )\(\s*-?\d+(?:\.\d+)?\s*\)"), re.compile(r"\d")
+_ACCENTED = re.compile(r"\{\s*(\\?[A-Za-z]+)\s*\}|([A-Za-z])")
 _OPENING = re.compile(r"\(|\[|\{|\\lfloor(?![A-Za-z])|\\lceil(?![A-Za-z])")
 _FACTOR = re.compile(r"[A-Za-z({]|\[")
 _CLOSING_COMMANDS = frozenset(("rfloor", "rceil", "cdot", "times", "div"))
+
+
+def _mentions(node: Node, name: str) -> bool:
+    return node.name == name or any(_mentions(arg, name) for arg in node.args)
 
 
 def _number(digits: str) -> Node:

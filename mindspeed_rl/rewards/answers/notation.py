@@ -10,6 +10,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from mindspeed_rl.rewards.answers.expressions import is_word
+
 _FUNCTIONS = (
     "arcsinh|arccosh|arctanh|arsinh|arcosh|artanh|sinh|cosh|tanh|coth|arcsin|arccos|arctan|arccot|sin|cos|tan|cot|sec|csc"
     "|ln|log|exp|gcd|lcm|max"
@@ -28,6 +30,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
         (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
         (r"^\*\*(.*)\*\*$", r"\1"),
+        *((rf"\\textcircled\s*\{{?\s*{index}\s*\}}?", chr(ord("①") + index - 1)) for index in range(1, 10)),
         (r"(?i)^(?:the )?(?:final )?answer\s*(?:is|:)\s*", ""),
         (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
@@ -146,15 +149,17 @@ _GROUPED = re.compile(r"\{\s*(\\[A-Za-z]+|\w)\s*\}")
 def tokenize(answer: str) -> tuple[str, ...]:
     """Return the tokens of a normalized answer, to compare texts: without blanks, braces around single tokens, and an article.
 
-    Words of three letters and more, and those that begin a sentence, are the same in any size; letters of formulas are not.
+    Words are the same in small letters, in capitals and with a capital; the letters of formulas are not.
     """
-    tokens = [_fold(token) for token in _TOKEN.findall(_GROUPED.sub(r"\1", answer))]
-    return tuple(tokens[1:] if tokens[:1] == ["the"] else tokens)
-
-
-def _fold(token: str) -> str:
-    short = token.lower() in ("no", "up", "it", "is", "in", "of", "or", "at", "by", "if", "on", "to", "we", "an", "as")
-    return token.lower() if token.isalpha() and (short or (len(token) > 2 and not token.isupper()) or len(token) > 3) else token
+    tokens = _TOKEN.findall(_GROUPED.sub(r"\1", answer))
+    shortest = 2 if all(token.isalpha() or token in ",.'" for token in tokens) else 4
+    folded = [
+        token.lower()
+        if token.isalpha() and len(token) >= shortest and (token.istitle() or token.isupper()) and is_word(token)
+        else token
+        for token in tokens
+    ]
+    return tuple(folded[1:] if folded[0] in ("the", "The") and len(folded) > 1 else folded) if folded else ()
 
 
 # Splitting

@@ -32,10 +32,15 @@ _COUNTED = re.compile(
     r"\s*(?:[个只条张本名人次件位辆棵天周年月日岁元分倍种米克升秒度%]|厘米|毫米|千米|公里|千克|公斤|小时|分钟|平方米)?"
 )
 _CHINESE = re.compile(rf"(?![百千万亿](?!分之))(?:({_NUMERAL}{{1,20}})分之)?({_NUMERAL}{{1,20}})")
+_DECIMAL = re.compile(rf"({_NUMERAL}{{1,20}})点([{''.join(_NUMERAL_DIGITS)}]{{1,20}})")
 
 
 def read_words(text: str) -> tuple[Fraction, str] | None:
     """Return the longest number in words at the start of a text, and the rest of the text; None without one."""
+    decimal = _DECIMAL.match(text)
+    if decimal is not None and (whole := _read_chinese(decimal[1])) is not None:
+        digits = "".join(str(_NUMERAL_DIGITS[char]) for char in decimal[2])
+        return whole + Fraction(int(digits), 10 ** len(digits)), text[decimal.end() :]
     match = _CHINESE.match(text)
     if match is not None:
         below, above = (_read_chinese(part) if part else None for part in match.groups())

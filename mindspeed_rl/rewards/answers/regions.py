@@ -192,14 +192,14 @@ def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     nodes = [parse_expression(side) for side in (left, right)]
     if nodes[0] is None or nodes[1] is None:
         return None
-    if not (_read_name(left) is not None or nodes[0].op == "abs"):
+    if not (_read_name(left) is not None or nodes[0].op == "abs") or (right[0] in "xyzt" and _read_name(right) is not None):
         left, relation, right, nodes = right, _OPPOSITE[relation], left, nodes[::-1]
     closed = relation in "≤≥"
     if nodes[0] is not None and nodes[0].op == "abs":
         return _read_distance(nodes[0].args[0], relation, nodes[1])
     if _read_name(left) is None:
         return None
-    if _INFINITE.fullmatch(right):  # x < \infty
+    if _INFINITE.fullmatch(right) or (_read_name(right) is not None and left[0] not in "xyzt"):  # x < \infty, a < b
         return None
     return left, [Interval(None, nodes[1], (False, closed)) if relation in "<≤" else Interval(nodes[1], None, (closed, False))]
 

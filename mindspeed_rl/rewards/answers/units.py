@@ -23,7 +23,7 @@ for _dimensions, _sizes in {
         "mg milligram": "1/1000", "g gram 克": "1", "kg kilogram 千克 公斤": "1000", "lb pound": "453.59237",
         "ounce oz": "28.349523125", "ton tonne 吨": "1000000",
     },
-    "length3": {"ml milliliter millilitre 毫升": "1e-6", "l liter litre 升": "1/1000", "gallon": "0.003785411784"},
+    "length3": {"ml milliliter millilitre 毫升": "1e-6", "l L liter litre 升": "1/1000", "gallon": "0.003785411784"},
     "dollar": {"cent": "1/100", "dollar usd 美元": "1"},
     "yuan": {"分": "1/100", "角": "1/10", "yuan rmb 元 人民币": "1"},
     "euro": {"euro eur 欧元": "1"},
@@ -44,7 +44,7 @@ for _dimensions, _sizes in {
     _base = {_dimensions.rstrip("23"): int(_dimensions[-1]) if _dimensions[-1].isdigit() else 1}
     for _names, _size in _sizes.items():
         for _name in _names.split():
-            _TABLE[_name.lower()] = (_base, Fraction(_size))
+            _TABLE[_name if len(_name) == 1 else _name.lower()] = (_base, Fraction(_size))
 _SPEEDS = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h"}
 _CURRENCIES = {"$": "dollar", "¥": "yuan", "￥": "yuan", "€": "euro", "£": "£"}
 #: letters that are a unit after a number and a blank, and their quotients; other single letters are variables
@@ -148,7 +148,7 @@ def _read_factors(part: str, allows_words: bool) -> list[tuple[dict[str, int], F
         english, chinese, name, *powers = match.groups()
         power = int(next((power for power in powers if power), 1))
         power = {"sq": 2, "cu": 3, "平方": 2, "立方": 3}.get(chinese or (english or "")[:2], power)
-        known = _TABLE.get(name.lower()) or _TABLE.get(_singular(name))
+        known = _TABLE.get(name) if len(name) == 1 else _TABLE.get(name.lower()) or _TABLE.get(_singular(name))
         if known is not None and not words:
             factors.append(({base: power * exponent for base, exponent in known[0].items()}, known[1] ** power, name))
         elif not allows_words or name.lower() in _NO_UNITS or (name.isascii() and len(name) < 3 and name != "of"):

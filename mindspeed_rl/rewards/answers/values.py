@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from mindspeed_rl.rewards.answers.evaluation import is_same_value, symbols_of
-from mindspeed_rl.rewards.answers.expressions import Node, is_word, negate, parse_expression
+from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value, symbols_of
+from mindspeed_rl.rewards.answers.expressions import FUNCTIONS, Node, is_word, negate, parse_expression
 from mindspeed_rl.rewards.answers.notation import CLOSING, OPENING, closes_at_end, split_outside, tokenize
 from mindspeed_rl.rewards.answers.numerals import SCALES, read_words
 from mindspeed_rl.rewards.answers.regions import Region, read_region
@@ -47,11 +47,13 @@ class Named:
         pairs: (name, value).
         relation: the equation, where there is one pair that also is one: y = 2x + 1.
         is_derived: the name is an expression, as in p + q = 17.
+        steps: sides between the name and the value, as in S = ab = 6.
     """
 
     pairs: tuple[tuple[str, Value], ...]
     relation: Relation | None = None
     is_derived: bool = False
+    steps: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,9 @@ def _read_signs(text: str, depth: int) -> Value | None:
 
 def _merge(values: list[Value], kind: str) -> Value:
     """Return one value of several in a row: names with their values, or a list; x = 1, 2 has two values of x."""
-    if not isinstance(values[0], Named) or any(isinstance(value, Named) and value.is_derived for value in values):
+    if not isinstance(values[0], Named) or any(
+        isinstance(value, Named) and (value.is_derived or value.steps) for value in values
+    ):
         return Collection(kind, tuple(values))
     pairs: dict[str, list[Value]] = {}
     name = ""
@@ -362,7 +366,9 @@ def _read_union(text: str, depth: int) -> Value | None:
 
 # Equations and inequalities
 
-_FUNCTION_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\^\{-1\})?\s*\((?:[A-Za-z0-9,. \\|]|\\cup|\\cap)+\)")
+_FUNCTION_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\^\{-1\})?\s*\((?:[A-Za-z0-9,. \\|{}])+\)")
+_NO_NAME = re.compile(rf"[xyz]\s*\(|\\(?:{'|'.join(FUNCTIONS - {'max', 'min'})}|frac|sqrt|binom)(?![A-Za-z])")
+_INVERSE_NAME = re.compile(r"[A-Z]\s*\^\s*\{\s*(?:-1|T)\s*\}")
 _WORD_NAME = re.compile(r"\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?: [A-Za-z]+)*|m?\s*\\?(?:angle|triangle)\s*[A-Z]+'?|[\u4e00-\u9fff]+")
 _DERIVED_NAME = re.compile(
     r"[A-Wa-w]{1,2}(?:\s*[+-]\s*[A-Wa-w]{1,2})+|[A-Za-z]{1,2}\s*/\s*[A-Za-z]{1,2}|\|[A-Za-z]+\|"
@@ -372,29 +378,32 @@ _DERIVED_NAME = re.compile(
 
 def _find_name(text: str) -> str | None:
     r"""Return the name that a text is: x, a_1, AB, f(x), P(A), Area, \angle ABC; None for other text."""
-    if _FUNCTION_NAME.fullmatch(text) and not re.match(r"[xyz]\s*\(", text):
+    if _FUNCTION_NAME.fullmatch(text) and not _NO_NAME.match(text):
+        return re.sub(r"\s+", "", text)
+    if _INVERSE_NAME.fullmatch(text):
         return re.sub(r"\s+", "", text)
     node = parse_expression(text)
     if node is not None and node.op == "symbol" and node.name not in ("e", "i", "\\pi", "\\infty"):
         return node.name
-    if not _WORD_NAME.fullmatch(text):
+    if not _WORD_NAME.fullmatch(text) or (text[0] == "\\" and not text.startswith(("\\max", "\\min", "\\angle", "\\triangle"))):
         return None
-    words = re.findall(r"[A-Za-z\u4e00-\u9fff]+", text)
-    return " ".join(words) if len(words) > 1 or words[0].isupper() or is_word(words[0]) or words[0] in ("max", "min") else None
+    first = re.findall(r"[A-Za-z\u4e00-\u9fff]+", text)[0]
+    is_name = (first.isupper() and len(first) > 1) or is_word(first) or first in ("max", "min", "angle", "triangle", "m")
+    return " ".join(text.replace("\\", "").split()) if is_name or not first.isascii() else None
 
 
 def _read_equation(text: str, depth: int) -> Value | None:
     sides = split_outside(text, ("=",))
     if len(sides) < 2:
         return None
-    if not all(sides) or len(sides) > 8 or re.search("[<>≤≥≠]", text):
+    if not all(sides) or len(sides) > 8 or re.search("[<>≤≥≠]", _ENVIRONMENT.sub("", sides[-1]) + "".join(sides[:-1])):
         return Text(tokenize(text))
     nodes = [parse_expression(side) for side in sides]
     if all(node is not None and not symbols_of(node) for node in nodes):  # 2 + 3 = 5 is 5 if that is true
         holds = all(is_same_value(node, nodes[-1]) for node in nodes[:-1] if node is not None and nodes[-1] is not None)
         return read_value(sides[-1], depth) if holds else Text(tokenize(text))
     names = [_find_name(side) for side in sides]
-    if names[-1] is not None and names[0] is None:
+    if names[-1] is not None and names[0] is None and len(sides) == 2:
         sides, nodes, names = sides[::-1], nodes[::-1], names[::-1]
     is_derived = names[0] is None and _DERIVED_NAME.fullmatch(sides[0]) is not None
     name = sides[0] if is_derived else names[0]
@@ -404,10 +413,20 @@ def _read_equation(text: str, depth: int) -> Value | None:
     if name is None or (names[-1] is not None and "(" not in name and len(sides) == 2):
         several = _read_tuple_equation(sides, depth) if len(sides) == 2 else None
         return several or relation or Text(tokenize(text))
-    constants = [node for node in nodes[1:] if node is not None and not symbols_of(node)]
-    if any(not is_same_value(node, constants[-1]) for node in constants[:-1]):
+    *steps, last = (read_value(side, depth) for side in sides[1:])
+    if any(not _leads_to(step, last) for step in steps):
         return Text(tokenize(text))
-    return Named(((name, read_value(sides[-1], depth)),), relation, is_derived)
+    return Named(((name, last),), relation, is_derived, tuple(steps))
+
+
+def _leads_to(step: Value, last: Value) -> bool:
+    """Return True unless a step of an equation is a constant other than its result, which may be rounded."""
+    if not isinstance(step, Quantity) or not isinstance(last, Quantity):
+        return isinstance(step, Quantity) and bool(symbols_of(step.node))
+    if symbols_of(step.node) or is_same_value(step.node, last.node):
+        return True
+    value, decimals = evaluate_real(step.node), last.node.digits[1]
+    return value is not None and decimals > 0 and abs(value - last.node.value) * 2 * 10**decimals <= 1
 
 
 def _read_tuple_equation(sides: Sequence[str], depth: int) -> Value | None:
@@ -423,7 +442,7 @@ def _read_tuple_equation(sides: Sequence[str], depth: int) -> Value | None:
 
 def _read_inequality(text: str, depth: int) -> Value | None:
     region = read_region(text)
-    if region is not None:
+    if region is not None or r"\begin" in text:
         return region
     sides = [side.strip() for side in re.split("([<>≤≥≠])", text)]
     if len(sides) != 3:
@@ -525,6 +544,12 @@ def _read_words(text: str, depth: int) -> Value | None:
 
 
 def _read_judged(text: str, depth: int) -> Value | None:
+    """Read a formula with an integral, a limit or an infinite sum, which only math-verify can compare with a value."""
+    if _JUDGED.search(text) is None:
+        return None
+    node = parse_expression(text)
+    if node is not None:
+        return Quantity(node)
     is_formula = _JUDGED.search(text) and not re.search(r"[=<>≤≥≠,;]|\\begin", re.sub(r"_\{[^{}]*\}", "", text))
     return Text(tokenize(text), source=text) if is_formula else None
 
