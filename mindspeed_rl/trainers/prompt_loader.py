@@ -148,12 +148,18 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
 # ---------------------------------------------------------------------- length
 
 
-def resolve_length(run: Run, num_prompts: int) -> Run:
-    """Return the run with the iterations of its train_epochs over so many prompts; itself where it has train_iters."""
+def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0)) -> Run:
+    """Return the run with the iterations of its train_epochs over so many prompts; itself where it has train_iters.
+
+    Args:
+        run: with its batch.
+        num_prompts: of its data.
+        done: iterations before a resume, and prompts of their rollouts, which may have been of another number.
+    """
     epochs = run.config.actor_config.train_epochs
     if epochs is None:
         return run
-    iters = math.ceil(epochs * num_prompts / run.plan.num_prompts)
+    iters = done[0] + max(0, math.ceil((epochs * num_prompts - done[1]) / run.plan.num_prompts))
     # the learning rate of each role follows its train_iters
     roles = {
         name: dataclasses.replace(role, train_iters=iters)

@@ -129,7 +129,8 @@ def check_rl(run: Run) -> RLInputs:
     for dataset in filter(None, (prompts, held_out)):
         check_tool_columns(run.rl, tokenizer, dataset)
     order_change = resume.describe_order_change(describe_order(prompts, seed=actor.seed, shuffle=not actor.no_shuffle))
-    run = resolve_length(run, len(prompts))
+    done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
+    run = resolve_length(run, len(prompts), (resume.iteration, done))
     check_remaining_iterations(run, resume)
     _check_models(run, tokenizer, tokenizer_path)
     lines = [prompts.describe()]

@@ -74,6 +74,7 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self._keys = run.config.keys_on_resume
+        self._done = (0, 0)
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
         # the tokens are sampled from the weights that train on them
@@ -168,9 +169,11 @@ class Schedule:
 
     def state_dict(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights, as plain values."""
-        return {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys}
+        prompts = self._done[1] + (iteration - self._done[0]) * self._plan.num_prompts
+        return {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys, "rollout_prompts": prompts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; a coefficient that is not adapted is the run file's."""
+        self._done = state["iteration"], state.get("rollout_prompts", state["iteration"] * self._plan.num_prompts)
         if self.objective.kl_ctrl_type == "adaptive":
             self.kl.load_state_dict(state["kl"])

@@ -358,6 +358,16 @@ ENDED = [
         r"Ray's control service \(gcs_server\) failed in \w+: its process died",
         {},
     ),
+    Fault(
+        "end-node-service-kill",
+        "Ray's node service",
+        "any",
+        "SIGKILL",
+        "ends",
+        60.0,
+        r"Ray's node service \(raylet\) failed in \w+: its process died",
+        {},
+    ),
 ]
 
 #: found before anything starts
@@ -394,6 +404,15 @@ REFUSED = [
         "refused",
         30.0,
         "no checkpoint in .* is sound",
+    ),
+    Fault(
+        "checkpoints-in-use",
+        "checkpoint",
+        "start",
+        "another command writes there",
+        "refused",
+        30.0,
+        r"actor_config.save: .* is in use by process \d+ on",
     ),
     Fault("run-folder-read-only", "run folder", "start", "read-only", "refused", 30.0, "run_dir: .* cannot be written to"),
     Fault("reward-unknown", "reward", "start", "an unknown reward function", "refused", 30.0, "unknown reward function"),

@@ -6,12 +6,14 @@ The faults stand in fault_table.py. Many strike one run, one after the other, si
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -252,9 +254,12 @@ def _signal(*numbers: int) -> Callable[[FaultRun], None]:
     return send
 
 
-def _kill_head(run: FaultRun) -> None:
-    (head,) = [process for process in run.processes() if "gcs_server" in " ".join(process.cmdline()[:1])]
-    head.kill()
+def _kill_service(name: str) -> Callable[[FaultRun], None]:
+    def kill(run: FaultRun) -> None:
+        (service,) = [process for process in run.processes() if Path(process.cmdline()[0]).name == name]
+        service.kill()
+
+    return kill
 
 
 def _limit_files(run: FaultRun) -> None:
@@ -271,7 +276,8 @@ DEEDS: dict[str, tuple[Callable[[FaultRun], None], int]] = {
     "end-sigterm-twice": (_signal(signal.SIGTERM, signal.SIGTERM), 143),
     "end-sigterm-start": (_signal(signal.SIGTERM), 143),
     "end-driver-kill": (_signal(signal.SIGKILL), -signal.SIGKILL),
-    "end-head-kill": (_kill_head, 1),
+    "end-head-kill": (_kill_service("gcs_server"), 1),
+    "end-node-service-kill": (_kill_service("raylet"), 1),
     "end-full-disk": (_limit_files, 1),
     # each save takes more of it
     "end-full-tmpfs": (lambda run: None, 1),
@@ -349,6 +355,11 @@ def _damage(fault: Fault, save: Path) -> list[str]:
             data[100:164] = bytes(255 - byte for byte in data[100:164])
             (folder / "__0_0.distcp").write_bytes(data)
         return ["actor_config.load_previous=true"]
+    elif fault.id == "checkpoints-in-use":
+        lock = os.open(save / ".lock", os.O_RDWR | os.O_CREAT)  # to the end of the tests' process
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": "", "command": "train", "since": "12:00:00"}
+        os.write(lock, json.dumps(holder).encode())
     elif fault.id == "run-folder-read-only":
         return ["run_dir=/proc/sys/a_run"]
     elif fault.id == "reward-unknown":

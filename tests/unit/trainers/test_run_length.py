@@ -25,6 +25,13 @@ def test_a_run_with_iterations_keeps_them() -> None:
     assert resolve_length(run, 1000) is run
 
 
+def test_passes_that_were_begun_with_another_batch_are_completed() -> None:
+    changes = ["megatron_training.train_iters=null", "megatron_training.train_epochs=1.5"]
+    run = resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu")
+    # 10 iterations of 32 prompts were done: 1180 of 1500 prompts are left, in batches of 64
+    assert resolve_length(run, 1000, (10, 320)).plan.train_iters == 10 + 19
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [("grpo_tiny_cpu", "say the length of the run twice"), ("sft_tiny_cpu", "stage sft takes train_iters")],
