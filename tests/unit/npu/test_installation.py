@@ -1,0 +1,153 @@
+"""envs/npu_common: versions of the lines, the recorded result of their resolution, and what the installer refuses before it installs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_rl.cli.doctor import stack
+
+ROOT = Path(__file__).parents[3]
+COMMON = ROOT / "envs" / "npu_common"
+
+
+def load_packages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("packages", COMMON / "packages.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["packages"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+packages = load_packages()
+HOSTS = [(line, host) for line in ("main", "fallback", "cann85") for host in packages.LINES[line].hosts]
+
+
+def recorded(line: str, host: tuple[str, str]) -> dict[str, str]:
+    """Versions that a host gets, as pip reads the constraints."""
+    markers = {"platform_machine": host[0], "python_version": host[1], "python_full_version": f"{host[1]}.9"}
+    found = {}
+    for entry in packages.constraints(line):
+        version, _, marker = entry.partition(";")
+        if "==" in version and (not marker.strip() or Marker(marker.strip()).evaluate(markers)):
+            found[packages.name_of(version)] = version.partition("==")[2].strip()
+    return found
+
+
+@pytest.mark.parametrize("line", stack.LINES, ids=lambda line: line.name)
+def test_the_doctor_compares_with_the_versions_that_are_installed(line: stack.VersionLine) -> None:
+    for name, expected in line.packages.items():
+        if name != "mindspeed":  # a branch of a repository
+            assert stack.has_version(name, packages.pinned_version(line.name, name), expected)
+    versions = {f"{major}.{minor}" for major, minor in line.python}
+    assert set(packages.LINES[line.name].pythons) == versions
+    assert f"2.{packages.LINES[line.name].glibc}" == line.glibc
+
+
+@pytest.mark.parametrize(("line", "host"), HOSTS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+def test_every_host_of_a_line_has_a_recorded_version_of_every_requirement(line: str, host: tuple[str, str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*packages.requirements(line, ()), *project["dependencies"], *project["optional-dependencies"]["npu"]]
+    versions = recorded(line, host)
+    for requirement in map(Requirement, wanted):
+        version = versions[packages.name_of(requirement.name)]
+        assert requirement.specifier.contains(version, prereleases=True), requirement
+    for entry in packages.constraints(line, recorded=False):
+        limit = Requirement(entry)
+        name = packages.name_of(limit.name)
+        if name not in packages.SEPARATE:
+            assert limit.specifier.contains(versions[name], prereleases=True), entry
+
+
+@pytest.mark.parametrize(("line", "host"), HOSTS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+def test_numpy_and_opencv_fit_each_other(line: str, host: tuple[str, str]) -> None:
+    # opencv from 4.13 on is built for numpy 2, and vllm-ascend 0.18 excludes numpy 2
+    versions = recorded(line, host)
+    numpy_2, new_opencv = versions["numpy"] >= "2", SpecifierSet(">=4.13").contains(versions["opencv-python-headless"])
+    assert numpy_2 == new_opencv == (line == "main")
+    assert {"scipy", "torchvision", "setuptools-rust" if line == "main" else "setuptools-scm"} <= set(versions)
+
+
+def test_an_exact_version_hides_those_of_lower_layers() -> None:
+    simulated, cann85 = packages.constraints("simulated"), packages.constraints("cann85")
+    for lines, entry in ((simulated, "torch==2.13.0"), (simulated, "torch_npu==2.13.0"), (cann85, "torch_npu==2.9.0")):
+        assert [other for other in lines if packages.name_of(other) == packages.name_of(entry)] == [entry]
+    main = packages.constraints("main")
+    assert [entry for entry in simulated if entry.startswith(("vllm", "transformers"))] == [
+        entry for entry in main if entry.startswith(("vllm", "transformers"))
+    ]
+
+
+def test_a_record_has_a_marker_where_hosts_differ_alone() -> None:
+    hosts = [packages.Host(machine, python) for machine in ("aarch64", "x86_64") for python in ("3.10", "3.11")]
+    resolved = {host: {"same": "1", "by-python": host.python, "torch": "2+cpu" if host.machine == "x86_64" else "2"} for host in hosts}
+    resolved[hosts[0]]["alone"] = "4"
+    assert packages.record(resolved) == [
+        'alone==4; python_version == "3.10" and platform_machine == "aarch64"',
+        'by-python==3.10; python_version == "3.10"',
+        'by-python==3.11; python_version == "3.11"',
+        "same==1",
+        "torch==2",
+    ]
+
+
+def install(tmp_path: Path, *arguments: str, cann: str = "9.1.0", glibc: str = "2.39") -> tuple[int, str]:
+    """Start the installer on a machine with this CANN and this C library."""
+    home, atb, tools = tmp_path / "toolkit", tmp_path / "nnal" / "atb", tmp_path / "bin"
+    for folder in (home, atb, tools, tmp_path / "cann"):
+        folder.mkdir(parents=True)
+    (tmp_path / "cann" / "set_env.sh").write_text(f"export ASCEND_HOME_PATH={home}\n")
+    (atb / "set_env.sh").write_text("")
+    (home / "version.cfg").write_text(f"# version: 1.0\nruntime_running_version=[{cann}:{cann}.B020]\n")
+    (tools / "getconf").write_text(f"#!/bin/sh\necho glibc {glibc}\n")
+    (tools / "getconf").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "ASCEND_ROOT": str(tmp_path), "PYTHON": "/no/python"}
+    command = ["bash", str(COMMON / "install.sh"), "--chip", "a2", "--venv", str(tmp_path / "venv"), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not (tmp_path / "venv").exists()
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("cann", "line"), [("9.1.0", "main"), ("9.2.0", "main"), ("9.0.0", "fallback"), ("8.5.1", "cann85"), ("10.0.0", "main")]
+)
+def test_the_installer_takes_the_line_of_the_cann_that_is_there(cann: str, line: str, tmp_path: Path) -> None:
+    status, text = install(tmp_path, cann=cann)  # ends at the Python that is not there
+    assert status == 1 and f"the line '{line}' needs Python 3.1" in text
+
+
+@pytest.mark.parametrize("cann", ["8.3.RC2", "8.2.RC1"])
+def test_an_older_cann_ends_with_the_upgrade(cann: str, tmp_path: Path) -> None:
+    status, text = install(tmp_path, cann=cann)
+    assert status == 1 and f"CANN {cann[:3]} is too old" in text
+    assert "CANN 9.1.0 with driver 26.0.rc1" in text and "CANN 8.5.1 with driver 25.5" in text
+
+
+def test_an_older_glibc_is_refused_with_the_lines_that_run_on_it(tmp_path: Path) -> None:
+    environment = {"glibc": "2.28"}
+    status, text = install(tmp_path / "a", "--python-of-test", **environment)
+    assert (status, text.strip()) == (2, "install.sh: unknown argument '--python-of-test'")
+    for folder, arguments, expected in (
+        ("b", ("--line", "main"), "--line cann85"),
+        ("c", ("--line", "main", "--vllm-ascend", "source"), "needs Python"),  # torch_npu's wheels run on 2.28
+        ("d", ("--line", "cann85"), "needs Python"),
+    ):
+        status, text = install(tmp_path / folder, *arguments, **environment)
+        assert status == 1 and expected in text, text
+    status, text = install(tmp_path / "e", "--line", "cann85", glibc="2.27")
+    assert status == 1 and "torch_npu's wheels need 2.28" in text
+
+
+def test_a_line_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
+    status, text = install(tmp_path, "--line", "newest")
+    assert status == 2 and "--line must be main, fallback or cann85, not 'newest'" in text
