@@ -191,7 +191,9 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
     handler = _build_handler(config)
     source = _open_input(config, handler, chunk_size)
     for path in source.ignored:
-        print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
+        print(f"ignored (of another format or split than the files that are read): {path}", file=sys.stderr)
+    if source.note:
+        print(source.note, file=sys.stderr)
     names = {name: column_prefix(config.output_prefix, name, packed=handler.packed) for name in handler.columns}
     total_weight = source.total_weight()
     # a single part is complete only at the end, so there is nothing to resume from

@@ -14,7 +14,7 @@ import numpy as np
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings
-from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
+from mindspeed_rl.data.handlers.prompt import LABELS, TEXT_BYTES, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
@@ -75,8 +75,10 @@ class PromptDataset:
         max_prompt_length: int,
         dropped: Mapping[str, int],
         first: int = 0,
+        note: str | None = None,
     ) -> None:
-        """Select the rows; `first` is the row of `lengths[0]`."""
+        """Select the rows; `first` is the row of `lengths[0]`, `note` is added to the description."""
+        self._note = note
         self._rows = rows
         # strictly below, as upstream filters
         self._row_indices = np.flatnonzero(lengths < max_prompt_length)
@@ -117,11 +119,12 @@ class PromptDataset:
     def describe(self) -> str:
         """Return a line for the log: the number of prompts and of rows left out, by reason."""
         reasons = "".join(f", {count} {reason}" for reason, count in sorted(self.dropped.items()))
-        return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{reasons})"
+        note = f"; {self._note}" if self._note else ""
+        return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{reasons}){note}"
 
 
 class _IndexedPrompts:
-    """Prompts in `<prefix>_packed_*` files; the other columns hold tokens and are decoded to text."""
+    """Prompts in `<prefix>_packed_*` files; the other columns hold bytes of text, or (in older files) tokens to decode."""
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str] | None) -> None:
         keys = additional_keys or ()
@@ -139,6 +142,8 @@ class _IndexedPrompts:
         return f"{self._prefix}, row {index}"
 
     def _text(self, index: int, column: str) -> str:
+        if (name := column + TEXT_BYTES) in self.rows.columns:
+            return bytes(self.rows.row(index, name).tolist()).decode("utf-8", "surrogatepass")
         text = self._tokenizer.decode(self.rows.row(index, column).tolist(), skip_special_tokens=True)
         assert isinstance(text, str)  # a list for a batch
         return text
@@ -314,7 +319,7 @@ def _load_raw(
         if bad:
             dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
-    return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped)
+    return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped, note=source.note)
 
 
 def _choose_handler(row: Row, keys: Sequence[str], map_keys: Mapping[str, object] | None) -> str:

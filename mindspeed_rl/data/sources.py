@@ -29,6 +29,9 @@ _FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(
+    ("test", "testing", "validation", "valid", "val", "dev", "eval", "heldout"), "held out"
+)
 #: decodes bytes that are no UTF-8 to U+DC80 to U+DCFF, so that messages can name their row
 _KEEP_BYTES = "surrogateescape"
 _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
@@ -94,6 +97,11 @@ class RowSource(Protocol):
         """Files of the folder that are not read."""
         ...
 
+    @property
+    def note(self) -> str | None:
+        """A line for the user, about what is read."""
+        ...
+
     def total_weight(self) -> int | None:
         """Return the sum of the chunks' weights; None where it cannot be known before reading."""
         ...
@@ -109,11 +117,15 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one format (or a Hugging Face dataset), in the order in which they are read, up to `max_rows` rows."""
+    """Files of one format (or a Hugging Face dataset), in the order in which they are read, up to `max_rows` rows.
+
+    `note` tells which split was taken, where there are several.
+    """
 
     format: str
     paths: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    note: str | None = None
     dataset: Any = None
     max_rows: int | None = None
     chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE
@@ -157,7 +169,8 @@ def open_source(
 ) -> Source:
     """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
-    In a folder the most frequent data format is read; the other files are listed in `ignored`.
+    In a folder the most frequent data format is read, and of files named after splits those of `train`; the other files are
+    listed in `ignored`.
 
     Raises:
         ValueError: nothing is there, the format is unknown, or a folder holds two formats equally often.
@@ -214,20 +227,36 @@ def _open_folder(path: Path) -> Source:
     if len(formats) > 1:
         raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each its own folder")
     ignored = tuple(str(file) for file in files if file.suffix.lower() != suffix)
-    return Source(formats.pop(), tuple(str(file) for file in chosen), ignored)
+    splits = {file: _find_split(file.relative_to(path)) for file in chosen}
+    train, others = ([file for file in chosen if (splits[file] == "train") == is_train] for is_train in (True, False))
+    note = None
+    if train and any(splits[file] for file in others):
+        chosen = train
+        ignored += tuple(map(str, others))
+        note = f"{path}: the split train is taken ({len(train)} files), not {', '.join(file.name for file in others)}"
+    return Source(formats.pop(), tuple(str(file) for file in chosen), ignored, note)
+
+
+def _find_split(file: Path) -> str | None:
+    """Return the split that the words of a path name, such as "train" for data/train-00000-of-00002.parquet; None for none."""
+    words = [word for part in reversed(file.with_suffix("").parts) for word in re.split(r"[^a-z]+", part.lower())]
+    return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 
 def _open_saved_dataset(path: Path) -> Source:
     from datasets import DatasetDict, load_from_disk
 
     loaded = load_from_disk(str(path), keep_in_memory=False)
+    note = None
     if isinstance(loaded, DatasetDict):
         if "train" not in loaded and len(loaded) != 1:
             splits = ", ".join(map(str, loaded))
             raise ValueError(f"input={str(path)!r} has the splits {splits}; give the folder of one of them")
+        others = ", ".join(str(name) for name in loaded if name != "train")
+        note = f"{path}: the split train is taken, not {others}" if "train" in loaded and others else None
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     # tables are split and sent without conversion to Python objects
-    return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
+    return Source("dataset", (str(path),), note=note, dataset=loaded.with_format("arrow"))
 
 
 def open_hub(

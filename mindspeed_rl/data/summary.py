@@ -89,7 +89,8 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.
     """Render one sample, all its columns: pairs of (input_ids, labels) with marks, other columns as plain text."""
     parts = []
     for name, tokens in columns.items():
-        if name == "attention_mask":
+        # other columns hold no tokens, or the same text once more
+        if name == "attention_mask" or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
             continue
         labels = None
         if name.endswith("input_ids"):

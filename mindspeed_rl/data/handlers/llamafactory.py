@@ -103,12 +103,14 @@ class _MixedSource:
     """
 
     ignored: tuple[str, ...] = ()
+    note: str | None = None
 
     def __init__(
         self, sources: Sequence[Source], *, strategy: str, probabilities: Sequence[float] = (), seed: int = 1234
     ) -> None:
         if probabilities and strategy == "concat":
             raise ValueError("interleave_probs have no meaning for mix_strategy='concat'")
+        self.note = "\n".join(source.note for source in sources if source.note) or None
         if probabilities and (len(probabilities) != len(sources) or min(probabilities) <= 0):
             raise ValueError(f"interleave_probs must hold a positive value for each of the {len(sources)} datasets")
         self._sources = list(sources)

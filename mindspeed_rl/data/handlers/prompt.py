@@ -21,6 +21,8 @@ from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messa
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
+#: ending of a column with the UTF-8 bytes of another one: no tokenizer gives every text back as it was
+TEXT_BYTES = "_utf8"
 
 
 def as_text(value: object) -> str:
@@ -42,7 +44,8 @@ class PromptHandler(Handler):
         keys = [key for key in settings.dataset_additional_keys if key != LABELS]
         extra = ([LABELS] if self.writes_label or len(keys) < len(settings.dataset_additional_keys) else []) + keys
         self.extra_columns = tuple(extra)
-        self.columns = (*PromptHandler.columns, *extra)
+        # the tokens are MindSpeed-RL's format; rewards read the bytes
+        self.columns = (*PromptHandler.columns, *extra, *(name + TEXT_BYTES for name in extra))
 
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
         return len(columns["input_ids"]), 0
@@ -103,6 +106,7 @@ class PromptHandler(Handler):
             if not turns[0][0]:
                 raise DroppedRowError(DropReason.EMPTY_ANSWER if name == LABELS else f"empty {name}")
             columns[name] = turns[0][0]
+            columns[name + TEXT_BYTES] = list(as_text(draft.note[name]).encode("utf-8", "surrogatepass"))
         return EncodedRow(columns)
 
 
@@ -122,7 +126,7 @@ class PPOAlpacaStyleInstructionHandler(PromptHandler):
 
 
 class R1AlpacaStyleInstructionHandler(PromptHandler):
-    """The prompt, and the reference answer as the tokens of `labels`, for training with verifiers."""
+    """The prompt, and the reference answer as `labels`, for training with verifiers."""
 
     writes_label = True
     default_map: ClassVar = _ALPACA_PROMPT_MAP

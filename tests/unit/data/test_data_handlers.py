@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from byte_tokenizer import Trained, build_tokenizer
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import HANDLERS, handler_class
@@ -14,8 +14,10 @@ from mindspeed_rl.data.conversation import Conversation, assistant, user
 from mindspeed_rl.data.encoding import join_turns
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.instruction import openai_messages
+from mindspeed_rl.data.prompts import open_prompts
 from mindspeed_rl.data.sources import drop_nulls, open_source, read_rows
 from mindspeed_rl.data.templates import join_text, load_template
+from mindspeed_rl.data.tokenizer import load_tokenizer
 
 BYTES = build_tokenizer()
 
@@ -655,3 +657,53 @@ def test_wrong_mixtures_are_errors(mix):
     assert "a positive value for each of the 2 datasets" in mix(
         "alpaca,share", "--mix-strategy", "interleave_under", "--interleave-probs", "1"
     )
+
+
+LABELS_OF_ALL_KINDS = ["  2 ", "a\n\nb", " .5 , ok ?", "<unk></s>", "½ \u200b𝟙 é", "[1, 2]", "\t", 7, {"a": [1.5, None]}]
+
+
+def test_labels_of_rl_come_back_as_the_row_has_them_whatever_the_tokenizer(tmp_path, write_jsonl):
+    """With a tokenizer that lowers, strips and cannot write most characters."""
+    built = build_tokenizer()
+    built.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Strip()])
+    built.save_pretrained(tmp_path / "lossy")
+    rows = [{"instruction": f"Q{k}", "output": label, "source": label} for k, label in enumerate(LABELS_OF_ALL_KINDS)]
+    rows = [row for row in rows if str(row["output"]).strip()]
+    raw = write_jsonl(rows)
+    keys = ["labels", "source"]
+    command = ["--input", raw, "--tokenizer-name-or-path", str(tmp_path / "lossy"), "--output-prefix", str(tmp_path / "rl")]
+    command += ["--handler-name", "R1AlpacaStyleInstructionHandler", "--prompt-type", "empty"]
+    command += ["--dataset-additional-keys", *keys]
+    assert main(command) == 0
+    tokenizer = load_tokenizer(tmp_path / "lossy")
+    expected = [row["output"] if isinstance(row["output"], str) else json.dumps(row["output"]) for row in rows]
+    for path in (str(tmp_path / "rl"), raw):
+        prompts = open_prompts(path, tokenizer, max_prompt_length=100, dataset_additional_keys=keys)
+        assert [prompts[index]["label"] for index in range(len(rows))] == expected
+    stored = open_prompts(str(tmp_path / "rl"), tokenizer, max_prompt_length=100, dataset_additional_keys=keys)
+    assert [stored[index]["columns"]["source"] for index in range(len(rows))] == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["train.jsonl", "test.jsonl"], ["train.jsonl"]),
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl", "gsm8k-dev.jsonl"], ["gsm8k_train.jsonl"]),
+        (["train/a.jsonl", "train/b.jsonl", "validation/a.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "eval-00000-of-00001.jsonl"], 2),
+        (["part1.jsonl", "part2.jsonl"], ["part1.jsonl", "part2.jsonl"]),
+        (["test.jsonl"], ["test.jsonl"]),
+        (["train.jsonl", "more.jsonl"], ["more.jsonl", "train.jsonl"]),
+        (["contest.jsonl", "trained.jsonl"], ["contest.jsonl", "trained.jsonl"]),
+    ],
+)
+def test_of_a_folder_with_splits_train_is_read_and_a_note_says_so(tmp_path, names, read):
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text('{"text": "a"}\n')
+    source = open_source(str(tmp_path / "data"))
+    found = [path.rpartition("/")[2] for path in source.paths]
+    assert found == read or len(found) == read
+    assert len(found) + len(source.ignored) == len(names)
+    assert (source.note is not None) == (len(found) < len(names))
+    assert source.note is None or "the split train is taken" in source.note
