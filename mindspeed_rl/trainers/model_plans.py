@@ -131,52 +131,59 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
             models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
-        return _decide_losses(dataclasses.replace(run, models=models)), resume
-    assert run.objective is not None
-    if run.objective.needs_reference and not run.rl.share_backbone:
-        config, reference, iteration = rl_reference(run, source, resumes_after)
-        models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
-    if run.objective.has_critic:
-        critic = cfg.critic_config
-        assert critic is not None  # a rule requires it
-        saves_there = critic.load is not None and critic.save is not None and Path(critic.load) == Path(critic.save)
-        if resumes_after is None and saves_there and critic.pretrained_checkpoint and not critic.finetune:
-            # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
-            critic = dataclasses.replace(critic, load=None, load_iteration=None)
-        critic_source = find_model(critic, "critic_config")
-        check_critic_start(critic, critic_source, resumes_after)
-        models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
-    if (reward := cfg.reward_model_keys) is not None:
-        reward_source = _find_reward_model(cfg, reward)
-        check_reward_start(reward, reward_source)
-        models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
-    return _decide_losses(dataclasses.replace(run, models=models)), resume
+    else:
+        assert run.objective is not None
+        if run.objective.needs_reference and not run.rl.share_backbone:
+            config, reference, iteration = rl_reference(run, source, resumes_after)
+            models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
+        if run.objective.has_critic:
+            critic = cfg.critic_config
+            assert critic is not None  # a rule requires it
+            saves_there = critic.load is not None and critic.save is not None and Path(critic.load) == Path(critic.save)
+            if resumes_after is None and saves_there and critic.pretrained_checkpoint and not critic.finetune:
+                # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
+                critic = dataclasses.replace(critic, load=None, load_iteration=None)
+            critic_source = find_model(critic, "critic_config")
+            check_critic_start(critic, critic_source, resumes_after)
+            models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
+        if (reward := cfg.reward_model_keys) is not None:
+            reward_source = _find_reward_model(cfg, reward)
+            check_reward_start(reward, reward_source)
+            models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
+    models, derived = _decide_losses(models, run.platform, cfg.set_keys)
+    generate = cfg.generate_config
+    if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
+        generate = dataclasses.replace(generate, fp32_lm_head=True)
+    cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
+    return dataclasses.replace(run, config=cfg, models=models), resume
 
 
-def _decide_losses(run: Run) -> Run:
-    """Return the run with the format of each head's logits, and with the sources of what its models decide about losses."""
-    cfg, models, derived = run.config, dict(run.models), dict(run.config.derived)
-    cost = platform_class(run.platform).float32_product_cost
-    for name, model in run.models.items():
+def _decide_losses(
+    models: Mapping[str, RoleModel], platform: str, set_keys: Mapping[str, frozenset[str]]
+) -> tuple[dict[str, RoleModel], dict[str, Derivation]]:
+    """Decide the format of each head's logits.
+
+    Returns:
+        The models by role, and what they and the platform decide about losses where the run file does not.
+    """
+    decided, derived, cost = dict(models), {}, platform_class(platform).float32_product_cost
+    for name, model in models.items():
         config, plan = model.config, model.plan
         if config.fp32_lm_head is None and config.bf16 and plan.model_config.head == "lm":
             share = 1.0 if cost is None else measure_head_share(plan.architecture, plan.model_config, cost)
-            decided = share < _MAX_HEAD_SHARE
-            models[name] = dataclasses.replace(model, config=dataclasses.replace(config, fp32_lm_head=decided))
-            source = f"in float32 the head takes {share:.0%} of an update's products; the limit is {_MAX_HEAD_SHARE:.0%}"
+            is_cheap = share < _MAX_HEAD_SHARE
+            decided[name] = dataclasses.replace(model, config=dataclasses.replace(config, fp32_lm_head=is_cheap))
+            source = f"in float32 the head takes {share:.1%} of an update's products; the limit is {_MAX_HEAD_SHARE:.0%}"
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
-                decided, f"the cost of a float32 head is not measured on {run.platform}" if cost is None else source
+                is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
-        written = cfg.set_keys.get("megatron_training", frozenset()) | cfg.set_keys.get(f"{name}_config", frozenset())
+        written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
         if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
             kind, found = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
             source = "the model's config.json" if found is not None else "neither the run file nor config.json has one"
             source = source if kind in ("aux_loss", "seq_aux_loss") else f"moe_router_load_balancing_type is {kind}"
             derived[f"{name}_config.moe_aux_loss_coeff"] = Derivation(plan.balancing.coeff, source)
-    generate = cfg.generate_config
-    if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
-        generate = dataclasses.replace(generate, fp32_lm_head=True)
-    return dataclasses.replace(run, config=dataclasses.replace(cfg, derived=derived, generate_config=generate), models=models)
+    return decided, derived
 
 
 def _plan_role(

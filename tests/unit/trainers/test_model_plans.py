@@ -11,6 +11,8 @@ from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
 from mindspeed_rl.engine.build import plan_transformer_config
+from mindspeed_rl.models.costs import measure_head_share
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 
 BY_NAME = {path.stem: path for path in SHIPPED}
@@ -105,3 +107,38 @@ def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) 
     quantized = {**MODELS["Qwen2.5-7B"], "quantization_config": {"quant_method": "awq", "bits": 4}}
     with pytest.raises(ConfigError, match="actor_config: config.json has a quantization_config with quant_method 'awq'"):
         with_model_configs(with_model(cfg, tmp_path, quantized))
+
+
+def derived(cfg: RunConfig, folder: Path, model: dict, platform: str = "npu") -> dict[str, tuple[object, str]]:
+    """What the models of a run decide about its losses."""
+    run = plan_models(resolve(with_model_configs(with_model(cfg, folder, model)), platform=platform))[0]
+    return {name.removeprefix("actor_config."): (item.value, item.source) for name, item in run.config.derived.items()}
+
+
+def test_the_weight_of_the_balancing_loss_is_that_of_config_json_unless_a_key_is_written(tmp_path: Path) -> None:
+    model, name = MODELS["Qwen3-30B-A3B"] | {"router_aux_loss_coef": 0.25}, "dapo_qwen3_30b_a3b_A3"
+    cfg = load(BY_NAME[name])
+    assert cfg is not None
+    assert derived(cfg, tmp_path, model)["moe_aux_loss_coeff"] == (0.25, "the model's config.json")
+    written = load(BY_NAME[name], ["+actor_config.moe_aux_loss_coeff=0.5"])
+    assert written is not None
+    assert "moe_aux_loss_coeff" not in derived(written, tmp_path, model)
+    none = load(BY_NAME[name], ["+actor_config.moe_router_load_balancing_type=none"])
+    assert none is not None
+    assert derived(none, tmp_path, model)["moe_aux_loss_coeff"] == (0.0, "moe_router_load_balancing_type is none")
+
+
+def test_a_float32_head_is_the_default_where_it_is_measured_and_a_small_part_of_an_update(tmp_path: Path) -> None:
+    cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
+    assert cfg is not None
+    value, source = derived(cfg, tmp_path, MODELS["Qwen2.5-7B"])["fp32_lm_head"]
+    assert not value and "not measured on npu" in source
+    model = MODELS["Qwen2.5-7B"]
+    hidden, vocab, inner = model["hidden_size"], model["vocab_size"], model["intermediate_size"]
+    kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
+    layers = model["num_hidden_layers"] * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    for cost in (1.0, 3.9):
+        head = (2 * cost + 2) * hidden * vocab
+        plan = plan_model(cfg.actor_config, tmp_path)
+        share = measure_head_share(plan.architecture, plan.model_config, cost)
+        assert share == pytest.approx(head / (head + 3 * layers), rel=1e-3)
