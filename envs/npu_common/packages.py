@@ -1,9 +1,10 @@
 """Package lists of the NPU environments. Needs nothing but Python; install.sh calls it before anything is installed.
 
-    python packages.py constraints LINE          versions of a line (main, fallback, cann85, simulated), the recorded ones included
-    python packages.py requirements LINE         what pip installs in one step, after vLLM without its requirements
-    python packages.py resolve LINE [--write]    resolve the list for every host of a line, with wheels alone; needs a package index
-                                                 and, for the metadata of vLLM's sources, an environment with torch
+python packages.py constraints LINE         versions of a line (main, fallback, cann85, simulated), with the recorded ones
+python packages.py requirements LINE        what pip installs in one step, after vLLM without its requirements
+python packages.py pinned LINE PACKAGE      the version of one package
+python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index
+                                            and, for the metadata of vLLM's sources, an environment with torch
 """
 
 from __future__ import annotations
@@ -126,9 +127,10 @@ def requirements(line: str, of_vllm: Iterable[str]) -> list[str]:
 
 def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
     """Return the requirements and the build requirements of vLLM's sdist when it is built without a device."""
-    environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = ["download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", "vllm", "-d", str(into), f"vllm=={version}"]
-    subprocess.run([sys.executable, "-m", "pip", *command], env=environment, check=True)
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
+    subprocess.run([*command, "-d", str(into), f"vllm=={version}"], env=environment, check=True)
     with tarfile.open(next(into.glob("vllm-*.tar.gz"))) as archive:
 
         def read(name: str) -> str:
@@ -143,13 +145,14 @@ def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
 
 
 def _add_cpu_build(version: str, into: Path) -> None:
-    """Write a stand-in for torch's CPU build, which has an index of its own; its requirements are those of the aarch64 wheel."""
+    """Write a stand-in for torch's CPU build, which has an index of its own, with the requirements of the aarch64 wheel."""
     needs = ("filelock", "typing-extensions>=4.10", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5", "setuptools")
     folder = f"torch-{version}+cpu.dist-info"
     head = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+cpu\n"
     with zipfile.ZipFile(into / f"torch-{version}+cpu-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{folder}/METADATA", head + "".join(f"Requires-Dist: {need}\n" for need in needs))
-        wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nGenerator: packages.py\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        tags = "Root-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{folder}/WHEEL", f"Wheel-Version: 1.0\nGenerator: packages.py\n{tags}")
         wheel.writestr(f"{folder}/RECORD", "")
 
 
@@ -172,7 +175,8 @@ def resolve(line: str, hosts: Sequence[Host], *, recorded: bool) -> dict[Host, d
         folder = Path(scratch)
         of_vllm, builds = _source_of_vllm(pinned_version(line, "vllm"), folder)
         subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", scratch, *_SOURCES], check=True)
-        wanted = [*requirements(line, of_vllm), *_requirements_of_project(), *(need for need in builds if name_of(need) != "torch")]
+        wanted = [*requirements(line, of_vllm), *_requirements_of_project()]
+        wanted += [need for need in builds if name_of(need) != "torch"]
         (folder / "requirements").write_text("\n".join(wanted))
         limits = [entry for entry in constraints(line, recorded=recorded) if name_of(entry) not in SEPARATE]
         for host in hosts:
@@ -187,8 +191,9 @@ def resolve(line: str, hosts: Sequence[Host], *, recorded: bool) -> dict[Host, d
                 "platform_machine": host.machine, "python_version": host.python, "python_full_version": f"{host.python}.9",
             }  # fmt: skip
             report = folder / "report.json"
-            command = [sys.executable, "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run", "--ignore-installed"]
-            command += ["--use-feature", "fast-deps", "--only-binary", ":all:", "--target", str(folder / "none")]
+            command = [sys.executable, "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run"]
+            command += ["--ignore-installed", "--use-feature", "fast-deps", "--only-binary", ":all:"]
+            command += ["--target", str(folder / "none")]
             command += ["--find-links", scratch, "--report", str(report)]
             command += ["--python-version", host.python, "--implementation", "cp"]
             command += [word for platform in platforms for word in ("--platform", platform)]
@@ -239,7 +244,7 @@ def main() -> None:
     else:
         resolved = resolve(line, LINES[line].hosts, recorded=not arguments.write)
         if arguments.write:
-            head = f"# {line}: what `python envs/npu_common/packages.py resolve {line} --write` found for every host of the line"
+            head = f"# {line}: what `packages.py resolve {line} --write` found for every host of the line"
             (HERE / f"resolved-{line}.txt").write_text("\n".join([head, *record(resolved)]) + "\n")
 
 

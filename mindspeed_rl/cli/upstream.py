@@ -212,8 +212,8 @@ def _hide_other_package() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     if is_other(Path.cwd()):
         print_status(
-            f"error: {Path.cwd() / own.name} is another package of this name, and Ray would import it in the workers; rename the "
-            f"folder (git mv {own.name} {own.name}.old): the scripts need only cli/, configs/ and examples/"
+            f"error: {Path.cwd() / own.name} is another package of this name, and Ray would import it in the workers; rename "
+            f"the folder (git mv {own.name} {own.name}.old): the scripts need only cli/, configs/ and examples/"
         )
         raise SystemExit(2)
 

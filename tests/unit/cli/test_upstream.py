@@ -33,8 +33,8 @@ def elsewhere_and_without_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("cli/train_dapo.py --config-name dapo_qwen3_32b_A3", "train --config-name dapo_qwen3_32b_A3 --nodes 1"),
         ("cli/train_ppo.py --config-name=ppo_qwen25_32b_A3.yaml", "train --config-name ppo_qwen25_32b_A3 --nodes 1"),
         (
-            "/old/cli/train_grpo.py --config-dir=/old/tests/st/configs --config-name=mine rl_config.clip_ratio=0.1 hydra.run.dir=x",
-            "train --config-name mine --config-dir /old/tests/st/configs --nodes 1 rl_config.clip_ratio=0.1",
+            "/old/cli/train_grpo.py --config-dir=/old/st/configs --config-name=mine rl_config.clip_ratio=0.1 hydra.run.dir=x",
+            "train --config-name mine --config-dir /old/st/configs --nodes 1 rl_config.clip_ratio=0.1",
         ),
         ("cli/train_dpo.py --config-name dpo_qwen3_30b_a3b_A3", "train --config-name dpo_qwen3_30b_a3b_A3 --nodes 1"),
         ("cli/preprocess_data.py math_17k", "preprocess math_17k"),
@@ -112,7 +112,8 @@ def test_an_unchanged_script_starts_this_suite_with_its_own_run_file(tmp_path: P
 
 def test_other_uses_of_python_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import shutil, sys\nprint(sys.argv[1:], shutil.which('python'))\n")
-    ended = run_script(tmp_path, "python own.py a 'b c'\npython -c 'print(1 + 1)'\npython3 -m this > /dev/null && echo passed\n")
+    commands = ("python own.py a 'b c'", "python -c 'print(1 + 1)'", "python3 -m this > /dev/null && echo passed")
+    ended = run_script(tmp_path, "\n".join(commands))
     assert ended.stdout.splitlines() == [f"['a', 'b c'] {Path(sys.executable).parent / 'python'}", "2", "passed"]
 
 

@@ -1,4 +1,4 @@
-"""envs/npu_common: versions of the lines, the recorded result of their resolution, and what the installer refuses before it installs."""
+"""envs/npu_common: versions of the lines, their recorded resolution, and what the installer refuses before it installs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tomllib
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -90,7 +90,8 @@ def test_an_exact_version_hides_those_of_lower_layers() -> None:
 
 def test_a_record_has_a_marker_where_hosts_differ_alone() -> None:
     hosts = [packages.Host(machine, python) for machine in ("aarch64", "x86_64") for python in ("3.10", "3.11")]
-    resolved = {host: {"same": "1", "by-python": host.python, "torch": "2+cpu" if host.machine == "x86_64" else "2"} for host in hosts}
+    torch = {"aarch64": "2", "x86_64": "2+cpu"}
+    resolved = {host: {"same": "1", "by-python": host.python, "torch": torch[host.machine]} for host in hosts}
     resolved[hosts[0]]["alone"] = "4"
     assert packages.record(resolved) == [
         'alone==4; python_version == "3.10" and platform_machine == "aarch64"',
