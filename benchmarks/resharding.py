@@ -1,12 +1,14 @@
 """What a weight push costs: bytes, seconds and memory, beside gathering every tensor on every rank; and plans of real models.
 
     python benchmarks/resharding.py measure --processes 2 4 --millions 10 100 300
+    python benchmarks/resharding.py fingerprints --millions 30 100 300
     python benchmarks/resharding.py plans
 
 `measure` starts processes that hold training shards and a model of an engine's layout (tests/engine_model.py), pushes both ways
 and prints a row a layout. Seconds are of the clock and, behind a slash, of the processor, which other work on the machine moves
 less. Peaks are of resident memory above what was resident before. `plans` moves nothing: it prints what the planner says of
-models and clusters.
+models and clusters. `fingerprints` compares both passes of the proof (training shards, engine) with sums that do not see the
+order of the elements, as they were before: seconds of the processor, in turn, in one process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,105 @@ def table_row(name: str, size: int, rows: list[dict[str, Any]]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+# ---------------------------------------------------------------------- fingerprints
+
+
+def blind_sums() -> Callable[[list[Any], list[Any]], None]:
+    """The sum of x (x + C) over bits, by compiled loops: what the proof compared when it did not see the order of elements."""
+    import numba
+    import numpy as np
+
+    from mindspeed_rl.resharding.compiled_sums import _pointer
+
+    @numba.njit(nogil=True)
+    def loop(tensors: Any, like: Any, totals: Any) -> None:
+        for index in range(tensors.shape[0]):
+            address, rows, step, columns = tensors[index]
+            memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
+            plain, squares = np.int64(0), np.int64(0)
+            for row in range(rows):
+                line = memory[row * step : row * step + columns]
+                for column in range(line.size):
+                    x = np.int64(line[column])
+                    plain += x
+                    squares += x * x
+            totals[index] += squares + plain * np.int64(0x1E3779B97F4A7C15)
+
+    like = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
+
+    def blind(*passes: list[Any]) -> None:
+        for views in passes:
+            rows, waiting = [], 0
+            for view in views:
+                flat = view if view.dim() == 2 and view.stride(1) == 1 else view.contiguous()
+                height, step, width = (
+                    (1, flat.numel(), flat.numel()) if flat.is_contiguous() else (len(flat), flat.stride(0), flat.size(1))
+                )
+                rows.append((flat.data_ptr(), height, step, width))
+                waiting += flat.nbytes
+                if waiting >= 1 << 22:
+                    loop(np.array(rows, np.int64), like[flat.element_size()], np.zeros(len(rows), np.int64))
+                    rows, waiting = [], 0
+            if rows:
+                loop(np.array(rows, np.int64), like[flat.element_size()], np.zeros(len(rows), np.int64))
+
+    return blind
+
+
+def _sum_blind(blind: Callable[..., None], sources: Any, chunks: list[Any], parameters: dict[str, Any]) -> None:
+    blind([view for chunk in chunks for _, view in sources.views(*chunk)], list(parameters.values()))
+
+
+def _sum_positions(sources: Any, chunks: list[Any], destinations: Any, parameters: dict[str, Any]) -> None:
+    from mindspeed_rl.resharding.bit_sums import sum_groups
+
+    sum_groups(sources.views(*chunk) for chunk in chunks)
+    sum_groups([share[2:]] for share in destinations.list_shares(parameters, {}))
+
+
+def fingerprints(millions: list[int]) -> None:
+    """Prints the seconds of both kinds of sums over the training shards and the engine of dense models and one with experts."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+    import torch
+    import torch.distributed as dist
+    from push_jobs import Case, Side, weights_of
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    blind = blind_sums()
+    experts = CLUSTERS[1].config | {
+        "hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_experts": 32, "num_attention_heads": 16,
+        "vocab_size": 4096, "head_dim": 64,
+    }  # fmt: skip
+    cases = [(f"dense, {size} M, {str(dtype)[6:]}", Case(config_of(size), {}, 1, bucket_bytes=64 << 20, dtype=dtype))
+             for size in millions for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+    cases.append(("32 experts, 180 M, bfloat16", Case(experts, {}, 1, bucket_bytes=64 << 20, dtype=torch.bfloat16)))
+    print(heading(("model", "parameters of the engine", "slices", "order not seen, s", "positions, s", "ratio")))
+    for name, case in cases:
+        side = Side(case)
+        assert side.engine is not None and side.trained.sources is not None
+        side.train(weights_of(side.ops, 0, case.dtype))
+        side.push.write(side.engine)
+        chunks = [(side.push.plan.tensors[chunk.tensor].name, chunk.tensor_slice) for chunk in side.push.plan.chunks]
+        parameters = {key: value.data for key, value in side.engine.named_parameters()}
+
+        sources, found = side.trained.sources, side.destinations
+        works: tuple[Callable[[], object], ...] = (
+            partial(_sum_blind, blind, sources, chunks, parameters),
+            partial(_sum_positions, sources, chunks, found, parameters),
+        )
+        seconds: tuple[list[float], ...] = ([], [])
+        for turn in range(12):
+            for work, times in zip(works, seconds):
+                start = time.process_time()
+                work()
+                if turn > 1:  # compiled by then
+                    times.append(time.process_time() - start)
+        before, after = (statistics.median(times) for times in seconds)
+        print(f"| {name} | {len(parameters)} | {len(chunks)} | {before:.4f} | {after:.4f} | {after / before:.2f} |", flush=True)
+    dist.destroy_process_group()
+
+
 # ---------------------------------------------------------------------- computed
 
 
@@ -339,11 +441,16 @@ def main() -> None:
     command = commands.add_parser("measure")
     command.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=list(LAYOUTS))
     command.add_argument("--millions", type=int, nargs="+", default=[10, 100, 300], choices=list(SIZES))
+    commands.add_parser("fingerprints").add_argument(
+        "--millions", type=int, nargs="+", default=[30, 100, 300], choices=list(SIZES)
+    )
     commands.add_parser("plans")
     for each in commands.choices.values():
         each.add_argument("--bucket-mb", type=int, default=64 if each is command else 512)
     arguments = parser.parse_args()
-    if arguments.command == "plans":
+    if arguments.command == "fingerprints":
+        fingerprints(arguments.millions)
+    elif arguments.command == "plans":
         plans(arguments.bucket_mb)
     else:
         measure(arguments.processes, arguments.millions, arguments.bucket_mb)

@@ -61,14 +61,9 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
     for group, parts in enumerate(groups):
         count = group + 1
         for tensor_slice, view in parts:
-            if not view.numel():
-                continue
             elements += view.numel()
-            (first_row, _), (first_column, _) = tensor_slice if len(tensor_slice) == 2 else ((0, 1), *tensor_slice)
-            patterns = view.detach().view(_INTEGERS[view.element_size()])
-            share = _Share(group, patterns if view.dim() == 2 else patterns[None], first_row, first_column)
             compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)
-            (by_loops if compiled else by_torch).add(share)
+            (by_loops if compiled else by_torch).add(group, tensor_slice, view)
     totals = by_loops.totals(count)
     by_torch.add_to(totals)
     return totals
@@ -122,10 +117,14 @@ class _TorchSums:
         self._waiting_bytes = 0
         self._sums: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
 
-    def add(self, share: _Share) -> None:
-        self._waiting.append(share)
-        self._waiting_bytes += share.elements.nbytes
-        if self._waiting_bytes >= (_WAITING_BYTES if share.elements.is_cpu else _WAITING_BYTES_OF_DEVICE):
+    def add(self, group: int, tensor_slice: Slice, view: Tensor) -> None:
+        if not view.numel():
+            return
+        (first_row, _), (first_column, _) = tensor_slice if len(tensor_slice) == 2 else ((0, 1), *tensor_slice)
+        elements = view.detach().view(_INTEGERS[view.element_size()])
+        self._waiting.append(_Share(group, elements if view.dim() == 2 else elements[None], first_row, first_column))
+        self._waiting_bytes += view.nbytes
+        if self._waiting_bytes >= (_WAITING_BYTES if view.is_cpu else _WAITING_BYTES_OF_DEVICE):
             self._sum()
 
     def add_to(self, totals: Tensor) -> None:
@@ -189,23 +188,29 @@ class _CompiledSums:
         self._waiting_bytes = self._size = 0
         self._totals = np.zeros(64, np.int64)
 
-    def add(self, share: _Share) -> None:
-        elements, firsts = share.elements, (share.first_row, share.first_column)
+    def add(self, group: int, tensor_slice: Slice, view: Tensor) -> None:
+        if len(tensor_slice) == 1:
+            view, tensor_slice = view[None], ((0, 1), *tensor_slice)
+        (lines, size), (step, inner_step) = view.shape, view.stride()
+        (first_line, end_line), (first, end) = tensor_slice
         # the inner loop runs over consecutive elements: columns, or rows of what is transposed
-        swapped = elements.stride(0) == 1 and (elements.stride(1) != 1 or elements.size(1) == 1)
-        if not swapped and elements.stride(1) != 1:
-            elements = elements.contiguous()
+        swapped = step == 1 and (inner_step != 1 or size == 1)
         if swapped:
-            elements, firsts = elements.t(), firsts[::-1]
-        outer, inner = elements.shape
-        self._size = max(self._size, firsts[0] + outer, firsts[1] + inner)
+            lines, size, step = size, lines, inner_step
+            first_line, first = first, first_line
+        elif inner_step != 1:
+            view, step = view.contiguous(), size
+        if not lines or not size:
+            return
+        self._size = max(self._size, end_line, end)
         # by address, not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does
-        row = share.group, elements.data_ptr(), outer, elements.stride(0), inner, *firsts, int(swapped)
-        self._rows[elements.element_size()].append(row)
-        self._waiting.append(elements)
-        self._waiting_bytes += elements.nbytes
+        row = (group, view.data_ptr(), lines, step, size, first_line, first, swapped)
+        num_bytes = view.element_size()
+        self._rows[num_bytes].append(row)
+        self._waiting.append(view)
+        self._waiting_bytes += lines * size * num_bytes
         if self._waiting_bytes >= _WAITING_BYTES:
-            self._sum(share.group + 1)
+            self._sum(group + 1)
 
     def totals(self, count: int) -> Tensor:
         """Return the sums of all groups."""

@@ -44,13 +44,14 @@ def sum_parts(
         group, address, lines, step, size, first_line, first, swapped = parts[index]
         memory = numba.carray(_pointer(address), ((lines - 1) * step + size,), like.dtype)
         outer, inner = (column_weights, row_weights) if swapped else (row_weights, column_weights)
-        inner = inner[first : first + size]
+        inner, outer = inner[first : first + size], outer[first_line : first_line + lines]
         total = np.int64(0)
+        # one line after the other, a stream that the processor fetches ahead: four at once took twice as long from memory
         for line in range(lines):
             elements = memory[line * step : line * step + size]
             share = np.int64(0)
             for position in range(elements.size):
                 # 32 bits times 32 bits: one instruction; the 64-bit product is once a line
                 share += np.int64(elements[position]) * np.int64(inner[position])
-            total += share * np.int64(outer[first_line + line])
+            total += share * np.int64(outer[line])
         totals[group] += total
