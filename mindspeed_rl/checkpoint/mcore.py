@@ -14,7 +14,7 @@ import torch
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import Group, MegatronGroup, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
-from mindspeed_rl.checkpoint.newest import LATEST_NAME
+from mindspeed_rl.checkpoint.newest import LATEST_NAME, newest_checkpoint
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
@@ -59,6 +59,8 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
         return folder
     latest = folder / LATEST_NAME
     if not latest.is_file():
+        if (newest := newest_checkpoint(folder)) is not None:
+            return folder / f"iter_{int(newest):07d}"
         raise ValueError(f"{folder} is not a Megatron checkpoint: it has neither {LATEST_NAME} nor mp_rank_* folders")
     text = latest.read_text(encoding="utf-8").strip()
     if text != "release" and not text.isdigit():

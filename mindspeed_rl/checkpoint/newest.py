@@ -27,6 +27,8 @@ def newest_checkpoint(folder: str | Path) -> str | None:
     except FileNotFoundError:
         if not others:
             return None
+        if len(others) == 1 and (Path(folder) / f"iter_{others[0]:07d}" / "checksums.json").is_file():
+            return str(others[0])  # a run was killed after its first checkpoint was complete, and before it was named
         raise ValueError(
             f"{path}: missing, but {held}; write the number to go on from into it, or name another folder."
         ) from None

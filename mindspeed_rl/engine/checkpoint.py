@@ -331,15 +331,17 @@ def _explaining_failures(what: str) -> Iterator[None]:
 
 def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
     """Give a complete checkpoint its name, and name it newest after: a kill in between leaves an older one valid."""
+    others = [saved for saved in iterations(folder) if saved != iteration]
     if final.is_dir():  # of a run that was restarted from an older one; nothing may name it while it is replaced
-        others = [saved for saved in iterations(folder) if saved != iteration]
         if others:
             _name_newest(folder, max((saved for saved in others if saved < iteration), default=max(others)))
         else:
             (folder / LATEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(final)
+        os.replace(final, final.with_name(f"{final.name}.old.partial"))
     os.replace(partial, final)
     _name_newest(folder, iteration)
+    for old in folder.glob("iter_*.old.partial"):
+        shutil.rmtree(old)
 
 
 def _name_newest(folder: Path, iteration: int) -> None:

@@ -74,8 +74,12 @@ def _lock(file: Path) -> int:
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _read_start(os.getpid())}
                 command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:300]
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps({**mine, "command": command, "since": time.strftime("%F %T")}).encode(), 0)
+                try:
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, json.dumps({**mine, "command": command, "since": time.strftime("%F %T")}).encode())
+                except OSError:  # a full disk
+                    file.unlink()
+                    raise
                 return descriptor
         except BaseException:
             os.close(descriptor)

@@ -221,7 +221,10 @@ class Role:
         files = self._saver.folder / HF_FILES
         if self._saver.disks.leads and not (files / "config.json").is_file():
             # next to the checkpoints, so that they show which model they are of
-            copy_companions(self.source.hf_folder, files, self._hf_changes())
+            partial = files.with_name(f"{files.name}.partial")
+            copy_companions(self.source.hf_folder, partial, self._hf_changes())
+            shutil.rmtree(files, ignore_errors=True)
+            os.replace(partial, files)
         savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
         self._saver.save(iteration, run_state, companions=savers)
         if self.config.save_hf:

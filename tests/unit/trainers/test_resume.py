@@ -313,3 +313,17 @@ def test_old_checkpoints_are_those_that_keep_last_leaves_out(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
     assert [path.name for path in list_old(tmp_path, 6, 2)] == ["iter_0000002"]  # 8 is of a run that was restarted from 4
     assert list_old(tmp_path, 6, None) == [] and len(list_old(tmp_path, 8, 1)) == 3
+
+
+def test_a_first_checkpoint_that_was_complete_and_not_yet_named_is_resumed(tmp_path: Path) -> None:
+    sound_checkpoint(tmp_path, 4, RL, "ray_grpo")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    keys: dict[str, Any] = {"load": str(tmp_path), "tokenizer_name_or_path": str(tmp_path / "model")}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    source = find_model(run("ray_grpo", **keys).config.actor_config, "actor_config")
+    assert find_resume_point(run("ray_grpo", **keys), source).iteration == 4
+    sound_checkpoint(tmp_path, 8, RL, "ray_grpo")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(ValueError, match="missing, but the folder holds iterations 4, 8"):
+        find_model(run("ray_grpo", **keys).config.actor_config, "actor_config")
