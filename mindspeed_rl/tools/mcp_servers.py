@@ -39,6 +39,7 @@ _CONNECT_LIMIT_S = 60.0
 #: a call is cancelled this much later than by the library itself
 _GRACE_S = 1.0
 #: the library waits about seven seconds for a server that does not end
+_PING_LIMIT_S = 2.0
 _CLOSE_LIMIT_S = 12.0
 
 
@@ -214,9 +215,11 @@ class _Connection:
             request = client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s)
             result = await asyncio.wait_for(request, timeout_s + _GRACE_S)
         except asyncio.TimeoutError:
+            await self._reset_if_silent(client)
             raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
+                await self._reset_if_silent(client)
                 raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
             if error.code == CONNECTION_CLOSED:
                 await self._reset(client)
@@ -266,6 +269,13 @@ class _Connection:
         async with self._connecting:
             if self._client is client:
                 await self.close()
+
+    async def _reset_if_silent(self, client: Client) -> None:
+        """Keep the connection after a late call only if the server still replies: others would wait for their limit too."""
+        try:
+            await asyncio.wait_for(client.send_ping(), _PING_LIMIT_S)
+        except Exception:  # noqa: BLE001 (the library raises many types, and groups of them)
+            await self._reset(client)
 
     async def _serve(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 
 from mcp.server.mcpserver import Image, MCPServer
 
@@ -33,6 +34,13 @@ def fail() -> str:
 async def wait() -> str:
     """Takes long."""
     await asyncio.sleep(600)
+    return "done"
+
+
+@server.tool()
+async def hang() -> str:
+    """Stops the server's loop."""
+    time.sleep(600)
     return "done"
 
 

@@ -111,6 +111,22 @@ def test_a_late_server_and_one_that_dies_cost_their_call_only(tmp_path):
     assert children() == before
 
 
+def test_a_server_that_stops_replying_costs_one_limit_and_is_started_again(tmp_path):
+    async def run():
+        async with open_toolbox(tmp_path, entry(STDIO, timeout_s=1.0)) as box:
+            tools = box.open({})
+            (hung,) = await tools.call([call("hang")])
+            (again,) = await tools.call([call("add", a=2, b=2)])
+            (late,) = await tools.call([call("wait")])
+            (word,) = await tools.call([call("remember", word="a")])
+            (kept,) = await tools.call([call("remember", word="b")])
+            return hung, again, late, word, kept
+
+    hung, again, late, word, kept = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (hung.problem, late.problem) == ("timeout", "timeout")
+    assert (again.text, word.text, kept.text) == ("4", "a", "a b")
+
+
 @pytest.mark.slow
 def test_a_trajectory_may_have_a_server_of_its_own(tmp_path):
     path = tmp_path / "mcp_server.json"
