@@ -93,7 +93,7 @@ class Stage(ABC, Generic[_Item]):
         return 0, 0
 
     def describe_order(self, items: SupportsLenAndGetItem[_Item], plan: BatchPlan) -> list[int]:
-        """Return numbers that differ for other items, and for another order: size of a pass, a sum over some, seed, shuffling."""
+        """Return numbers that differ for other items or another order: size of a pass, a sum over some, seed, shuffling."""
         some = [items[int(index)] for index in np.linspace(0, len(items) - 1, min(16, len(items)))]
         size = len(items) * self._epochs_of_pass(len(items), plan)
         return [size, zlib.crc32(pickle.dumps(some)), self.config.seed, int(self.config.no_shuffle)]

@@ -25,7 +25,8 @@ def test_a_second_command_is_refused_and_told_which_process_holds_the_folder(tmp
     with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         try:
-            named = rf"actor_config.save: .*save is in use by process {other.pid} on {socket.gethostname()} since 20.* \(-c .*\)"
+            holder = rf"process {other.pid} on {socket.gethostname()} since 20.* \(-c .*\)"
+            named = rf"actor_config.save: .*save is in use by {holder}"
             with pytest.raises(ValueError, match=named), hold_folders({"actor_config.save": folder}):
                 pass
             assert folder.is_dir()
