@@ -476,3 +476,15 @@ def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
     values = made.numbers() | {"kl_coef": made.kl_in_loss}
     assert {name: values[name] for name in expected} == expected
     assert made.max_response_length == 77
+
+
+@pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
+def test_the_count_is_known_before_the_model_has_run(loss_type):
+    log_probs, arrays = random_arrays(threshold=0.4)
+    for options in (*OPTIONS.values(), *(dict(rollout_correction=mode, rollout_threshold=1.2) for mode in CORRECTIONS)):
+        settings = objective(**settings_for(loss_type, **options))
+        counts = [
+            policy_loss(as_batch(outputs, arrays | {"entropy": entropy}), settings).count.item()
+            for outputs, entropy in ((log_probs, arrays["entropy"]), (np.zeros_like(log_probs), np.zeros_like(log_probs)))
+        ]
+        assert counts[0] == counts[1] > 0
