@@ -122,7 +122,7 @@ def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:
     train_iters, group, config = run.plan.train_iters, _actor_group(run), run.config.actor_config
     if train_iters is None or resume.iteration < max(train_iters, 1):
         return
-    if config.save_hf and _loads_its_save(config) and lacks_export(resume.weights, resume.iteration):
+    if config.save_hf and config.load == config.save and lacks_export(resume.weights, resume.iteration):
         return
     if not (run.config.is_supervised and run.config.actor_config.skip_train):
         raise ValueError(
