@@ -53,17 +53,24 @@ def add_trajectory_rewards(
     return new_results
 
 
-def list_components(rl: RLConfig, results: Sequence[RewardResult]) -> tuple[list[float], list[list[float]]]:
-    """Return the weights of the reward functions and other parts, and their scores of every result.
+def read_part_weights(rl: RLConfig) -> dict[str, float]:
+    """Return the weight of every reward function, then those of a trajectory's rewards and of a reward model, by part."""
+    weights = dict(zip(*select_reward_functions(rl)))
+    return weights | {TRAJECTORY_PART: rl.trajectory_reward_weight, MODEL_PART: rl.reward_model_weight}
 
-    A score is NaN where the function has no opinion; of a failed sample that counts as zero it is 0.
+
+def list_components(
+    part_weights: Mapping[str, float], results: Sequence[RewardResult]
+) -> tuple[tuple[float, ...], list[list[float]]]:
+    """Return the weights of the parts, and the parts of every result in the same order; parts that no result has are left out.
+
+    A part is NaN where the function has no opinion; of a failed sample that counts as zero it is 0.
     """
-    names, weights = select_reward_functions(rl)
-    for part, weight in ((TRAJECTORY_PART, rl.trajectory_reward_weight), (MODEL_PART, rl.reward_model_weight)):
-        if any(part in result.parts for result in results):
-            names, weights = [*names, part], [*weights, weight]
+    optional = (TRAJECTORY_PART, MODEL_PART)
+    names = [name for name in part_weights if name not in optional or any(name in result.parts for result in results)]
     missing = [0.0 if result.failed and result.total is not None else math.nan for result in results]
-    return weights, [[float(result.parts.get(name, none)) for name in names] for result, none in zip(results, missing)]
+    scores = [[float(result.parts.get(name, none)) for name in names] for result, none in zip(results, missing)]
+    return tuple(part_weights[name] for name in names), scores
 
 
 def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int = 1) -> dict[str, float]:

@@ -18,7 +18,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components
+from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components, read_part_weights
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
@@ -202,8 +202,8 @@ class Advantages:
             tensors["values"] = ragged(batch["values"]).pad(0.0, width)
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
-            weights, scores = list_components(self._rl, results)
-            tensors |= {"reward_components": torch.tensor(scores), "reward_weights": tuple(weights)}
+            weights, scores = list_components(read_part_weights(self._rl), results)
+            tensors |= {"reward_components": torch.tensor(scores), "reward_weights": weights}
         return AdvantageInputs(rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:

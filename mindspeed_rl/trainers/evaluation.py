@@ -12,7 +12,7 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import RewardResult, select_reward_functions
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet
@@ -35,7 +35,6 @@ class Evaluator:
         if prompts is not None:
             self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
         self._actors, self._rewards, self._model_rewards = actors, rewards, model_rewards
-        self._first_function = next(iter(select_reward_functions(run.rl)[0]), None)
         self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
     def run(self) -> Metrics:
@@ -47,7 +46,7 @@ class Evaluator:
         responses, results = self.score(self._items, greedy=self._greedy)
         results = self._model_rewards.add(results, self._items, responses)
         metrics = Metrics()
-        first = self._first_function or ""
+        first = next(iter(self._model_rewards.part_weights), "")
         totals = [result.total for result in results if result.total is not None]
         if totals:
             metrics.add_mean("eval/reward", math.fsum(totals), len(totals))

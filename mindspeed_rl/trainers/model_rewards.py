@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -51,12 +51,14 @@ class ModelRewards:
         scorers: workers with the model; None where functions alone score: nothing is added.
         weight: of the model's score in the total.
         timeout_s: longest wait for rows.
+        part_weights: weight of each part of a reward, those of functions first.
     """
 
     scorers: Fleet | None
     plane: DataPlane
     weight: float
     timeout_s: float
+    part_weights: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, num_rows: int) -> list[WorkerReport]:
         """Add the model's score, as the last part, to `rewards` and `reward_results` of the first rows."""

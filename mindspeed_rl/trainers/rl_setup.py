@@ -32,6 +32,7 @@ from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
@@ -265,8 +266,9 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     actor, rl = run.config.actor_config, run.rl
     actors, timeout_s = services.actors, run.deadlines.rows_s
     scorers = actors if "reward" in run.models else None
-    no_rewards = ModelRewards(None, plane, weight=0.0, timeout_s=timeout_s)
-    model_rewards = ModelRewards(scorers, plane, weight=rl.reward_model_weight, timeout_s=timeout_s)
+    part_weights = read_part_weights(rl)
+    no_rewards = ModelRewards(None, plane, 0.0, timeout_s, part_weights)
+    model_rewards = ModelRewards(scorers, plane, rl.reward_model_weight, timeout_s, part_weights)
     evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, model_rewards)
     schedule = Schedule(run)
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)

@@ -168,29 +168,31 @@ class GroupFilter:
     """Keep the groups whose scores vary.
 
     Attributes:
-        rl: keys of the reward functions.
+        part_weights: weight of each part of a reward.
         metric: the reward function whose scores have to vary; None for what the advantages are made of.
         objective: with the estimator of the advantages.
         limit: rollouts' worth of prompts that an iteration may generate for; 0 or less: no limit.
     """
 
-    rl: RLConfig
+    part_weights: Mapping[str, float]
     metric: str | None
     objective: Objective
     group_size: int
     limit: int
 
     @classmethod
-    def from_config(cls, rl: RLConfig, group_size: int, objective: Objective) -> GroupFilter | None:
+    def from_config(
+        cls, rl: RLConfig, group_size: int, objective: Objective, part_weights: Mapping[str, float]
+    ) -> GroupFilter | None:
         """Return the filter that the run file asks for: `filter_groups_enable`, or `dynamic_sample`.
 
         The second drops groups whose advantages are 0. It is None for estimators that give equal rewards other advantages.
         """
         if rl.filter_groups_enable:
-            return cls(rl, rl.filter_groups_metric, objective, group_size, rl.filter_groups_max_batches)
+            return cls(part_weights, rl.filter_groups_metric, objective, group_size, rl.filter_groups_max_batches)
         if not rl.dynamic_sample or objective.advantage.group_signal == "none":
             return None
-        return cls(rl, None, objective, group_size, 1 + rl.max_resample_times)
+        return cls(part_weights, None, objective, group_size, 1 + rl.max_resample_times)
 
     def split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the rows of the groups whose scores vary, and the others."""
@@ -206,7 +208,7 @@ class GroupFilter:
 
     def _combine(self, rewards: Tensor, results: Sequence[RewardResult]) -> Tensor:
         """Return the scores that a group's advantages are made of where these are not the totals; NaN where there is none."""
-        weights, components = list_components(self.rl, results)
+        weights, components = list_components(self.part_weights, results)
         combined = combine_components(
             AdvantageInputs(
                 rewards.nan_to_num(0.0),
@@ -214,7 +216,7 @@ class GroupFilter:
                 group_size=self.group_size,
                 scored=~rewards.isnan(),
                 reward_components=torch.tensor(components),
-                reward_weights=tuple(weights),
+                reward_weights=weights,
             ),
             self.objective,
         )

@@ -41,7 +41,7 @@ def build_rollout(
     """
     rl, plan, run_seed = run.rl, run.plan, get_sampling_seed(run)
     assert run.objective is not None
-    group_filter = GroupFilter.from_config(rl, plan.n_samples_per_prompt, run.objective)
+    group_filter = GroupFilter.from_config(rl, plan.n_samples_per_prompt, run.objective, model_rewards.part_weights)
 
     def derive_seed(prompt: int, sample: int) -> int:
         # the seed of a rollout that generates for all prompts of an iteration at once

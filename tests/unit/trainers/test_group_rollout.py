@@ -111,7 +111,7 @@ def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
     loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, seed=1, shuffle=False)
     rewards: Any = None  # every group has its scores
     no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
-    group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt, Schedule(run).objective)
+    group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt, Schedule(run).objective, {})
     return GroupRollout(run, plane, rewards, loader, source, group_filter, no_model), source, plane
 
 

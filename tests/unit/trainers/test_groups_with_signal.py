@@ -15,7 +15,7 @@ from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.dataplane.columns import Batch, pack, ragged
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rewards.totals import list_components
+from mindspeed_rl.rewards.totals import list_components, read_part_weights
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.rollout import GroupFilter
@@ -55,18 +55,18 @@ def _batch(results: list[RewardResult]) -> Batch:
 def test_a_group_is_dropped_where_all_its_advantages_are_zero(estimator: str, weight: float) -> None:
     rl, results = _rl(weight, adv_estimator=estimator, advantage_whiten=False), _results(weight)
     objective = build_objective(rl, "ray_grpo", group_size=3)
-    group_filter = GroupFilter.from_config(rl, 3, objective)
+    group_filter = GroupFilter.from_config(rl, 3, objective, read_part_weights(rl))
     assert group_filter is not None
     good, others = group_filter.split(_batch(results))
     kept = {int(index) // 3 for index in ragged(good["index"]).tensor()}
     assert kept | {int(index) // 3 for index in ragged(others["index"]).tensor()} == {0, 1, 2, 3}
-    weights, components = list_components(rl, results)
+    weights, components = list_components(read_part_weights(rl), results)
     inputs = AdvantageInputs(
         torch.tensor(reward_totals(results)),
         torch.ones(12, 1, dtype=torch.bool),
         group_size=3,
         reward_components=torch.tensor(components),
-        reward_weights=tuple(weights),
+        reward_weights=weights,
     )
     advantages, _, _ = compute_advantages(inputs, objective)
     assert kept == set((advantages.view(4, 3).abs().amax(1) > 1e-5).nonzero().flatten().tolist())
@@ -76,7 +76,7 @@ def test_a_group_is_dropped_where_all_its_advantages_are_zero(estimator: str, we
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "remax", "gae"])
 def test_no_group_is_dropped_whose_equal_rewards_have_advantages(estimator: str) -> None:
     rl = _rl(adv_estimator=estimator)
-    assert GroupFilter.from_config(rl, 3, build_objective(rl, "ray_ppo", group_size=3)) is None
+    assert GroupFilter.from_config(rl, 3, build_objective(rl, "ray_ppo", group_size=3), {}) is None
 
 
 def test_missing_scores_are_no_zeros_unless_the_policy_says_so() -> None:
@@ -86,17 +86,17 @@ def test_missing_scores_are_no_zeros_unless_the_policy_says_so() -> None:
         RewardResult(0.0, {"a": 1.0}, "failed", "b: broken"),  # reward_failure_policy zero
         RewardResult(2.5, {"a": 0.0, "b": 1.0, "reward_model": 3.0}),
     ]
-    weights, scores = list_components(_rl(reward_model_weight=0.5), results)
-    assert weights == [1.0, 1.0, 0.5]
+    weights, scores = list_components(read_part_weights(_rl(reward_model_weight=0.5)), results)
+    assert weights == (1.0, 1.0, 0.5)
     expected = [[1.0, _NONE, _NONE], [1.0, _NONE, _NONE], [1.0, 0.0, 0.0], [0.0, 1.0, 3.0]]
     torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), equal_nan=True)
 
 
-def _scored(results: list[RewardResult], monkeypatch: pytest.MonkeyPatch, first: str = "a") -> Evaluator:
+def _scored(results: list[RewardResult], monkeypatch: pytest.MonkeyPatch) -> Evaluator:
     evaluator = Evaluator.__new__(Evaluator)
-    evaluator._items, evaluator._greedy, evaluator._seed, evaluator._first_function = [None] * len(results), True, 0, first
+    evaluator._items, evaluator._greedy, evaluator._seed = [None] * len(results), True, 0
     evaluator._rewards = SimpleNamespace(accuracies={"a"})
-    evaluator._model_rewards = ModelRewards(None, None, weight=0.0, timeout_s=1.0)
+    evaluator._model_rewards = ModelRewards(None, None, weight=0.0, timeout_s=1.0, part_weights={"a": 1.0, "b": 1.0})
     monkeypatch.setattr(Evaluator, "score", lambda *_, **__: ([[1]] * len(results), results))
     return evaluator
 

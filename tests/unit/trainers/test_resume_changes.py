@@ -135,7 +135,7 @@ def test_a_filter_may_be_switched_on(tmp_path: Path, saved: dict[str, Any]) -> N
     run = groups.run_of(tmp_path, "rl_config.dynamic_sample=true")
     loader, nothing = loader_of(4, Recorded(), size=100, shuffle=False), Any
     model: Any = nothing
-    chosen = GroupFilter.from_config(run.rl, 2, Schedule(run).objective)
+    chosen = GroupFilter.from_config(run.rl, 2, Schedule(run).objective, {})
     assert chosen is not None
     rollout = FilteredRollout(run, model, loader, model, chosen, model)
     rollout.load_state_dict(saved, ResumePoint(tmp_path, 2))
@@ -231,9 +231,7 @@ def test_other_prompts_are_said_with_the_key_that_changed(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------- supervised stages
 
 
-def test_samples_are_counted_whatever_the_batch_and_other_samples_begin_anew(
-    start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_samples_are_counted_whatever_the_batch_and_other_samples_begin_anew(start: Callable[..., Any], tmp_path: Path) -> None:
     save = str(tmp_path / "save")
     first, second = (
         write_columns(tmp_path / name, [instruction_row(*sample) for sample in answers(24, seed=seed)])
