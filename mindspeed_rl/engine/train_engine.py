@@ -226,7 +226,8 @@ class TrainEngine:
     ) -> StepResult:
         """Make one optimizer step on this data-parallel rank's rows of a mini-batch.
 
-        The loss that is minimised is (sum of `loss_sum` over all micro-batches and ranks) / (sum of `count` over the same).
+        The loss that is minimised is (sum of `loss_sum` over all micro-batches and ranks) / (sum of `count` over the same), and
+        in a model with experts the losses of its routers (engine/router_losses.py).
 
         Args:
             loss: of one micro-batch.
