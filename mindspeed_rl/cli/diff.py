@@ -14,6 +14,7 @@ from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.files import write_file
 
 
 def main(argv: list[str]) -> int:
@@ -75,5 +76,5 @@ def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         print(line)
     if arguments.json is not None:
         record = asdict(result) | {"cause": None if cause is None else asdict(cause)}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_file(arguments.json, json.dumps(record, indent=1) + "\n")
     return 0 if cause is None else 1

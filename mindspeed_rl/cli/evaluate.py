@@ -26,6 +26,7 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.files import write_file
 from mindspeed_rl.inference.batch_generation import write_jsonl
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
@@ -310,8 +311,7 @@ def _write_json(
         "failed": failures,
     }
     path: Path = args.output
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", makes_folder=True)
     print_status(f"wrote {path}")
 
 

@@ -13,6 +13,7 @@ from mindspeed_rl.config.compat.importer import Import
 from mindspeed_rl.config.compat.swift import from_swift
 from mindspeed_rl.config.compat.verl import from_verl
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.files import write_file
 from mindspeed_rl.rewards import REWARDS
 
 #: project -> importer of its command lines
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-o", "--output", default=None, help="run file to write; default: from_swift.yaml, from_verl.yaml")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-    parser.add_argument("--devices", type=int, default=None, help="devices, where the command does not print_status them")
+    parser.add_argument("--devices", type=int, default=None, help="devices, where the command does not say them")
     parser.add_argument("project", choices=tuple(_PROJECTS), help="project of the command")
     parser.add_argument("command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is; "-" reads it from stdin')
     arguments = parser.parse_args(argv)
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
             arguments.project, command, Path(arguments.output or f"from_{arguments.project}.yaml"),
             num_devices=arguments.devices, may_replace=arguments.force,
         )  # fmt: skip
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return report_failure(error)
     print(f"\nwritten: {path}\nshow its plan: mindspeed-rl explain --config-name {path}")
     return 0
@@ -57,7 +58,6 @@ def write_import(project: str, command: str, path: Path, *, num_devices: int | N
     path = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
     if path.exists() and not may_replace and path.read_text(encoding="utf-8") != text:
         raise ConfigError([f"{path} already exists with other content; choose another file, or --force"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_file(path, text, makes_folder=True)
     print(imported.summarize())
     return path

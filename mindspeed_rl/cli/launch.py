@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.prompts import HUB, split_slice
+from mindspeed_rl.files import write_file
 from mindspeed_rl.runtime.scratch import scratch_folder
 
 _T = TypeVar("_T")
@@ -381,9 +382,7 @@ def _write_done(code: int) -> bool:
     path = os.environ.get(_DONE_FILE)
     if path:
         # renamed: the launcher must not read the file before the code is in it
-        half = Path(f"{path}.half")
-        half.write_text(str(code))
-        half.replace(path)
+        write_file(path, str(code))
     return path is not None
 
 

@@ -30,6 +30,7 @@ from mindspeed_rl.config.compat.aliases import apply_aliases
 from mindspeed_rl.config.keys.schema import build
 from mindspeed_rl.config.objective import build_objective, unusable_plugins
 from mindspeed_rl.config.rules.objective_rules import algorithm_violations
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.metrics import merge
 from mindspeed_rl.rewards.samples import select_reward_functions
 
@@ -231,7 +232,7 @@ def main(argv: list[str]) -> int:
         "settings": result.objective.numbers() | {"kl_coef": result.objective.kl_in_loss},
         "metrics": result.metrics,
     }
-    output.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_file(output.with_suffix(".json"), json.dumps(summary, indent=2) + "\n")
     if arguments.json:
         print(json.dumps(summary))
     else:

@@ -17,6 +17,7 @@ from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
+from mindspeed_rl.files import FileWriteError, write_file
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
@@ -249,9 +250,9 @@ def _print(report: MemoryReport | TimeReport | FitReport, arguments: argparse.Na
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output: {path} cannot be written: {error.strerror}.") from None
+        write_file(path, text)
+    except FileWriteError as error:
+        raise ValueError(f"--output: {error}.") from None
 
 
 if __name__ == "__main__":

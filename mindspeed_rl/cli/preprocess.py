@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = DEFAULT_C
             print(clean_text(show(_build_config(values), count)))
             return 0
         print(clean_text(run(_build_config(values), chunk_size).text))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print_status(f"error: {error}")
         return 2
     return 0

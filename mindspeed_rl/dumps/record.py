@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mindspeed_rl.files import write_file
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -152,7 +154,5 @@ class Record:
             "tensors": self._entries,
         }
         path = folder / self.INDEX
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        partial.rename(path)
+        write_file(path, json.dumps(index, indent=1) + "\n")
         return folder

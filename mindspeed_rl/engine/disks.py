@@ -27,6 +27,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, listed_chunks, read_metadata
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.files import write_file
 
 #: a file on a network file system may appear a little later on other machines
 _PATIENCE_S = 2.0
@@ -197,10 +198,7 @@ def _copy_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str,
 
 
 def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    write_file(path, content, makes_folder=True)
 
 
 def share_small_files(folder: Path, path: Path) -> Disks | None:

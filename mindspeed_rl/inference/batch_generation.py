@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, assistant, parse_tools, user
+from mindspeed_rl.files import replace_file
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
@@ -225,7 +226,6 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object a line; create the folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with replace_file(path, makes_folder=True) as partial, partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

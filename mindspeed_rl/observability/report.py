@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl import __version__
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.alerts import Alert, find_alerts
 from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History
@@ -105,10 +106,10 @@ def write_report(
         "config": dict(config),
     }
     text = json.dumps(report, indent=2, default=str)
-    (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
+    write_file(run_dir / "report.json", text + "\n")
     path = run_dir / "report.md"
     page = _markdown(report, summaries, find_alerts(run.history, run.completions))
-    path.write_text(clean_text(page), encoding="utf-8")
+    write_file(path, clean_text(page))
     # as a page made from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path

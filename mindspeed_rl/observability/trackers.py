@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.run_files import CONSUMED, LineWriter
 
@@ -187,9 +188,7 @@ class _JsonlTracker:
                 self._file.write(record)
             if is_pending or iteration == self._last_pending:
                 # in one step: a run that resumes would fail on half a record
-                temporary = self._pending.with_suffix(".tmp")
-                temporary.write_text(json.dumps(record), encoding="utf-8")
-                temporary.replace(self._pending)
+                write_file(self._pending, json.dumps(record), temporary=self._pending.with_suffix(".tmp"))
                 self._last_pending = iteration
         except OSError as error:
             if not self._has_failed:
@@ -414,9 +413,7 @@ def _cut_back(path: Path, iteration: int) -> None:
         return
     with path.with_name(f"{path.stem}.superseded.jsonl").open("ab") as file:
         file.writelines(later)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(earlier))
-    os.replace(temporary, path)
+    write_file(path, b"".join(earlier))
 
 
 def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, object], *, last_iteration: int = 0) -> Trackers:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindspeed_rl.files import write_file
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -91,10 +92,7 @@ class ExpertCounts:
         self._total += self._since
         self._since[:] = 0
         fields = {layer: dict(enumerate(row)) for layer, row in enumerate(self._total.tolist())}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(fields))
-        partial.replace(self._path)
+        write_file(self._path, json.dumps(fields), makes_folder=True)
 
 
 def _load_counts(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -19,6 +19,7 @@ import torch
 
 from mindspeed_rl.config import MegatronConfig, RLConfig, Run
 from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.folder_locks import hold_folders
@@ -51,10 +52,8 @@ def _dump_configuration(run: Run) -> None:
         "machine": {"python": sys.version, "system": machine.platform(), "torch": torch.__config__.show()},
         "environment": {name: "(left out)" if _SECRET.search(name) else value for name, value in sorted(os.environ.items())},
     }
-    folder = Path(config.dump_path)
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, default=str, sort_keys=True)
-    (folder / "configurations.json").write_text(text + "\n", encoding="utf-8")
+    write_file(Path(config.dump_path, "configurations.json"), text + "\n", makes_folder=True)
 
 
 @contextlib.contextmanager

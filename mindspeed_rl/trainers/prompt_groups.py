@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.files import replace_file
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 
@@ -82,12 +83,9 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
         "log_probs": torch.tensor([value for segment in segments for value in segment.log_probs], dtype=torch.float64),
         "versions": torch.tensor([version for segment in segments for version in segment.versions], dtype=torch.int64),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     # lengths as text and tokens as tensors: as text the tokens would take several times the space
-    save_file(tensors, partial, {"format": _FORMAT, "groups": json.dumps(described)})
-    # a kill before this leaves no half file under the name
-    partial.replace(path)
+    with replace_file(path, makes_folder=True) as partial:
+        save_file(tensors, partial, {"format": _FORMAT, "groups": json.dumps(described)})
 
 
 def _describe(sample: Trajectory) -> dict[str, object]:

@@ -19,6 +19,7 @@ from typing import Literal
 
 from plotly.offline import get_plotlyjs
 
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
@@ -148,13 +149,7 @@ def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
         path: of the HTML file.
         runs: curves of all are shown; samples and timeline of the first.
     """
-    text = render(runs)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, render(runs))
     return path
 
 
