@@ -17,7 +17,8 @@ from mindspeed_rl.checkpoint.newest import LATEST_NAME
 
 MEASURED = ("timing/", "memory/", "rollout/push_")
 DROPOUT = [f"+actor_config.{key}=0.1" for key in ("hidden_dropout", "attention_dropout")]
-DROPOUT += ["+rl_config.dropout_in_update=true"]
+ACTS = ["+rl_config.dropout_in_update=true", "rl_config.log_probs_diff_limit=null"]
+DROPOUT += ACTS
 LORA = ["+actor_config.lora_target_modules=[linear_qkv,linear_fc1]", "+actor_config.lora_r=4", "+actor_config.lora_dropout=0.1"]
 
 
@@ -52,7 +53,7 @@ def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, li
     [
         ("reference", DROPOUT),
         *(pytest.param(role, DROPOUT, marks=pytest.mark.slow) for role in ("no other", "reward model", "critic")),
-        *(pytest.param(role, [*LORA, DROPOUT[-1]], marks=pytest.mark.slow) for role in ("reference", "reward model")),
+        *(pytest.param(role, [*LORA, *ACTS], marks=pytest.mark.slow) for role in ("reference", "reward model")),
     ],
     ids=str,
 )

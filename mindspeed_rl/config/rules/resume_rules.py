@@ -55,14 +55,16 @@ def record_keys(groups: Mapping[str, object]) -> dict[str, object]:
 def find_changes(saved: Mapping[str, object], values: Mapping[str, object]) -> list[KeyChange]:
     """Return the keys whose values differ; both mappings are from `record_keys`.
 
-    Parts of a model's shape that are not set on either side follow its config.json, and the length follows train_epochs.
+    Parts of a model's shape that one side does not set follow its config.json, the length follows train_epochs, and the start
+    of a run that had its weights in `load` is now in pretrained_checkpoint.
     """
     changes = []
     for name in saved.keys() & values.keys():
         group, _, key = name.partition(".")
         on_resume = collect_keys()[f"megatron_training.{key}" if group in ROLE_GROUPS else name].on_resume
-        is_derived = None in (saved[name], values[name]) and (on_resume == "fixed" or key == "train_iters")
-        if saved[name] != values[name] and on_resume is not None and not (is_derived and key != "lora_target_modules"):
+        may_be_derived = on_resume == "fixed" or key in ("train_iters", "pretrained_checkpoint")
+        is_derived = None in (saved[name], values[name]) and may_be_derived and key != "lora_target_modules"
+        if saved[name] != values[name] and on_resume is not None and not is_derived:
             changes.append(KeyChange(name, on_resume, json.dumps(saved[name]), json.dumps(values[name])))
     return sorted(changes, key=lambda change: change.name)
 
@@ -81,7 +83,7 @@ def _as_plain(value: object) -> object:
     """Return a value as JSON gives it back; the path of a file that exists is absolute."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    if isinstance(value, str) and "/" in value and Path(value).expanduser().exists():
+    if isinstance(value, str) and value and Path(value).expanduser().exists():
         return str(Path(value).expanduser().resolve())
     if isinstance(value, list):
         return [_as_plain(item) for item in value]
