@@ -2,9 +2,11 @@
 # Installs the suite for Ascend into a virtual environment. Called by envs/npu_a2/install.sh and envs/npu_a3/install.sh, and by
 # tests/npu_sim/run.sh for a machine without NPU.
 #   install.sh --chip a2|a3|simulated [--line main|fallback|cann85] [--venv FOLDER | --system] [--vllm-ascend wheel|source]
-#              [--latest] [--no-doctor] [PACKAGE...]
+#              [--megatron-lm] [--latest] [--no-doctor] [PACKAGE...]
 # Needs: CANN toolkit, kernels and NNAL of the line, Python 3.10 to 3.12 (fallback and cann85: 3.10 or 3.11), g++, cmake, git.
 # Versions: constraints-LINE.txt, and resolved-LINE.txt for what those leave open; --latest ignores the second.
+# --megatron-lm also installs the source tree of Megatron-LM (core_v0.16.1), which nothing of the suite needs: programs of yours
+# that import megatron.training do.
 # MINDSPEED_SRC, MEGATRON_SRC: folders with a checkout of each, in place of one that the script clones.
 # "simulated" is the line of a machine without NPU and without CANN: the same commands with another pair of torch and torch_npu.
 # Not verified on NPU hardware.
@@ -12,7 +14,7 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 
-chip="" line="" venv="$root/.venv" vllm_ascend="" doctor="yes" recorded=() more=()
+chip="" line="" venv="$root/.venv" vllm_ascend="" doctor="yes" megatron_lm="" recorded=() more=()
 while (( $# )); do
     case "$1" in
         --chip) chip="$2"; shift 2 ;;
@@ -20,6 +22,7 @@ while (( $# )); do
         --venv) venv="$2"; shift 2 ;;
         --system) venv=""; shift ;;
         --vllm-ascend) vllm_ascend="$2"; shift 2 ;;
+        --megatron-lm) megatron_lm="yes"; shift ;;
         --latest) recorded=(--latest); shift ;;
         --no-doctor) doctor="no"; shift ;;
         -*) echo "install.sh: unknown argument '$1'" >&2; exit 2 ;;
@@ -158,14 +161,14 @@ else
 fi
 
 # Sources that no index has. Where there is neither a network nor a folder, a simulated NPU goes without them.
-say "6/6 MindSpeed core_r0.16.0, Megatron-LM core_v0.16.1"
+say "6/6 MindSpeed core_r0.16.0${megatron_lm:+, Megatron-LM core_v0.16.1}"
 if [[ "$chip" != simulated || -n "${MINDSPEED_SRC:-}" ]]; then
     checkout MindSpeed https://gitcode.com/Ascend/MindSpeed.git core_r0.16.0 "${MINDSPEED_SRC:-}"
     pip_install --no-deps --no-build-isolation -e "$sources/MindSpeed"
 fi
-if [[ "$chip" != simulated || -n "${MEGATRON_SRC:-}" ]]; then
-    # megatron.training and megatron.legacy, which some features of MindSpeed import; megatron.core stays the package's, which
-    # is earlier on the path. The tree keeps its LICENSE; nothing but the folder megatron can be imported from it.
+if [[ -n "$megatron_lm" ]]; then
+    # megatron.training and megatron.legacy; megatron.core stays the package's, which is earlier on the path. The tree keeps its
+    # LICENSE; nothing but the folder megatron can be imported from it.
     checkout Megatron-LM https://github.com/NVIDIA/Megatron-LM.git core_v0.16.1 "${MEGATRON_SRC:-}"
     mkdir -p "$sources/megatron-path"
     ln -sfn ../Megatron-LM/megatron "$sources/megatron-path/megatron"

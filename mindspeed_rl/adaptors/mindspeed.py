@@ -41,7 +41,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import hccl_buffers, npu_attention, npu_experts, packed_rope
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.keys.megatron import parse_group_buffers
+from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -54,36 +54,10 @@ _MEGATRON_KEYS = frozenset(
 )
 
 #: run-file keys that go to MindSpeed under the same name. `npu_deterministic` does not: MindSpeed's part of it wraps
-#: megatron.training's start, and the engine asks torch and HCCL for the same itself.
-_PASSED_KEYS = (
-    "gemm_gradient_accumulation_fusion",
-    "moe_alltoall_overlap_comm",
-    "moe_permutation_async_comm",
-    "recompute_activation_function",
-    "reuse_fp32_param",
-    "swap_attention",
-    "swap_optimizer",
-    "use_ascend_coc",
-    "coc_mode",
-    "coc_parallel_num",
-    "coc_fused_kernel",
-)
-
-#: features whose MindSpeed modules import `megatron.training` (swap_attention also `megatron.legacy`), which the
-#: megatron-core package does not have; without a Megatron-LM source tree they are left off with a warning. They change
-#: speed and memory, not results. Experts then run on Megatron's own GroupedMLP, whose grouped product MindSpeed replaces in
-#: any case.
-_NEED_MEGATRON_TRAINING = (
-    "moe_alltoall_overlap_comm",
-    "gemm_gradient_accumulation_fusion",
-    "moe_grouped_gemm",
-    "recompute_activation_function",
-    "reuse_fp32_param",
-    "swap_attention",
-    "use_ascend_coc",
-)
-#: how `use_ascend_coc` works; passed on with it alone
-_COC_KEYS = ("coc_mode", "coc_parallel_num", "coc_fused_kernel")
+#: megatron.training's start, and the engine asks torch and HCCL for the same itself. `LEFT_OFF_FEATURES` do not, nor does
+#: moe_grouped_gemm (its experts read Megatron-LM's parsed arguments: "no attribute 'fp8'"): experts run on Megatron's own
+#: GroupedMLP, whose grouped product MindSpeed replaces in any case.
+_PASSED_KEYS = ("moe_permutation_async_comm", "swap_optimizer")
 
 #: fields of Megatron's TransformerConfig that its fused modules look at
 TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}
@@ -160,12 +134,8 @@ def _load_every_form(owner: Any) -> None:
     owner.load_state_dict = load_state_dict
 
 
-def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict[str, Any]:
-    """Return the `repatch` keys of a role.
-
-    Args:
-        megatron_training: `megatron.training` can be imported (a Megatron-LM source tree is installed).
-    """
+def settings(config: MegatronConfig) -> dict[str, Any]:
+    """Return the `repatch` keys of a role; features that are asked for and left off are warned of."""
     keys: dict[str, Any] = {
         "use_flash_attn": True,
         "use_fused_rmsnorm": True,
@@ -190,15 +160,9 @@ def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict
         if getattr(config, name) is not None:
             keys[name] = getattr(config, name)
     keys |= {name: getattr(config, name) for name in _PASSED_KEYS if getattr(config, name) not in (None, False)}
-    if config.moe_grouped_gemm and megatron_training:
-        keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
-    if not megatron_training:
-        for name in _NEED_MEGATRON_TRAINING:
-            if keys.pop(name, None):
-                warnings.warn(f"{name}: left off; MindSpeed needs a Megatron-LM source tree for it.", stacklevel=3)
-    if not keys.get("use_ascend_coc"):
-        for name in _COC_KEYS:
-            keys.pop(name, None)
+    for name, reason in LEFT_OFF_FEATURES.items():
+        if getattr(config, name):
+            warnings.warn(f"{name}: left off: {reason}.", stacklevel=3)
     return keys
 
 
@@ -244,7 +208,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     buffers = parse_group_buffers(config.hccl_group_buffer)
     apply()
     check(config)
-    keys = settings(config, megatron_training=importlib.util.find_spec("megatron.training") is not None)
+    keys = settings(config)
     from mindspeed.args_utils import get_mindspeed_args
     from mindspeed.megatron_adaptor import repatch
 

@@ -1,4 +1,4 @@
-"""vllm-ascend 0.18 and 0.23 as an in-process rollout engine whose weights are replaced after every update.
+"""vllm-ascend 0.18 to 0.25 as an in-process rollout engine whose weights are replaced after every update.
 
 | rule | where | why |
 |---|---|---|
@@ -47,8 +47,14 @@ _ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
     (0, 18): {"refresh": True},
     (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
 }
-#: the releases that were read name by name
-_KNOWN_RELEASES = ((0, 18), (0, 23))
+#: the releases that were read name by name; the candidates of 0.24 and 0.25 have the interface of 0.23
+_KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25))
+#: first release whose sleep mode the hooks do not serve, and why
+_REFUSED_FROM = (0, 26)
+_REFUSED_BECAUSE = (
+    "from 0.26 on wake_up leaves expert weights in the kernels' layout, and from 0.30 on additional_config.rl_config replaces "
+    "weight_nz_mode, enable_sleep_mode_extra_cleanup and VLLM_ASCEND_ENABLE_NZ"
+)
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 _WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
@@ -85,10 +91,19 @@ def _row_for(table: dict[tuple[int, int], _T], release: tuple[int, int]) -> _T:
 
 
 def _installed_release() -> tuple[int, int]:
-    """Return the release of the installed vllm-ascend."""
+    """Return the release of the installed vllm-ascend.
+
+    Raises:
+        ValueError: weights could not be replaced in it.
+    """
     release = _parse_release(importlib.metadata.version("vllm_ascend"))
+    known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
+    if release >= _REFUSED_FROM:
+        raise ValueError(
+            f"vllm-ascend {release[0]}.{release[1]} is not supported ({_REFUSED_BECAUSE}); install one of {known}: "
+            "envs/npu_a2/install.sh"
+        )
     if release not in _KNOWN_RELEASES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
         warnings.warn(
             f"vllm-ascend {release[0]}.{release[1]} was not looked at ({known} were); its keys are guessed.", stacklevel=2
         )

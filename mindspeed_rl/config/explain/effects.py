@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.keys import ROLE_GROUPS, find_ignored
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
-from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
+from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, LEFT_OFF_FEATURES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.objective import named_estimator
@@ -226,7 +226,7 @@ def describe_learning_rate(cfg: RunConfig) -> str:
 
 def find_warnings(cfg: RunConfig) -> list[str]:
     """Return a sentence for each setting of a sound run file that may cost time or results."""
-    warnings = [*_warn_about_training(cfg)]
+    warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
         warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config)]
     if folder := cfg.derived.get(CRITIC_FOLDER):
@@ -247,6 +247,14 @@ def _warn_about_training(cfg: RunConfig) -> Iterator[str]:
             f"{group}.lr_decay_style is not set: the learning rate falls linearly from {actor.lr:g} to 0 at the last "
             "iteration, where nothing is learnt any more; write constant, cosine or linear to choose"
         )
+
+
+def _warn_about_features(cfg: RunConfig) -> Iterator[str]:
+    roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config, "critic_config": cfg.critic_config}
+    for group, role in roles.items() if cfg.platform in ("auto", "npu") else ():
+        for name, reason in LEFT_OFF_FEATURES.items() if role is not None else ():
+            if getattr(role, name):
+                yield f"{group}.{name}: left off where MindSpeed trains, which changes speed and memory alone: {reason}"
 
 
 def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:

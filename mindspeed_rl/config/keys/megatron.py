@@ -15,6 +15,16 @@ RL_STAGES: tuple[_RLStage, ...] = get_args(_RLStage)
 SUPERVISED_STAGES: tuple[_SupervisedStage, ...] = get_args(_SupervisedStage)
 #: probabilities of dropout; in RL they act only with `rl_config.dropout_in_update`
 DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "lora_dropout")
+_OWN_ARGUMENTS = "it reads arguments at run time that only Megatron-LM's own training program sets"
+#: features of MindSpeed core_r0.16.0 that are left off, and why: they change speed and memory, not results
+LEFT_OFF_FEATURES = {
+    "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes",
+    "reuse_fp32_param": _OWN_ARGUMENTS,
+    "swap_attention": "its hooks are set by Megatron-LM's own training program alone",
+    "use_ascend_coc": _OWN_ARGUMENTS,
+    "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,
+    "gemm_gradient_accumulation_fusion": _OWN_ARGUMENTS,
+}
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

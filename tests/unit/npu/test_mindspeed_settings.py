@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.adaptors import mindspeed
-from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.keys.megatron import _PROCESS_GROUPS, parse_group_buffers
+from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.config.keys.megatron import _PROCESS_GROUPS, LEFT_OFF_FEATURES, parse_group_buffers
 
 
 def test_fused_kernels_are_always_on_and_complete() -> None:
@@ -27,9 +28,9 @@ def test_mindspeeds_own_context_parallelism_stays_off() -> None:
 
 
 def test_memory_features_of_the_run_file_are_passed_on() -> None:
-    config = MegatronConfig(swap_optimizer=True, swap_attention=True, use_distributed_optimizer=True)
-    keys = mindspeed.settings(config, megatron_training=True)
-    assert keys["swap_optimizer"] and keys["swap_attention"] and keys["use_distributed_optimizer"]
+    config = MegatronConfig(swap_optimizer=True, use_distributed_optimizer=True)
+    keys = mindspeed.settings(config)
+    assert keys["swap_optimizer"] and keys["use_distributed_optimizer"]
     assert "reuse_fp32_param" not in keys
 
 
@@ -59,13 +60,8 @@ def test_ring_attention_does_not_need_divisible_heads() -> None:
     mindspeed.check(MegatronConfig(num_attention_heads=6, context_parallel_size=4, context_parallel_algo="megatron_cp_algo"))
 
 
-def test_features_that_need_a_megatron_source_tree_are_left_off_with_a_warning() -> None:
-    config = MegatronConfig(moe_alltoall_overlap_comm=True, moe_grouped_gemm=True)
-    with pytest.warns(UserWarning, match="moe_alltoall_overlap_comm: left off"):
-        keys = mindspeed.settings(config)
-    assert "moe_alltoall_overlap_comm" not in keys and "moe_grouped_gemm" not in keys
-    with_source = mindspeed.settings(config, megatron_training=True)
-    assert with_source["moe_alltoall_overlap_comm"] and with_source["moe_grouped_gemm"]
+def test_grouped_experts_are_megatrons_own() -> None:
+    assert "moe_grouped_gemm" not in mindspeed.settings(MegatronConfig(moe_grouped_gemm=True))
 
 
 def test_hccl_buffers_are_given_by_group() -> None:
@@ -92,17 +88,21 @@ def test_the_groups_are_those_that_megatron_asks_options_for() -> None:
     assert set(_PROCESS_GROUPS) == set(asked)
 
 
-@pytest.mark.parametrize("key", ["recompute_activation_function", "reuse_fp32_param", "swap_attention", "use_ascend_coc"])
-def test_a_key_that_the_install_cannot_serve_is_left_off_and_says_so(key: str) -> None:
-    config = MegatronConfig(**{key: True})
-    with pytest.warns(UserWarning, match=f"{key}: left off; MindSpeed needs a Megatron-LM source tree"):
-        keys = mindspeed.settings(config)
+@pytest.mark.parametrize("key", LEFT_OFF_FEATURES)
+def test_a_feature_that_is_left_off_is_warned_of_and_explained(key: str) -> None:
+    with pytest.warns(UserWarning, match=f"^{key}: left off: "):
+        keys = mindspeed.settings(MegatronConfig(**{key: True}))
     assert key not in keys and not any(name.startswith("coc_") for name in keys)
-    assert mindspeed.settings(config, megatron_training=True)[key] is True
+    plain = load_run_config("grpo_qwen25_7b_A3")
+    asked = load_run_config("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true"])
+    (added,) = set(find_warnings(asked)) - set(find_warnings(plain))
+    assert added.startswith(f"actor_config.{key}: left off where MindSpeed trains")
+    on_cpu = load_run_config("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true", "platform=cpu"])
+    assert not any("left off" in text for text in find_warnings(on_cpu))
 
 
 def test_determinism_is_the_engines_own_and_not_asked_of_mindspeed() -> None:
-    assert "npu_deterministic" not in mindspeed.settings(MegatronConfig(npu_deterministic=True), megatron_training=True)
+    assert "npu_deterministic" not in mindspeed.settings(MegatronConfig(npu_deterministic=True))
 
 
 class _Optimizer:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl.adaptors import vllm_ascend
+from mindspeed_rl.cli.doctor import stack
 from mindspeed_rl.config import GenerateConfig
 
 EXPERTS, INNER, HIDDEN = 3, 4, 8
@@ -118,7 +119,12 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
     for iteration in range(3):
         hooks.release(engine)
         hooks.restore_weights(engine)
-        assert_kernels_see(layer, *push(hooks, layer, inner, float(iteration)))
+        loaded = push(hooks, layer, inner, float(iteration))
+        assert_kernels_see(layer, *loaded)
+        # the proof of a weight push reads the matrices as they were loaded
+        for name, expected in zip(("w13_weight", "w2_weight"), loaded):
+            unpack = hooks.unpack(layer)[f".{name}"]
+            assert all(torch.equal(unpack(plane), one) for plane, one in zip(getattr(layer, name), expected))
         hooks.restore_cache(engine)
     assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
     assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
@@ -220,9 +226,19 @@ def test_a_release_is_read_from_a_version() -> None:
 
 
 def test_a_release_that_nobody_looked_at_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: "0.99.0")
-    with pytest.warns(UserWarning, match=r"vllm-ascend 0\.99 was not looked at \(.*0\.23"):
-        assert vllm_ascend._installed_release() == (0, 99)
+    monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: "0.20.2rc1")
+    with pytest.warns(UserWarning, match=r"vllm-ascend 0\.20 was not looked at \(.*0\.23"):
+        assert vllm_ascend._installed_release() == (0, 20)
+
+
+@pytest.mark.parametrize("version", ["0.26.0rc1", "0.30.0rc2"])
+def test_releases_whose_sleep_mode_is_another_are_refused_with_the_reason(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: version)
+    with pytest.raises(ValueError, match=r"is not supported \(from 0\.26 on wake_up leaves .*install one of 0\.18, 0\.23"):
+        vllm_ascend._installed_release()
+    assert stack.examine_stack({"vllm-ascend": version}).ok is False
 
 
 def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
