@@ -10,6 +10,11 @@ import msgpack
 
 Message = dict[str, Any]
 _HEADER = struct.Struct(">I")
+_MAX_MESSAGE_BYTES = 1 << 30
+
+
+class ChannelError(Exception):
+    """The bytes are no message: other code of the process has written to the connection, or changed msgpack."""
 
 
 def _to_plain(value: object) -> object:
@@ -84,7 +89,11 @@ class Channel:
             self._buffer += data
 
     def receive_ready(self) -> tuple[list[Message], bool]:
-        """Return the messages that have arrived, without waiting, and False for a closed connection."""
+        """Return the messages that have arrived, without waiting, and False for a closed connection.
+
+        Raises:
+            ChannelError: the other side wrote something else.
+        """
         alive = True
         while True:
             try:
@@ -111,9 +120,18 @@ class Channel:
         if len(self._buffer) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._buffer)
+        if length > _MAX_MESSAGE_BYTES:
+            raise ChannelError(f"a message of {length} bytes")
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return None
-        message = msgpack.unpackb(bytes(self._buffer[_HEADER.size : end]), strict_map_key=False, unicode_errors="surrogatepass")
+        try:
+            message = msgpack.unpackb(
+                bytes(self._buffer[_HEADER.size : end]), strict_map_key=False, unicode_errors="surrogatepass"
+            )
+        except (ValueError, RecursionError, msgpack.UnpackException) as error:
+            raise ChannelError(f"{length} bytes that msgpack cannot read: {type(error).__name__}") from None
         del self._buffer[:end]
+        if not isinstance(message, dict):
+            raise ChannelError(f"a message that is {type(message).__name__}")
         return message

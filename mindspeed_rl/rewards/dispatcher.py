@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from mindspeed_rl.rewards import spawner
-from mindspeed_rl.rewards.channel import Channel, Message, pack
+from mindspeed_rl.rewards.channel import Channel, ChannelError, Message, pack
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.worker import Kind
@@ -304,9 +304,15 @@ class Dispatcher:
         assert worker.channel is not None
         if events & _WRITE:
             worker.channel.flush()
-        messages, alive = worker.channel.receive_ready()
-        for message in messages:
-            self._handle(worker, message)
+        try:
+            messages, alive = worker.channel.receive_ready()
+            for message in messages:
+                self._handle(worker, message)
+        except (ChannelError, LookupError, TypeError) as error:
+            # a reward function wrote to the connection, or changed a library that this needs
+            alive = False
+            if worker.kill_reason is None:
+                self._kill(worker, ("crashed", f"its process sends no messages any more ({type(error).__name__}: {error})"))
         if alive:
             self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.unsent else 0), worker)
         else:

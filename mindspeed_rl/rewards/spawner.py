@@ -15,12 +15,15 @@ Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +34,8 @@ from mindspeed_rl.rewards.channel import Channel, Message, pack
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_INTERVAL_S = 0.1
+#: size at which a log is rotated, and what is kept of it then
+_MAX_LOG_BYTES, _KEPT_LOG_BYTES = 32 << 20, 8 << 20
 
 
 def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -80,6 +85,23 @@ def _measure_resident(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(_measure_resident(child) for child in _list_children(pid))
+
+
+def _rotate_output() -> None:
+    """Move the end of this process's log to `<log>.1` if functions print without bound; all writers append, so they go on."""
+    for descriptor in (1, 2):
+        status = os.fstat(descriptor)
+        appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+        if not (stat.S_ISREG(status.st_mode) and appends and status.st_size > _MAX_LOG_BYTES):
+            continue
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            with open(path, "rb") as log, open(f"{path}.1", "wb") as old:
+                log.seek(status.st_size - _KEPT_LOG_BYTES)
+                shutil.copyfileobj(log, old)
+            os.truncate(path, 0)
+        except OSError:  # deleted, or a full disk: the next check tries again
+            continue
 
 
 def _kill_tree(pid: int) -> None:
@@ -241,7 +263,8 @@ class _Spawner:
         self._control.sendall(pack({"op": "died", "id": worker, "reason": reason, "state": state}))
 
     def _watch(self) -> None:
-        """Kill workers above their memory limit, and orphans of scorers."""
+        """Kill workers above their memory limit, and orphans of scorers; rotate the log."""
+        _rotate_output()
         for child in _list_children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)

@@ -1,12 +1,15 @@
 """A plug-in file as a user would write it, and the scorers that the pool has to survive."""
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import os
 import signal
 import time
 from collections.abc import Sequence
+
+import msgpack
 
 from mindspeed_rl.rewards import REWARDS, register
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
@@ -41,6 +44,15 @@ def hostile(response: str) -> float:
                 shared.write(b"x" * (1 << 20))
             time.sleep(1000)
         time.sleep(1000)
+    elif response == "breaks msgpack":
+        msgpack.packb = lambda *_, **__: b"\xc1"
+    elif response.startswith("writes to every descriptor "):
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, bytes.fromhex(response.split()[-1]))
+    elif response == "prints much":
+        for _ in range(100):
+            print("x" * (1 << 20), flush=True)
     elif response == "fork":
         os.fork()  # both come back
     elif response == "kill the spawner":

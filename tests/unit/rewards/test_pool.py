@@ -352,3 +352,34 @@ def test_a_closed_pool_says_so() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.score(samples("1"))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "breaks msgpack",
+        *(f"writes to every descriptor {data}" for data in ("ff" * 4096, "7fffffff93", "0000000193", "00000001c1")),
+    ],
+)
+def test_a_function_that_breaks_the_connection_costs_its_own_sample(response: str, hostile_pool: RewardPool) -> None:
+    results = hostile_pool.score(samples("a", "b", response, "c", "d"))
+    assert [result.total for result in results] in ([1.0, 1.0, None, 1.0, 1.0], [1.0] * 5)  # some bytes are no message yet
+    assert [result.total for result in hostile_pool.score(samples("a", "b"))] == [1.0, 1.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the log's name is found in /proc")
+def test_a_function_that_prints_without_bound_does_not_fill_the_disk(tmp_path: Path) -> None:
+    program = f"""
+import os
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+with RewardPool(["hostile"], settings=RewardSettings(external_plugins={PLUGINS!r}, num_reward_workers=1)) as pool:
+    for _ in range(3):
+        results = pool.score([RewardSample(response="prints much")])
+    assert [result.state for result in results] == ["ok"], results
+"""
+    with open(tmp_path / "reward_0.log", "ab") as log:
+        subprocess.run([sys.executable, "-c", program], stdout=log, stderr=log, check=True)
+    sizes = {path.name: path.stat().st_size >> 20 for path in tmp_path.iterdir()}
+    assert set(sizes) == {"reward_0.log", "reward_0.log.1"} and sizes["reward_0.log.1"] >= 8
+    assert sum(sizes.values()) < 250  # of 300
