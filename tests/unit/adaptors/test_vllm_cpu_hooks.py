@@ -47,6 +47,54 @@ def test_releasing_or_restoring_twice_changes_nothing() -> None:
     assert torch.equal(cache, torch.full((64,), 2.0))
 
 
+PACKED = """
+import torch
+from torch import nn
+from types import SimpleNamespace
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
+
+
+class Kernel(cpu_moe.CPUUnquantizedExperts):
+    def __init__(self, intermediate, isa):
+        self.isa, self.output_alignment, self.reduction_alignment = isa, 32, 32
+        self.moe_config = SimpleNamespace(intermediate_size_per_partition=intermediate, activation=None)
+
+    @classmethod
+    def _intermediate_alignment(cls):
+        return 32
+
+
+for isa in ("vec", "amx"):
+    for dtype in (torch.bfloat16, torch.float32):
+        for hidden, intermediate in ((64, 32), (64, 24), (32, 8), (96, 48)):
+            layer, kernel = nn.Module(), Kernel(intermediate, isa)
+            layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
+            loaded = {
+                "w13_weight": torch.randn(2, 2 * intermediate, hidden).to(dtype),
+                "w2_weight": torch.randn(2, hidden, intermediate).to(dtype),
+            }
+            for name, value in loaded.items():
+                layer.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
+            kernel.process_weights_after_loading(layer)
+            unpack = VllmCpuHooks().unpack(layer)
+            assert set(unpack) == set(loaded)
+            for name, value in loaded.items():
+                packed = layer.get_parameter(name).data
+                assert not torch.equal(packed.flatten()[: value.numel()], value.flatten())
+                for expert in range(2):
+                    matrix, expected = unpack[name](packed[expert]), value[expert]
+                    assert torch.equal(matrix[: expected.size(0), : expected.size(1)], expected), (isa, dtype, hidden, name)
+                    # what was added is at the end, and 0
+                    assert torch.count_nonzero(matrix) == torch.count_nonzero(expected)
+"""
+
+
+def test_packed_experts_are_read_back_as_they_were_loaded_by_every_kernel() -> None:
+    result = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def test_every_patch_is_still_needed() -> None:
     program = Path(__file__).with_name("unadapted_vllm.py")
     result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
