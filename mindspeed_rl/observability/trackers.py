@@ -16,7 +16,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -416,6 +416,22 @@ def _cut_back(path: Path, iteration: int) -> None:
     write_file(path, b"".join(earlier))
 
 
+def find_trackers(names: Iterable[str]) -> dict[str, Callable[..., Tracker]]:
+    """Return the class of each tracker by its name.
+
+    Raises:
+        ValueError: a tracker is unknown, or its package is not installed.
+    """
+    classes: dict[str, Callable[..., Tracker]] = {}
+    for name in names:
+        target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
+        # not imported: that may take long
+        if name in _WHEELS and importlib.util.find_spec(name) is None:
+            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {_WHEELS[name]}.")
+        classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
+    return classes
+
+
 def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, object], *, last_iteration: int = 0) -> Trackers:
     """Start the trackers that the run file names, metrics.jsonl always among them; each has its own thread.
 
@@ -431,19 +447,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
     Raises:
         ValueError: a tracker is unknown, or its package is not installed.
     """
-    switched_on = {
-        "tensorboard": rl_config.use_tensorboard and not rl_config.use_wandb,
-        "wandb": rl_config.use_wandb,
-        "swanlab": rl_config.use_swanlab,
-        "mlflow": rl_config.use_mlflow,
-    }
-    classes: dict[str, Callable[..., Tracker]] = {}
-    for name in dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to]):
-        target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
-        # not imported: that may take long
-        if name in _WHEELS and importlib.util.find_spec(name) is None:
-            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {_WHEELS[name]}.")
-        classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
+    classes = find_trackers(rl_config.tracker_names)
     # before the tracker, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):
         _cut_back(run_dir / name, last_iteration)

@@ -26,10 +26,11 @@ from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.phases import list_worker_columns
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
-from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
+from mindspeed_rl.data.tokenizer import check_special_tokens, check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
@@ -121,6 +122,7 @@ def check_rl(run: Run) -> RLInputs:
     _check_expert_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
+    check_special_tokens(tokenizer, run.models["actor"].plan.model_config.vocab_size, tokenizer_path)
     for key, value in (("data_path", actor.data_path), ("eval_data_path", actor.eval_data_path)):
         path = split_slice(value)[0] if isinstance(value, str) else ""
         if path and list_packed_columns(path):
@@ -128,6 +130,7 @@ def check_rl(run: Run) -> RLInputs:
     prompts, held_out = load_prompts(run, tokenizer)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     for dataset in filter(None, (prompts, held_out)):
+        dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
         check_tool_columns(run.rl, tokenizer, dataset)
     order_change = resume.describe_order_change(describe_order(prompts, seed=actor.seed, shuffle=not actor.no_shuffle))
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
@@ -153,6 +156,7 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
 
     yield check_reward_names
     yield partial(check_outputs, run.missing_keys, {"run_dir": run.folder, "save": actor.save})
+    yield partial(find_trackers, run.rl.tracker_names)
     yield from list_source_checks(cfg)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())

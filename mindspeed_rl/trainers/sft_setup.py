@@ -19,9 +19,10 @@ from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.data.indexed import check_columns, list_packed_columns
+from mindspeed_rl.data.indexed import check_columns, check_sample_lengths, list_packed_columns
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.runtime.reports import DataSummary
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
@@ -142,6 +143,7 @@ def _file_checks(cfg: RunConfig, missing: Sequence[str], folder: Path) -> Iterat
     """Yield a check of each file that the run file names, and one of keys that it leaves unset."""
     config = cfg.actor_config
     yield partial(check_outputs, missing, {"run_dir": folder, "save": config.save})
+    yield partial(find_trackers, [] if cfg.rl_config is None else cfg.rl_config.tracker_names)
     yield from list_source_checks(cfg)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
@@ -183,4 +185,7 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
             if missing:
                 raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
             if vocab_size is not None and not (config.stage == "pretrain" and is_weight(prefix)):
-                check_columns(Path(str(prefix)).expanduser(), vocab_size, f"megatron_training.{key}")
+                path = Path(str(prefix)).expanduser()
+                check_columns(path, vocab_size, f"megatron_training.{key}")
+                if config.stage == "sft" and config.pack and config.reset_attention_mask and not config.neat_pack:
+                    check_sample_lengths(path)

@@ -586,6 +586,17 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
                 setattr(self, f"{role}_dynamic_max_batch_size", self.dynamic_max_batch_size)
 
     @property
+    def tracker_names(self) -> list[str]:
+        """The trackers that the use_ keys switch on, then those of `report_to`; wandb replaces tensorboard, as upstream."""
+        switched_on = {
+            "tensorboard": self.use_tensorboard and not self.use_wandb,
+            "wandb": self.use_wandb,
+            "swanlab": self.use_swanlab,
+            "mlflow": self.use_mlflow,
+        }
+        return list(dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *self.report_to]))
+
+    @property
     def agent_loop_name(self) -> str:
         """The loop that generates the samples, by name or "module:Class"."""
         if not self.multi_turn_enable:

@@ -147,6 +147,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "checkpoint": (_keys("actor_config.load_iteration=5"), "load_iteration"),
     "run folder is a file": (_keys("run_dir=TASK/train.jsonl"), "run_dir.*is no folder"),
     "save folder is a file": (_keys("actor_config.save=TASK/train.jsonl/save"), "save.*is no folder"),
+    "tracker": (_keys("rl_config.report_to=[nothing_like_it]"), "nothing_like_it"),
     "blank path": (_keys("actor_config.save='  '"), "names no file or folder"),
     "platform": (_keys("platform=0"), "platform is 0"),
     "unavailable feature": (_keys("rl_config.trainer_mode=async"), "trainer_mode"),
