@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns, column_prefix
+from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns, check_sample_lengths
 
 
 class InstructionSample(TypedDict):
@@ -55,23 +55,7 @@ class InstructionDataset:
         #: [rows] int32: stored tokens per row, padding included, without reading the rows
         self.lengths = self._rows.lengths("input_ids")
         if splits_packs:
-            self._check_sample_lengths()
-
-    def _check_sample_lengths(self) -> None:
-        path = f"{column_prefix(self._rows.prefix, SAMPLE_LENGTHS)}.bin"
-        if SAMPLE_LENGTHS not in self._rows.columns:
-            # rows of a neat pack show it themselves
-            if all(self._rows.row(index, "attention_mask")[-1] == 1 for index in range(min(len(self), 16))):
-                raise ValueError(
-                    f"data_path={self._rows.prefix!r} has no {path}, so nothing shows where samples of a pack begin; run "
-                    "preprocess --pack again (or with --neat-pack, and set neat_pack: true), or set pack: false where a row is "
-                    "one sample"
-                )
-            return
-        for index, length in enumerate(self.lengths.tolist()):
-            lengths = self._rows.row(index, SAMPLE_LENGTHS)
-            if lengths.sum() > length or (lengths < 0).any():
-                raise ValueError(f"{path}, row {index}: samples of {lengths.tolist()[:8]} tokens in a row of {length}")
+            check_sample_lengths(prefix)
 
     def __len__(self) -> int:
         return len(self._rows)

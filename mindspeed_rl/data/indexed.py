@@ -24,6 +24,8 @@ import numpy as np
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+#: ending of a column with the UTF-8 bytes of another one: no tokenizer gives every text back as it was
+TEXT_BYTES = "_utf8"
 IGNORE_INDEX = -100
 #: column of a pack: the lengths of its samples
 SAMPLE_LENGTHS = "sample_lengths"
@@ -200,12 +202,44 @@ def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
     paths = {name: column_prefix(prefix, name) for name in names} or {"": str(prefix)}
     for name, path in paths.items():
         try:
-            if name in ("attention_mask", SAMPLE_LENGTHS):
+            if name in ("attention_mask", SAMPLE_LENGTHS) or name.endswith(TEXT_BYTES):
                 read_index(path)
             else:
                 check_token_ids(path, vocab_size, allows_ignored=name.endswith("labels"))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+
+
+def check_sample_lengths(prefix: str | Path) -> None:
+    """Check that packs show where their samples begin: neat ones in the attention mask, others in a column.
+
+    Args:
+        prefix: of a tuning dataset.
+
+    Raises:
+        ValueError: they do not, or the lengths exceed a row.
+    """
+    path = column_prefix(prefix, SAMPLE_LENGTHS)
+    rows = read_index(column_prefix(prefix, "attention_mask"))
+    if not os.path.isfile(f"{path}.idx"):
+        masks = np.memmap(f"{column_prefix(prefix, 'attention_mask')}.bin", rows.dtype, "r")
+        last = (rows.pointers // rows.dtype.itemsize + rows.lengths - 1)[:16]
+        if (masks[last] == 1).all():
+            raise ValueError(
+                f"data_path={str(prefix)!r} has no {path}.bin, so nothing shows where samples of a pack begin; run preprocess "
+                "--pack again (or with --neat-pack, and set neat_pack: true), or set pack: false where a row is one sample"
+            )
+        return
+    index = read_index(path)
+    lengths = np.memmap(f"{path}.bin", index.dtype, "r")
+    ends, firsts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), index.pointers // index.dtype.itemsize
+    if len(firsts) != len(rows.lengths) or (lengths < 0).any():
+        raise ValueError(f"{path}.bin is of another dataset than its neighbours: {len(firsts)} rows for {len(rows.lengths)}")
+    wrong = ends[firsts + index.lengths] - ends[firsts] > rows.lengths
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        found = lengths[firsts[row] :][: index.lengths[row]].tolist()
+        raise ValueError(f"{path}.bin, row {row}: samples of {found[:8]} tokens in a row of {rows.lengths[row]}")
 
 
 def list_packed_columns(prefix: str | Path) -> list[str]:

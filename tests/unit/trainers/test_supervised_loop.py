@@ -90,5 +90,9 @@ def test_missing_data_is_named_before_anything_starts(prefix: Path, tmp_path: Pa
         _check_data(config(stage="dpo", data_path=str(prefix)))
     with pytest.raises(ValueError, match="eval_data_path: .*elsewhere_packed_input_ids_document.idx does not exist"):
         _check_data(config(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere")))
+    with pytest.raises(ValueError, match=r"data_path: .*input_ids_document\.bin, row 0, position 0: token id \d+ is not"):
+        _check_data(config(data_path=str(prefix)), 2)
+    with pytest.raises(ValueError, match=r"has no .*sft_packed_sample_lengths_document\.bin, so nothing shows where samples"):
+        _check_data(config(data_path=str(prefix), pack=True, reset_attention_mask=True), 1 << 20)
     with pytest.raises(ValueError, match="data_path: .*sft.idx does not exist .*with _text_document"):
         _check_data(config(stage="pretrain", data_path=[0.5, str(prefix)]))
