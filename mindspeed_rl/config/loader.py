@@ -124,10 +124,10 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
             if role is not None and (metadata := read_model_metadata(role)) is not None
         },
     )
-    cfg = derive(cfg if cfg.is_supervised or rl is None or rl.dropout_in_update else _disable_dropout(cfg))
+    # before anything is derived from the objective
     if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):
         raise ConfigError(unusable)
-    return cfg
+    return derive(cfg if cfg.is_supervised or rl is None or rl.dropout_in_update else _disable_dropout(cfg))
 
 
 def _disable_dropout(cfg: RunConfig) -> RunConfig:
