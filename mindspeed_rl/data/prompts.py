@@ -14,8 +14,8 @@ import numpy as np
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings
-from mindspeed_rl.data.handlers.prompt import LABELS, TEXT_BYTES, PromptHandler, as_text
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, list_packed_columns
+from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
+from mindspeed_rl.data.indexed import IGNORE_INDEX, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
@@ -102,6 +102,18 @@ class PromptDataset:
     def where(self, index: int) -> str:
         """Return file and row of a prompt, for messages."""
         return self._rows.where(int(self._row_indices[index]) + self._first)
+
+    def check_token_ids(self, vocab_size: int, key: str) -> None:
+        """Raise ValueError if a prompt that was tokenized at load has a token that the model has not; `key` names the data."""
+        if isinstance(self._rows, _IndexedPrompts):
+            return  # see `indexed.check_columns`
+        for index in range(len(self)):
+            largest = int(self._rows.tokens[int(self._row_indices[index]) + self._first].max(initial=0))
+            if largest >= vocab_size:
+                raise ValueError(
+                    f"{key}: {self.where(index)}: the tokenizer writes token {largest}, but the model's vocabulary has"
+                    f" {vocab_size}; give the tokenizer of the model"
+                )
 
     def part(self, first: float, end: float) -> PromptDataset:
         """Return the prompts between two fractions, in order; parts that meet at a bound have no common prompt.

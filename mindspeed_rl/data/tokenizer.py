@@ -77,6 +77,20 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     return tokenizer
 
 
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: str | Path) -> None:
+    """Check that the model has the end and the padding token.
+
+    Raises:
+        ValueError: the model could never sample the end token, or would read a padding token that it has not.
+    """
+    for name, token_id in (("eos_token", tokenizer.eos_token_id), ("pad_token", tokenizer.pad_token_id)):
+        if isinstance(token_id, int) and token_id >= vocab_size:
+            raise ValueError(
+                f"tokenizer_name_or_path={str(path)!r}: its {name} is token {token_id}, but the model's vocabulary has"
+                f" {vocab_size}; give the tokenizer of the model, or another {name} in its tokenizer_config.json"
+            )
+
+
 def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     """Make `token` the tokenizer's end token; padding that was the old end token stays where it is.
 

@@ -18,11 +18,10 @@ from mindspeed_rl.data.handlers.base import (
     HandlerSettings,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages
+from mindspeed_rl.data.indexed import TEXT_BYTES
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
-#: ending of a column with the UTF-8 bytes of another one: no tokenizer gives every text back as it was
-TEXT_BYTES = "_utf8"
 
 
 def as_text(value: object) -> str:
@@ -89,7 +88,8 @@ class PromptHandler(Handler):
         if not conversation.messages[-1].content.strip():
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
         values = self.extra_values(row)
-        if LABELS in values and values[LABELS] in (None, ""):
+        # `solution` is what scorers read in place of the label
+        if any(values[name] in (None, "") for name in (LABELS, "solution") if name in values):
             raise DroppedRowError(DropReason.EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
         return Draft((self.render_conversation(conversation), *extra), note=values)

@@ -17,7 +17,7 @@ from mindspeed_rl.data.handlers.instruction import openai_messages
 from mindspeed_rl.data.prompts import open_prompts
 from mindspeed_rl.data.sources import drop_nulls, open_source, read_rows
 from mindspeed_rl.data.templates import join_text, load_template
-from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.tokenizer import check_special_tokens, load_tokenizer
 
 BYTES = build_tokenizer()
 
@@ -707,3 +707,25 @@ def test_of_a_folder_with_splits_train_is_read_and_a_note_says_so(tmp_path, name
     assert len(found) + len(source.ignored) == len(names)
     assert (source.note is not None) == (len(found) < len(names))
     assert source.note is None or "the split train is taken" in source.note
+
+
+def test_tokens_that_a_model_has_not_are_found_by_file_and_row(write_jsonl):
+    built = build_tokenizer()
+    built.add_tokens(["<new>"])
+    new = len(built) - 1
+    rows = [{"instruction": "a", "output": "1"}, {"instruction": "a<new>", "output": "1"}]
+    prompts = open_prompts(write_jsonl(rows), built, max_prompt_length=100)
+    prompts.check_token_ids(new + 1, "data_path")
+    with pytest.raises(ValueError, match=rf"data_path: .*rows.jsonl, row 2: .* token {new}, .* vocabulary has {new}"):
+        prompts.check_token_ids(new, "data_path")
+    end = BYTES.eos_token_id
+    check_special_tokens(BYTES, 1 + max(end, BYTES.pad_token_id), "folder")
+    with pytest.raises(ValueError, match=f"its eos_token is token {end}, but the model's vocabulary has {end}"):
+        check_special_tokens(BYTES, end, "folder")
+
+
+def test_rows_without_a_label_are_dropped_and_counted(write_jsonl):
+    rows = [{"instruction": "a", "output": "1", "solution": "x"}]
+    rows += [{"instruction": "b", "output": None, "solution": "x"}, {"instruction": "c", "output": "1", "solution": None}]
+    prompts = open_prompts(write_jsonl(rows), BYTES, max_prompt_length=100, dataset_additional_keys=["labels", "solution"])
+    assert len(prompts) == 1 and prompts.dropped == {"empty answer": 2}
