@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_model_ops, load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
@@ -47,3 +50,30 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     chunk_sums = compute_chunk_sums(plan, stream.sources, dtypes, Exchange.from_world(), torch.device("cpu")).wait()
     sums = {plan.tensors[chunk.tensor].name: value for chunk, value in zip(plan.chunks, chunk_sums)}  # one process, one chunk
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}
+
+
+def test_a_step_without_labels_leaves_the_bias_as_it_was(training_world: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
+    config = MegatronConfig(bf16=False, lr=1e-3, train_iters=10, lr_decay_style="constant")
+    parallel._seed_all(1)
+    model = build_model(config, plan_model(config, tmp_path), trainable=True)
+    load_weights(
+        model, MemorySource({n: torch.randn(shape) for op in list_model_ops(model) for n, shape in zip(op.hf, op.shapes)})
+    )
+    engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+    engine.start_training(1)
+    bias = next(tensor for name, tensor in model.models[0].named_buffers() if name.endswith("expert_bias"))
+
+    def step(labelled: bool) -> bool:
+        ids = torch.arange(2, 12)
+        rows = Rows([ids], [2], {"loss_mask": [torch.full((8,), labelled)]}, [ids[2:]])
+        return engine.train_step(rows, MicroBatching(1), negative_log_prob).is_skipped
+
+    def negative_log_prob(inputs: LossInputs) -> LossOutput:
+        mask = inputs.columns["loss_mask"] & inputs.mask
+        return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
+
+    before = bias.clone()
+    assert not step(True) and not torch.equal(bias, before)
+    before = bias.clone()
+    assert step(False) and torch.equal(bias, before)
