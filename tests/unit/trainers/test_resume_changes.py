@@ -205,7 +205,7 @@ def test_no_load_optim_takes_such_weights(tmp_path: Path) -> None:
         ),
         # a run that restarts by itself names what it started from, which its first run had in `load`
         ({"load": "/model"}, {"pretrained_checkpoint": "/model"}, None),
-        ({"pretrained_checkpoint": "/one"}, {"pretrained_checkpoint": "/two"}, "the KL divergence is that to another reference"),
+        ({"pretrained_checkpoint": "/one"}, {"pretrained_checkpoint": "/two"}, "the KL divergence is that to another"),
         ({}, {"rl_config": {"mini_batch_size": 4, "n_samples_per_prompt": 8, "verifier_function": ["acc"]}}, None),
         ({}, {"rl_config": {"sync_ref_model": True}}, "rl_config.sync_ref_model false -> true: the KL divergence is that to"),
     ],
