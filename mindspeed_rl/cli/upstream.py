@@ -64,8 +64,9 @@ def main(argv: list[str]) -> int:
     """Replace this process by the command of this suite, or by the program itself for scripts that are not upstream's."""
     program, *words = argv
     options, script, arguments = _split_command(words)
+    is_torchrun = program == "torchrun" or options[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"])
     try:
-        command = _translate(script, arguments, _read_nodes(options) if program == "torchrun" else _Nodes())
+        command = _translate(script, arguments, _read_nodes(options) if is_torchrun else _Nodes())
     except ValueError as error:
         return report_failure(error)
     if command is None:

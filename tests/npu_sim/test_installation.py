@@ -1,0 +1,88 @@
+"""The environment that envs/npu_common/install.sh made against what its packages need; a live resolution for every host."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+COMMON = Path(__file__).parents[2] / "envs" / "npu_common"
+spec = importlib.util.spec_from_file_location("packages", COMMON / "packages.py")
+assert spec is not None and spec.loader is not None
+packages = sys.modules["packages"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(packages)
+
+#: requirement of vllm-ascend -> why it is not met
+NOT_MET = {
+    "torch": "the simulated line",
+    "torch-npu": "the simulated line",
+    "torchvision": "the simulated line",
+    "triton-ascend": "the simulated line has triton",
+    "transformers": "the line's own version",
+    "fastapi": "for vLLM's HTTP server, which no run starts",
+    "torchaudio": "audio models",
+    "quart": "the proxy of disaggregated prefill",
+    "memfabric-hybrid": "the pool of KV caches",
+    "memcache-hybrid": "the pool of KV caches",
+    "arctic-inference": "speculative decoding by suffixes",
+    "pandas-stubs": "types",
+}
+
+
+def unmet(package: str) -> dict[str, str]:
+    """Requirements of an installed package without an installed version that fits."""
+    found = {}
+    for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        if version == "not installed" or not requirement.specifier.contains(version, prereleases=True):
+            found[packages.name_of(requirement.name)] = f"{requirement}: {version}"
+    return found
+
+
+@pytest.mark.parametrize("package", ["vllm", "mindspeed_rl", "torch_npu", "megatron-core", "transformers"])
+def test_every_requirement_of_a_package_is_met(package: str) -> None:
+    assert unmet(package) == {}
+
+
+def test_requirements_of_vllm_ascend_that_are_not_met_are_known_with_the_reason() -> None:
+    assert unmet("vllm-ascend").keys() <= NOT_MET.keys()
+
+
+def test_vllm_has_no_kernels_of_another_device() -> None:
+    files = importlib.metadata.files("vllm") or ()
+    assert [str(file) for file in files if file.suffix == ".so"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("line", ["main", "fallback", "cann85"])
+def test_every_host_can_install_the_line_from_wheels(line: str, tmp_path: Path) -> None:
+    reached = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "wheel"])
+    if reached.returncode != 0:
+        pytest.skip("no package index can be reached; tests/unit/npu/test_installation.py reads the recorded result")
+    hosts = packages.LINES[line].hosts
+    found = packages.resolve(line, hosts, recorded=True)
+    for host in hosts:
+        assert {"torch", "torch-npu", "torchvision", "scipy", "megatron-core", "ray"} <= set(found[host])
+        assert found[host]["torch-npu"] == packages.pinned_version(line, "torch-npu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["main", "fallback"])
+def test_what_vllms_sources_need_to_build_is_installed_before_it(line: str, tmp_path: Path) -> None:
+    _, builds = packages._source_of_vllm(packages.pinned_version(line, "vllm"), tmp_path)
+    text = (COMMON / "install.sh").read_text()
+    first = re.search(r"(?m)^pip_install --upgrade (.*) -c", text)
+    assert first is not None
+    assert {packages.name_of(need) for need in builds} - {"torch"} <= set(first[1].split())  # torch is step 2
