@@ -117,10 +117,12 @@ _ANCHORED_LATEX = (
 
 #: characters at the end of a response that are searched for its answer
 _TAIL = 20_000
+#: characters of a sentence around an answer
+_LONGEST_SENTENCE = 2000
 #: a label longer than this is a worked solution, whose last formula is the answer
 _SHORT_LABEL = 200
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
+_CONCLUDED = re.compile(r"(?:answers? (?:is|are)|答案[是为]|hence|thus|therefore)[^.。]*$", re.IGNORECASE)
 _STATED = re.compile(r"(?:\bis|\bare|\bequals?|\bthus|\btherefore|[:=为是])\s*(?=\$|\\\(|\\\[)", re.IGNORECASE)
 
 
@@ -156,7 +158,9 @@ def _extract_from_solution(solution: str) -> str:
     if joined is None or (len(text) <= _SHORT_LABEL and not isinstance(read_value(normalize(text)), Text)):
         return text
     others = join_last(text, formulas[:-1])
-    return text if len(text) <= _SHORT_LABEL and others is not None and others not in joined else joined
+    if others is None or others in joined or len(text) > _SHORT_LABEL or _CONCLUDED.search(text[: formulas[-1][0]]):
+        return joined
+    return text
 
 
 def _extract_candidates(response: str) -> list[str]:
@@ -169,8 +173,9 @@ def _extract_candidates(response: str) -> list[str]:
         answer = _extract_by_math_verify(response[-_TAIL:], _ANCHORED_LATEX)
         return [answer] if answer else []
     readings = [tagged]
-    stated = _STATED.search(tagged)
-    if stated is not None and _SENTENCE.search(tagged):
+    # regular expressions cannot be interrupted, and some of them take quadratic time
+    stated = _STATED.search(tagged) if len(tagged) <= _LONGEST_SENTENCE else None
+    if stated is not None:
         rest = tagged[stated.end() :].strip().rstrip(".。")
         formulas = _find_formulas(rest)
         if formulas and formulas[0][0] == 0 and formulas[-1][1] == len(rest):

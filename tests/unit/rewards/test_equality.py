@@ -82,6 +82,14 @@ def test_a_list_of_labels_accepts_each_of_them_and_no_other() -> None:
         (r"so \boxed{\text{east}}", r"\text{east}", 1.0),
         (r"so \boxed{east}", r"\text{west}", 0.0),
         ("<answer>12</answer>", "1 2", 0.0),
+        ("<answer>at most $5$</answer>", "5", 0.0),
+        ("<answer>The answer is not $5$</answer>", "5", 0.0),
+        ("<answer>The answers are $5$ and $6$.</answer>", "5, 6", 1.0),
+        ("<answer>答案是 $5$。</answer>", "5", 1.0),
+        (r"so \boxed{5}", "$1$ and $5$", 0.0),
+        (r"so \boxed{5}", "The roots are $1$ (double) and $5$", 0.0),
+        (r"so \boxed{5}", r"\boxed{1} or \boxed{5}", 0.0),
+        (r"so \boxed{5}", "We compute $2+3$. Hence the answer is $5$.", 1.0),
     ],
 )
 def test_accuracy_reads_tagged_content_and_solution_alike(response: str, solution: str, score: float) -> None:
@@ -117,6 +125,39 @@ def test_gsm8k_reads_the_number_behind_the_hashes(response: str, strict: float, 
 )
 def test_mixed_numbers_are_sums_in_the_mathruler_family(answer: str, gold: str, score: float) -> None:
     assert boxed_grade(f"\\boxed{{{answer}}}", gold) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "prompt", "right"),
+    [
+        (r"<think>maybe \boxed{5}</think> The answer is 6.", "", False),
+        (r"<think>maybe \boxed{6}</think> \boxed{5}", "", True),
+        (r"<think>maybe \boxed{5}, no wait", "", False),
+        (r"maybe \boxed{6}</think> \boxed{5}", "<think>\n", True),
+        (r"maybe \boxed{5}, no wait", "user: how many? <think>\n", False),
+        (r"\boxed{5}", "<think>\n\n</think>\n\n", True),
+        (r"<think>a</think> \boxed{5} <think>or \boxed{6}", "", True),
+        (r"<think>a</think> \boxed{6} <think>b</think> \boxed{5}", "", True),
+    ],
+)
+def test_the_answer_of_a_thinking_model_follows_its_thought(response: str, prompt: str, right: bool) -> None:
+    for scorer in (acc, accuracy, boxed_grade, gsm8k_flexible):
+        assert (scorer(response, "5", prompt=prompt) == 1.0) is right, scorer
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "right"),
+    [
+        (r"\boxed{1} and \boxed{5}", "1, 5", True),
+        (r"\boxed{1} and \boxed{5}", "5", False),
+        (r"$\boxed{x=1}$ and $\boxed{y=5}$", "x=5, y=1", False),
+        (r"答案是 \boxed{1} 或 \boxed{5}", "1, 5", True),
+        (r"first \boxed{1}, no, \boxed{5}", "5", True),
+        (r"\boxed{5}, \boxed{5}", "5", True),
+    ],
+)
+def test_several_boxes_in_a_row_are_one_answer(response: str, label: str, right: bool) -> None:
+    assert (acc(response, label) == 1.0) is (accuracy(response, label) == 1.0) is right
 
 
 # ------------------------------------------------------------------------------------------ labels of every type
