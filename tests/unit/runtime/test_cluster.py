@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +103,21 @@ def test_its_folder_is_private_and_a_lost_process_is_named() -> None:
     assert lines["modes"].endswith(f"'0o700'] owner {os.getuid()}"), done.stdout + done.stderr
     assert lines["healthy"] == "'' []" and lines["stopped"] == "True"
     assert lines["dead"] == "node service (raylet)", done.stdout + done.stderr
+
+
+def test_a_process_imports_its_libraries_itself_where_the_fork_server_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "paths.json").write_text("[]")
+    (tmp_path / "script.py").write_text("print('ran', __name__)")
+    # a stopped server has a socket, and the kernel takes connections to it
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(tmp_path / "forks"))
+        stopped.listen(4)
+        program = (
+            f"import sys; from mindspeed_rl.runtime import fork_client as client; client._ANSWER_S = 1\n"
+            f"client.main({str(tmp_path / 'forks')!r}, {str(tmp_path / 'paths.json')!r}, [{str(tmp_path / 'script.py')!r}])"
+        )
+        # files: the connection that nobody accepts holds the descriptors, so that pipes would not end
+        with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+            subprocess.run([sys.executable, "-c", program], stdout=out, stderr=err, timeout=60, check=True)
+    assert (tmp_path / "out").read_text() == "ran __main__\n"
+    assert "the fork server does not answer within 1 s" in (tmp_path / "err").read_text()
