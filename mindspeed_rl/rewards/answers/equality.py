@@ -90,7 +90,8 @@ def _is_same(given: Value, expected: Value) -> bool:
         case Named():
             return _is_same_named(given, expected)
         case Relation():
-            given = given.relation if isinstance(given, Named) and given.relation else given
+            if isinstance(given, Named) and given.relation is not None and symbols_of(given.relation.right):
+                given = given.relation  # an equation is not its solution
             return isinstance(given, Relation) and _is_same_relation(given, expected)
         case Collection():
             return _is_same_collection(given, expected)

@@ -21,6 +21,8 @@ Number: TypeAlias = Fraction | mpmath.mpf | mpmath.mpc
 #: bits of an exact number; a power or a factorial beyond has no value here
 _MAX_BITS = 1 << 17
 _MAX_FACTORIAL = 10_000
+#: index of a root that may be rational
+_MAX_ROOT = 1000
 #: terms of a sum
 _MAX_TERMS = 300
 #: binary exponent of a number that is not exact: 1 more or less must change its first 150 digits
@@ -102,7 +104,7 @@ class _Evaluator:
             if not base and power <= 0:
                 raise UndefinedError
             return _check_size(base**power)
-        if isinstance(exponent, Fraction) and exponent.denominator > 1 and isinstance(base, Fraction):
+        if isinstance(exponent, Fraction) and 1 < exponent.denominator < _MAX_ROOT and isinstance(base, Fraction):
             if base >= 0 or (has_root and exponent.denominator % 2):
                 return self.power(self.root(base, Fraction(exponent.denominator)), Fraction(exponent.numerator))
         base, exponent = _to_float(base), _to_float(exponent)
@@ -116,7 +118,7 @@ class _Evaluator:
 
     def root(self, radicand: Number, index: Number) -> Number:
         """Return the real root where there is one."""
-        if not isinstance(index, Fraction) or index.denominator != 1 or not 1 < index < 1000:
+        if not isinstance(index, Fraction) or index.denominator != 1 or not 1 < index < _MAX_ROOT:
             return self.power(radicand, self.evaluate(Node("/", (Node("number", value=Fraction(1)), _literal(index)))))
         order = int(index)
         if isinstance(radicand, Fraction):

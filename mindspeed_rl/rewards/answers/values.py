@@ -262,7 +262,7 @@ def _read_matrix(text: str, depth: int) -> Value | None:
     if match[2].endswith("matrix") or match[1] in ("[", "(", "|") or (match[2] == "array" and match[1] is None):
         kind = {"vmatrix": "determinant", "Vmatrix": "norm"}.get(match[2], "determinant" if match[1] == "|" else "matrix")
         return Matrix(kind, tuple(tuple(read_value(entry, depth) for entry in row) for row in rows))
-    aligned = all(re.match(r"\s*[=<>≤≥≠]", cell) for row in rows for cell in row[1:2])
+    aligned = match[2] in ("aligned", "align", "split") or all(re.match(r"\s*[=<>≤≥≠]", row[1]) for row in rows if row[1:])
     lines = ["".join(row) if aligned else "&".join(row) for row in rows]
     if not any("&" in line for line in lines):
         return _merge([read_value(_CONDITION.sub("", line), depth) for line in lines], "list")
@@ -368,7 +368,7 @@ def _read_union(text: str, depth: int) -> Value | None:
 
 _FUNCTION_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\^\{-1\})?\s*\((?:[A-Za-z0-9,. \\|{}])+\)")
 _NO_NAME = re.compile(rf"[xyz]\s*\(|\\(?:{'|'.join(FUNCTIONS - {'max', 'min'})}|frac|sqrt|binom)(?![A-Za-z])")
-_INVERSE_NAME = re.compile(r"[A-Z]\s*\^\s*\{\s*(?:-1|T)\s*\}")
+_INVERSE_NAME = re.compile(r"[A-Z]\s*\^\s*\{\s*(?:-1|T)\s*\}|\|\s*[A-Z]{2,}\s*\|")
 _WORD_NAME = re.compile(r"\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?: [A-Za-z]+)*|m?\s*\\?(?:angle|triangle)\s*[A-Z]+'?|[\u4e00-\u9fff]+")
 _DERIVED_NAME = re.compile(
     r"[A-Wa-w]{1,2}(?:\s*[+-]\s*[A-Wa-w]{1,2})+|[A-Za-z]{1,2}\s*/\s*[A-Za-z]{1,2}|\|[A-Za-z]+\|"
@@ -414,6 +414,8 @@ def _read_equation(text: str, depth: int) -> Value | None:
         several = _read_tuple_equation(sides, depth) if len(sides) == 2 else None
         return several or relation or Text(tokenize(text))
     *steps, last = (read_value(side, depth) for side in sides[1:])
+    if relation is not None and name.isupper() and len(name) > 1 and name.isalpha() and symbols_of(relation.right):
+        return relation  # PV = nRT; AB = 5 is the length of a segment
     if any(not _leads_to(step, last) for step in steps):
         return Text(tokenize(text))
     return Named(((name, last),), relation, is_derived, tuple(steps))
