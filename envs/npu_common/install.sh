@@ -149,7 +149,7 @@ else
     pip_install --no-deps --only-binary vllm-ascend "vllm-ascend==$ascend"
 fi
 
-say "5/6 everything else, in one step"
+say "5/6 everything else, in one step (at its end pip names requirements of vllm-ascend that are left out on purpose)"
 packages requirements "$line" > "$scratch/requirements.txt"
 pip_install -e "$root[npu]" -r "$scratch/requirements.txt" ${more[@]+"${more[@]}"} -c "$constraints"
 "$python" -m pip uninstall -q -y triton 2> /dev/null  # CUDA's triton shadows triton-ascend
