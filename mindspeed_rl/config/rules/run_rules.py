@@ -540,7 +540,7 @@ def _paths(cfg: RunConfig) -> Iterator[Violation]:
             named = [(key, item) for item in written] if name in PATH_KEYS else []
             named += [(f"{key}.{other}", item) for other, item in inner if other in PATH_KEYS]
             for path, item in named:
-                if not isinstance(item, str) or item == "" and name in _EMPTY_PATHS:
+                if not isinstance(item, str) or item == "" and path.rpartition(".")[2] in _EMPTY_PATHS:
                     continue
                 if not item.strip() or any(ord(char) < 32 for char in item):
                     text = f"{path} is {item!r}, which names no file or folder"
