@@ -9,6 +9,7 @@ import json
 import os
 import sys
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.train import prepare_environment, resolve_run
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain.effects import describe_learning_rate
@@ -77,15 +78,14 @@ def main(argv: list[str]) -> int:
 def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     """Run both stages of the checks of `train`, and add what they find to the report."""
     prepare_environment()
-    # they import torch and Ray, which no other plan needs
-    from mindspeed_rl.trainers.rl_setup import RLInputs, check_rl
-    from mindspeed_rl.trainers.sft_setup import check_supervised
-
+    # imports torch and Ray, which no other plan needs
+    check = "sft_setup:check_supervised" if cfg.is_supervised else "rl_setup:check_rl"
+    check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
             run = resolve_run(cfg, num_nodes)
-            inputs = check_supervised(run) if cfg.is_supervised else check_rl(run)
+            inputs = check_machine(run)
     except (ValueError, RuntimeError, OSError) as error:
         report["errors"] += error.errors if isinstance(error, ConfigError) else [str(error)]
         return
@@ -93,7 +93,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
     run, epochs = inputs.run, cfg.actor_config.train_epochs
     report["derived"] |= {name: {"value": item.value, "from": item.source} for name, item in run.config.derived.items()}
-    if epochs is not None and isinstance(inputs, RLInputs):
+    if epochs is not None and not cfg.is_supervised:
         each, count = run.plan.num_prompts, len(inputs.prompts)
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)

@@ -336,6 +336,7 @@ def _wait_for_nodes(settings: _LaunchSettings, process: subprocess.Popen[bytes],
     """
     import ray
 
+    # imports torch, which only the head of a cluster needs here
     from mindspeed_rl.runtime.cluster import join_cluster
 
     deadline = time.monotonic() + settings.timeout_s

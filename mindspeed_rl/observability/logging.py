@@ -39,10 +39,10 @@ _CHATTY = (
     "vllm_ascend",
 )
 
-#: control characters but newline and tab, marks that change the direction of text, separators and tags that are not seen, and
-#: halves of characters, which no stream can encode
+#: control characters but tab and those that end a line (also U+0085, U+2028 and U+2029), marks that change the direction of
+#: text, separators and tags that are not seen, and halves of characters, which no stream can encode
 _UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "[\x00-\x08\x0b-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
 

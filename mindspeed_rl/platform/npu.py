@@ -12,6 +12,7 @@ import datetime
 import importlib.util
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -132,11 +133,13 @@ class NpuPlatform(Platform):
             "2": profiler.ProfilerLevel.Level2,
         }
         exports = {"text": profiler.ExportType.Text, "db": profiler.ExportType.Db}
-        with profiler.profile(
+        # without a handler the trace would go to the working directory
+        with contextlib.ExitStack() as unwanted, profiler.profile(
             activities=activities,
-            on_trace_ready=None
-            if settings.discards
-            else profiler.tensorboard_trace_handler(directory, analyse_flag=settings.analyse),
+            on_trace_ready=profiler.tensorboard_trace_handler(
+                unwanted.enter_context(tempfile.TemporaryDirectory()) if settings.discards else directory,
+                analyse_flag=settings.analyse and not settings.discards,
+            ),
             record_shapes=settings.shapes,
             profile_memory=settings.memory,
             with_stack=settings.stacks,

@@ -191,7 +191,7 @@ def _resolve(argument: object) -> object:
 _channel: tuple[int, int] = (-1, -1)
 
 
-def _ask(operation: str, *operands: object) -> Any:
+def _request(operation: str, *operands: object) -> Any:
     """Request a value from the program's process; raise what the program raised, if Python has an exception of that name."""
     try:
         request = marshal.dumps([operation, *operands])
@@ -245,10 +245,10 @@ class _Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _ask("get", self._index, name, [], {})[0]
+        return _request("get", self._index, name, [], {})[0]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Remote) and _ask("equal", self._index, other._index)[0] is True
+        return isinstance(other, _Remote) and _request("equal", self._index, other._index)[0] is True
 
     def __hash__(self) -> int:
         return hash(self._index)
@@ -275,7 +275,7 @@ def _call(operation: str, remote: _Remote, name: str, arguments: tuple[object, .
         return (None, "object", argument._index) if isinstance(argument, _Remote) else argument
 
     sent = {key: send(value) for key, value in keywords.items()}
-    returned, changed = _ask(operation, remote._index, name, [send(argument) for argument in arguments], sent)
+    returned, changed = _request(operation, remote._index, name, [send(argument) for argument in arguments], sent)
     for argument, value in zip([a for a in arguments if isinstance(a, (list, dict, set))], changed):
         if type(value) is type(argument) and value != argument:
             argument.clear()
@@ -295,7 +295,7 @@ class _Names(dict[str, Any]):
             if name in sys.stdlib_module_names:
                 self[name] = importlib.import_module(name)
                 return self[name]
-        return _ask("name", 0, name, [], {})[0]
+        return _request("name", 0, name, [], {})[0]
 
 
 def _must_run_in_program(test: str) -> bool:
@@ -313,12 +313,12 @@ def _must_run_in_program(test: str) -> bool:
 def _run_test(test: str, names: _Names) -> int:
     try:
         if _must_run_in_program(test):
-            _ask("run", test)
+            _request("run", test)
         else:
             try:
                 exec(compile(test, "test.py", "exec", dont_inherit=True), names)
             except _UnsendableError:
-                _ask("run", test)
+                _request("run", test)
     except (Exception, SystemExit):  # noqa: BLE001 (any exception means that the test is not passed)
         return 0
     return 1
@@ -352,7 +352,7 @@ def _main() -> None:
     outcomes: list[object] = [None] * len(job.get("expressions") or job.get("tests") or ())
     try:
         if "call" in job:
-            results = _ask("json", job["call"], job["arguments"])[0]
+            results = _request("json", job["call"], job["arguments"])[0]
         else:
             results = outcomes
             names = _Names(__name__="tests")

@@ -254,10 +254,10 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "top": "Top level",
         "head": "| Key | Type | Default | Meaning |",
         "resume": "Resume with a changed key",
-        "resume_how": "A checkpoint records the keys of the run that wrote it. What a run does that resumes from it (same `load` "
-        "and `save`, `finetune: false`) after one of them has changed; the console names each key whose change has "
-        "an effect, with both values. The position in the data is a number of prompts or samples, and that in the schedule a number of "
-        "iterations, so that neither depends on the batch.",
+        "resume_how": "A checkpoint records the keys of the run that wrote it. What a run does that resumes from it (same "
+        "`load` and `save`, `finetune: false`) after one of them has changed; the console names each key whose change has "
+        "an effect, with both values. The position in the data is a number of prompts or samples, and that in the "
+        "schedule a number of iterations, so that neither depends on the batch.",
         "resume_head": "| Keys | Effect of a change |",
         "others": "all others, such as `global_batch_size`, `mini_batch_size`, `epochs`, `weight_decay`, `clip_ratio`, "
         "`adv_estimator`, `save_interval`, `keep_last`",
@@ -274,8 +274,8 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "top": "顶层",
         "head": "| 键 | 类型 | 默认 | 含义 |",
         "resume": "改了键之后续训",
-        "resume_how": "检查点记下写它的那次运行的键。下表说明改了其中某个键之后从它续训（`load` 与 `save` 相同，`finetune: false`）会"
-        "怎样；改动有影响时，控制台会写出该键及其前后两个值。数据的位置按 prompt 或样本数计，学习率曲线的位置按迭代数计，"
+        "resume_how": "检查点记下写它的那次运行的键。下表说明改了其中某个键之后从它续训（`load` 与 `save` 相同，"
+        "`finetune: false`）会怎样；改动有影响时，控制台会写出该键及其前后两个值。数据的位置按 prompt 或样本数计，学习率曲线的位置按迭代数计，"
         "因此二者都与批大小无关。",
         "resume_head": "| 键 | 改动的影响 |",
         "others": "其余所有键，例如 `global_batch_size`、`mini_batch_size`、`epochs`、`weight_decay`、`clip_ratio`、"

@@ -260,10 +260,10 @@ def _is_same_curve(given: Named, expected: Named) -> bool:
 
 def _is_same_relation(given: Relation, expected: Relation) -> bool:
     """Return True if the difference of the sides of one is a multiple of the other's, positive for an inequality."""
-    if given.sign != expected.sign:
+    if given.operator != expected.operator:
         return False
     differences = [Node("+", (relation.left, negate(relation.right))) for relation in (given, expected)]
-    is_inequality = expected.sign in "<≤"
+    is_inequality = expected.operator in "<≤"
     sign = find_ratio(differences[0], differences[1], clears_denominators=not is_inequality)
     return sign == 1 or (sign == -1 and not is_inequality)
 

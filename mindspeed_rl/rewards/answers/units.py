@@ -83,9 +83,9 @@ class Unit:
     size: Fraction
 
 
-def read_currency(sign: str) -> Unit:
-    """Return the unit of a currency sign."""
-    return Unit(((_CURRENCIES[sign] if sign != "£" else "sterling", 1),), Fraction(1))
+def read_currency(symbol: str) -> Unit:
+    """Return the unit of a currency symbol."""
+    return Unit(((_CURRENCIES[symbol] if symbol != "£" else "sterling", 1),), Fraction(1))
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:

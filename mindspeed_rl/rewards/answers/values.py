@@ -60,7 +60,7 @@ class Named:
 class Relation:
     """An equation (=), an inequality (< or ≤) or an exclusion (≠) between formulas."""
 
-    sign: str
+    operator: str
     left: Node
     right: Node
 
@@ -309,13 +309,13 @@ def _read_all(texts: Sequence[str], depth: int) -> tuple[Value, ...]:
 def _read_list(text: str, depth: int) -> Value | None:
     items = [item for item in split_outside(text, _SEPARATORS) if item]
     if len(items) == 1:
-        return _read_signs(text, depth)
+        return _read_plus_minus(text, depth)
     if not items or len(items) > _MAX_ENTRIES:
         return None
     return _merge(list(_read_all(items, depth)), "sequence" if _ENUMERATION.search(text) else "list")
 
 
-def _read_signs(text: str, depth: int) -> Value | None:
+def _read_plus_minus(text: str, depth: int) -> Value | None:
     r"""Read 1 \pm 2, and \pm 1 \mp 2 with its signs in parallel, as two values."""
     if len(_PLUS_OR_MINUS.findall(text)) != 1 or "=" in text:
         return None

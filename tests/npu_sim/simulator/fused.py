@@ -264,7 +264,7 @@ def _unpermute_backward(
 
 
 def _ring_update(
-    out, maximum, total, block_out, block_maximum, block_total, actual_seq_qlen=None, input_layout="SBH", input_softmax_layout=""
+    out, maximum, total, block_out, block_maximum, block_total, actual_seq_qlen=None, input_layout="SBH", **_
 ) -> tuple:
     if input_layout != "TND" or actual_seq_qlen is None or actual_seq_qlen[0] != 0 or actual_seq_qlen[-1] != len(out):
         raise RuntimeError(f"npu_ring_attention_update: {input_layout} with ends {actual_seq_qlen} is not simulated")

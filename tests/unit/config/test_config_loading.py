@@ -272,7 +272,8 @@ def test_a_run_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("asked", [False, True])
 def test_rl_has_dropout_in_no_role_unless_it_is_asked_for(asked: bool) -> None:
     dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.2, "lora_dropout": 0.3}
-    tree = {"megatron_training": {"stage": "ray_grpo", **dropout}, "critic_config": {}, "rl_config": {"dropout_in_update": asked}}
+    training = {"stage": "ray_grpo", **dropout}
+    tree = {"megatron_training": training, "critic_config": {}, "rl_config": {"dropout_in_update": asked}}
     cfg = build_run_config(tree)
     for role in (cfg.actor_config, cfg.ref_config, cfg.critic_config):
         assert {name: getattr(role, name) for name in dropout} == (dropout if asked else dict.fromkeys(dropout, 0.0))

@@ -212,8 +212,8 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         "megatron_training.dpo_beta": "stage is ray_grpo; the key belongs to dpo",
         "megatron_training.moe_router_topk": "the model has no experts",
         "megatron_training.save_interval": "save is not set",
-        "megatron_training.hidden_dropout": "rl_config.dropout_in_update is false: rollout, old log-probs and reference have no "
-        "dropout either",
+        "megatron_training.hidden_dropout": "rl_config.dropout_in_update is false: rollout, old log-probs and reference have "
+        "no dropout either",
         "rl_config.clip_ratio_low": "clip_higher_enable is false",
         "rl_config.kl_horizon": "kl_ctrl_type is fixed",
         "rl_config.beta": "without num_generations the coefficient is init_kl_coef",

@@ -26,14 +26,14 @@ HOSTILE = [
     "\x9b31m",
     "\x7f\x08",
 ]
-HOSTILE += ["a\u200bb", "\u2028", "\U000e0041", "\ud800", "\u200f", "\ufeff"]
-PLAIN = ["", "line\n\ttab", "数学：1 + 1 = 2。", "العربية", "👩‍👩‍👧 é", "हिन्दी", "a\\x1b", "\xa0"]
+HOSTILE += ["a\u200bb", "\U000e0041", "\ud800", "\u200f", "\ufeff"]
+PLAIN = ["", "line\n\ttab", "数学：1 + 1 = 2。", "العربية", "👩‍👩‍👧 é", "हिन्दी", "a\\x1b", "\xa0", "a\u2028b\u0085c"]
 
 
 def _obeyed(text: str) -> list[str]:
-    """Characters that are no text: controls, formats but joiners, separators of lines, halves."""
+    """Characters that are no text: controls but ends of lines, formats but joiners, halves."""
     kinds = {char: unicodedata.category(char) for char in text}
-    joiners = "\n\t\u200c\u200d"
+    joiners = "\n\t\u0085\u2028\u2029\u200c\u200d"
     return [char for char, kind in kinds.items() if kind in ("Cc", "Cf", "Zl", "Zp", "Cs") and char not in joiners]
 
 

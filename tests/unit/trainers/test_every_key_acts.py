@@ -81,16 +81,18 @@ ELSEWHERE: dict[str, str] = {
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
-    # the last ones act with a Megatron-LM source tree alone; without it a warning says that they are left off
-    "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
-    "coc_mode coc_parallel_num coc_fused_kernel recompute_activation_function swap_attention reuse_fp32_param",
-    "adaptors/vllm_ascend.py": "expert_map_path",
+    "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
+    "adaptors/vllm_ascend.py": "expert_map_path additional_config",
+    # left off, which explain says with the reason
+    "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
+    "recompute_activation_function swap_attention reuse_fp32_param",
     "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
     "critic_resource rollout_resource use_integrated_worker vllm_server_port infer_pipeline_parallel_size num_npus",
     "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
-    "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler",
+    "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler use_tensorboard use_wandb use_swanlab "
+    "use_mlflow",
     "config/run.py": "max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
@@ -107,7 +109,7 @@ ELSEWHERE: dict[str, str] = {
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type",
-    "observability/trackers.py": "use_tensorboard use_wandb use_swanlab use_mlflow wandb_project wandb_exp_name wandb_save_dir "
+    "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
     "mlflow_run_name",
     "rewards/static_check.py": "external_plugins",
@@ -117,7 +119,7 @@ ELSEWHERE: dict[str, str] = {
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
     "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
-    "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization "
+    "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization cudagraph_capture_sizes compilation_config "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "trainers/resume.py": "load_iteration load_previous",
@@ -158,6 +160,8 @@ ELSEWHERE: dict[str, str] = {
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
 REFUSED = "ai_framework ckpt_format is_multimodal"
+#: settings of features that are left off
+OF_LEFT_OFF = frozenset(("coc_mode", "coc_parallel_num", "coc_fused_kernel"))
 
 
 @cache
@@ -227,7 +231,7 @@ def test_two_values_of_a_key_make_a_difference(group: type, folders: dict[str, P
     idle = [
         field.name
         for owner, field in keys()
-        if owner is group and field.name not in PLACE_OF and not can_be_seen(group, field, folders)
+        if owner is group and field.name not in PLACE_OF.keys() | OF_LEFT_OFF and not can_be_seen(group, field, folders)
     ]
     assert idle == []
 
