@@ -25,7 +25,8 @@ expected="$({
     [[ -z "${MINDSPEED_SRC:-}" ]] || find "$MINDSPEED_SRC" -name '*.py' -printf '%P %s\n' | sort
 } | sha256sum | cut -d' ' -f1)"
 if [[ "$(cat "$environment/installed" 2>/dev/null || true)" != "$expected" ]]; then
-    rm -f "$environment/installed"
+    # from nothing: packages of an earlier state have other requirements
+    rm -rf "${environment:?}"/{installed,bin,include,lib,lib64,share,src,pyvenv.cfg,vllm-cache}
     PIP_QUIET="${PIP_QUIET:-1}" PIP_NO_COMPILE=1 PYTHON="${NPU_SIM_PYTHON:-python3.11}" bash "$root/envs/npu_common/install.sh" \
         --chip simulated --venv "$environment" pytest pytest-timeout
     # on all cores, where pip compiles on one; templates among the packages are no Python, and no reason to stop

@@ -275,7 +275,8 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "head": "| 键 | 类型 | 默认 | 含义 |",
         "resume": "改了键之后续训",
         "resume_how": "检查点记下写它的那次运行的键。下表说明改了其中某个键之后从它续训（`load` 与 `save` 相同，"
-        "`finetune: false`）会怎样；改动有影响时，控制台会写出该键及其前后两个值。数据的位置按 prompt 或样本数计，学习率曲线的位置按迭代数计，"
+        "`finetune: false`）会怎样；改动有影响时，控制台会写出该键及其前后两个值。"
+        "数据的位置按 prompt 或样本数计，学习率曲线的位置按迭代数计，"
         "因此二者都与批大小无关。",
         "resume_head": "| 键 | 改动的影响 |",
         "others": "其余所有键，例如 `global_batch_size`、`mini_batch_size`、`epochs`、`weight_decay`、`clip_ratio`、"
