@@ -138,7 +138,10 @@ def _disable_dropout(cfg: RunConfig) -> RunConfig:
         id(role): replace(role, **{name: 0.0 for name in DROPOUT_KEYS if 0.0 <= getattr(role, name) <= 1.0})
         for role in roles.values()
     }
-    return replace(cfg, **{name: changed[id(role)] for name, role in roles.items()})
+    # a key that is 0 says what happens: it is none that has no effect
+    as_written = {name: {key for key in DROPOUT_KEYS if getattr(role, key) == 0.0} for name, role in roles.items()}
+    set_keys = {name: keys - as_written.get(name, set()) for name, keys in cfg.set_keys.items()}
+    return replace(cfg, set_keys=set_keys, **{name: changed[id(role)] for name, role in roles.items()})
 
 
 def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -18,6 +18,10 @@ START, END = "<!-- support table: start -->", "<!-- support table: end -->"
 #: (English, Chinese, beginnings of the test names)
 ROWS = (
     ("Device, memory, random state, streams, profiler", "设备、显存、随机数、流、profiler", ("test_simulator.",)),
+    ("The environment that the installer makes: every requirement met or left out with its reason",
+     "安装脚本所建的环境：每项依赖都已满足，或附理由略去", ("test_installation.",)),
+    ("Fingerprints of weights equal the host's, five kernels a matrix", "权重指纹与主机一致，每个矩阵五个算子",
+     ("test_fingerprints.",)),
     ("HCCL collectives, 2 and 4 processes", "HCCL 集合通信，2 与 4 进程", ("test_collectives.",)),
     ("Fused attention: dense, packed, ring", "融合注意力：稠密、打包、环形", ("test_attention.",)),
     ("Engine in fp32 equal to the CPU: TP2, PP2, DP2, CP2", "引擎 fp32 与 CPU 一致：TP2、PP2、DP2、CP2",

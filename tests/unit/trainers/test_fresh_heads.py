@@ -97,10 +97,11 @@ def test_going_on_needs_the_head_and_anything_else_that_is_missing_is_named(
 
 
 def _forget_stage(folder: Path) -> None:
-    """Make the checkpoint one of an earlier version, which has neither its stage nor checksums."""
+    """Make the checkpoint one of an earlier version, which has neither its stage and other keys nor checksums."""
     path = folder / "run_state.json"
     record = json.loads(path.read_text())
     del record["stage"]
+    record["run_state"].pop("keys", None)
     record.pop("checksums", None)
     path.write_text(json.dumps(record))
     for sums in folder.glob("*checksums*"):
