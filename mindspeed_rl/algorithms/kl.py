@@ -53,7 +53,7 @@ class _K3(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.save_for_backward(x)
         # near 0 the two terms cancel
-        series = x.square() * (0.5 - x / 6.0 + x.square() / 24.0 - x**3 / 120.0)
+        series = x.square() * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0))))
         return torch.where(x.abs() < _SERIES_BELOW, series, torch.expm1(-x) + x)
 
     @staticmethod
@@ -94,13 +94,13 @@ def kl_penalty(
         value = function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
     else:
         value = function(x)
-    ratio = torch.ones_like(x) if log_ratio is None else log_ratio.exp()
     gradient = estimator.load_gradient(weighted=log_ratio is not None)
-    if gradient is None:
-        return ratio * value
-    slope = ratio.detach() * gradient(x)
+    slope = None if gradient is None else gradient(x)
+    if log_ratio is not None:
+        ratio = log_ratio.exp()
+        value, slope = ratio * value, None if slope is None else ratio.detach() * slope
     # the value of one function with the gradient of the other
-    return (ratio * value).detach() + (slope - slope.detach())
+    return value if slope is None else value.detach() + (slope - slope.detach())
 
 
 @dataclass
