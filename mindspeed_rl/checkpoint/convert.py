@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
-from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
+from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, mtp_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, MegatronGroup, Report, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.options import Progress
@@ -292,6 +292,7 @@ def _replace_folder(made: Path, final: Path) -> None:
 
 def _write_companions(plan: Plan, folder: Path) -> None:
     config = dict(plan.source.hf_config)
+    config |= mtp_keys(config, plan.source.model_config.mtp_num_layers)
     if plan.destination.dtype is not None:
         config |= dtype_keys(config, plan.destination.dtype)
     folder.mkdir(parents=True, exist_ok=True)

@@ -266,6 +266,11 @@ def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
     return {key: str(dtype).removeprefix("torch.")}
 
 
+def mtp_keys(config: Mapping[str, Any], mtp_num_layers: int) -> dict[str, object]:
+    """Return the config.json entry that states the number of prediction layers, for a config that has one."""
+    return {"num_nextn_predict_layers": mtp_num_layers} if "num_nextn_predict_layers" in config else {}
+
+
 class HfFolderWriter:
     """Writes an HF folder tensor by tensor; it appears under its name when complete, and not at all after an error.
 

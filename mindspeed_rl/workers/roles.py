@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
     base_of,
@@ -262,7 +262,8 @@ class Role:
         """Return the entries of the exported config.json that differ from the source's."""
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
-        changes = {**without_quantization(config), **dtype_keys(config, dtype)}
+        # prediction layers are neither trained nor loaded
+        changes = {**without_quantization(config), **dtype_keys(config, dtype), **mtp_keys(config, 0)}
         return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
 
     def finish_saves(self, *, wait: bool = True) -> None:

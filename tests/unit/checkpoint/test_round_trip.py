@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,8 @@ def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(tmp_path: P
         "--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", tmp_path / "dropped", "--save-dir", tmp_path / "hf2"
     )
     assert_same_tensors(tmp_path / "plain", tmp_path / "hf2")
+    for folder, number in (("tp2-pp2-kept", 1), ("tp2-pp2-dropped", 0), ("hf2", 0)):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == number
 
 
 def add_prediction_layer(source: Path, target: Path) -> dict[str, torch.Tensor]:
