@@ -18,6 +18,7 @@ from shared_forks import shared
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.cli.convert import main as convert
+from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.runtime.fork_server import INFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +188,7 @@ def test_chat_streams_the_answer_to_the_templated_question(session: Session) -> 
     tokens, _ = continue_with_transformers(session, session.tokenizer(text, add_special_tokens=False)["input_ids"])
     streamed = session.shown["chat"].partition("MindSpeed-RL: ")[2].partition("\nYou >> The conversation starts anew.\n")[0]
     text = text_of(session, tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-    assert streamed == text.replace("\r\n", "\n").replace("\r", "\n")  # as pipes read in text mode
+    assert streamed == clean_text(text)
 
 
 def test_scores_are_counts_and_a_failing_task_makes_the_exit_status_1(session: Session) -> None:

@@ -112,7 +112,7 @@ def loop_module(module: ModuleType) -> None:
 def engine_module(module: ModuleType) -> None:
     """Numbers that are none: in the gradient, or in a weight behind the step."""
     inner = module.TrainEngine.train_step
-    check = module.TrainEngine._check_finite
+    check = module.TrainEngine._check_step
 
     def train_step(self: Any, *arguments: Any, **named: Any) -> Any:
         fault = take("engine.train_step", None)
@@ -123,13 +123,13 @@ def engine_module(module: ModuleType) -> None:
             next(self.model.models[0].parameters()).data.flatten()[0] = float("nan")
         return result
 
-    def check_finite(self: Any, *arguments: Any) -> Any:
+    def check_step(self: Any, *arguments: Any) -> Any:
         fault = take("engine.gradient", None)
         if fault is not None:
             next(p for p in self.model.models[0].parameters() if p.requires_grad).main_grad.flatten()[0] = float("nan")
         return check(self, *arguments)
 
-    module.TrainEngine.train_step, module.TrainEngine._check_finite = train_step, check_finite
+    module.TrainEngine.train_step, module.TrainEngine._check_step = train_step, check_step
 
 
 def server_module(module: ModuleType) -> None:
