@@ -107,7 +107,12 @@ class PromptFormat:
             raise ValueError(
                 "a system prompt, tools or several messages need a chat template: --prompt-type NAME or --hf-chat-template"
             )
-        return self.tokenizer(conversation.messages[0].content)["input_ids"]
+        text = conversation.messages[0].content
+        ids, own = self.tokenizer(text)["input_ids"], self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # an end token that the tokenizer appends would end the prompt before the answer; one in the text stays
+        while len(ids) > len(own) and ids[-1] == self.tokenizer.eos_token_id and ids[len(ids) - len(own) :] != own:
+            ids.pop()
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a complete answer, without its end token."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import Conversation, assistant, user
@@ -39,6 +41,17 @@ def test_plain_text_is_continued_as_the_tokenizer_encodes_it(tokenizer: PreTrain
     assert plain.encode([Conversation([user("once upon")])]) == [tokenizer("once upon")["input_ids"]]
     with pytest.raises(ValueError, match="need a chat template: --prompt-type"):
         plain.encode([TURNS])
+
+
+def test_an_end_token_that_the_tokenizer_appends_does_not_end_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    ends, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    expected = tokenizer("once upon")["input_ids"]
+    ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", pair=f"$A $B {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    assert ends("once upon")["input_ids"] == [*expected, tokenizer.eos_token_id]
+    for text, right in (("once upon", expected), (f"once upon{eos}", [*expected, tokenizer.eos_token_id])):
+        assert PromptFormat(ends, None).encode([Conversation([user(text)])]) == [right]
 
 
 def test_answers_end_at_every_end_token_that_anybody_names(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
