@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -314,7 +315,8 @@ class Platform(ABC):
             yield
         finally:
             path.parent.mkdir(parents=True, exist_ok=True)
-            memory._dump_snapshot(str(path))
+            # torch_npu's own function to dump it leaves a table in the working directory, too
+            path.write_bytes(pickle.dumps(memory._snapshot()))
             memory._record_memory_history(enabled=None)
 
 
