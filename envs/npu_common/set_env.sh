@@ -26,3 +26,10 @@ export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1800}"
 export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
 export VLLM_ASCEND_ENABLE_NZ=0
 export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
+# jemalloc gives memory back that glibc's allocator keeps in pieces; processes started from this shell use it where the machine has it.
+# MINDSPEED_RL_JEMALLOC=0 leaves glibc's. / 机器上有 jemalloc 时预加载它；MINDSPEED_RL_JEMALLOC=0 关闭。
+if [[ "${MINDSPEED_RL_JEMALLOC:-1}" != 0 && "${LD_PRELOAD:-}" != *jemalloc* ]]; then
+    _jemalloc="$( { ldconfig -p || /sbin/ldconfig -p; } 2> /dev/null | sed -n 's/.*libjemalloc\.so\.2.* => //p' | head -n 1)" || true
+    [[ -z "$_jemalloc" ]] || export LD_PRELOAD="$_jemalloc${LD_PRELOAD:+:$LD_PRELOAD}"
+    unset _jemalloc
+fi

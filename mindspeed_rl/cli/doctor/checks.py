@@ -10,7 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -322,8 +322,37 @@ def check_host(environment: Mapping[str, str]) -> list[Finding]:
     findings.append(
         Finding("host", "memory", "ok", f"{memory:.0f} GiB; sleeping engines and offloading keep weights and optimizer here")
     )
+    loaded = "jemalloc" in environment.get("LD_PRELOAD", "")
+    fix = "" if loaded else "install libjemalloc2; envs/npu_a2/set_env.sh and envs/npu_a3/set_env.sh preload it"
+    status: _Status = "ok" if loaded else "absent"
+    text = "jemalloc" if loaded else "glibc's, which keeps memory in pieces"
+    findings.append(Finding("host", "allocator", status, text, fix))
+    findings.append(check_numa(environment, Path("/sys/devices/system/node"), os.sched_getaffinity(0)))
     findings += _check_ports(environment)
     return findings + _check_orphans()
+
+
+def check_numa(environment: Mapping[str, str], folder: Path, allowed: Collection[int]) -> Finding:
+    """Check that processes can run near their devices; which node a device is on is known with a device alone.
+
+    Args:
+        folder: Linux's, with a folder for each node of the machine.
+        allowed: processors that this process may use.
+    """
+    nodes: dict[str, int] = {}
+    for path in sorted(folder.glob("node[0-9]*/cpulist")):
+        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
+        cpus = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+        if cpus:  # a node may have memory alone
+            nodes[path.parent.name] = len(cpus.intersection(allowed))
+    usable = [name for name, count in nodes.items() if count]
+    text = f"{len(usable)} of {len(nodes)} nodes with processors are usable"
+    if len(usable) < len(nodes):
+        return Finding("host", "NUMA", "warn", text, "give the container or job processors of every node that has devices")
+    if len(nodes) > 1 and environment.get("CPU_AFFINITY_CONF", "1") == "0":
+        fix = "unset CPU_AFFINITY_CONF; configs/envs/runtime_env.yaml sets 1, which binds threads near their device"
+        return Finding("host", "NUMA", "warn", f"{text}, and CPU_AFFINITY_CONF is 0: threads leave their device's node", fix)
+    return Finding("host", "NUMA", "ok", text)
 
 
 def _check_orphans() -> list[Finding]:

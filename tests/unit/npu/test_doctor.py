@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,3 +235,48 @@ def test_an_interrupted_run_has_no_failure(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyboardInterrupt\n')
     assert logs._read_log(log) == []
+
+
+def numa_nodes(folder: Path, *cpulists: str) -> Path:
+    for number, cpulist in enumerate(cpulists):
+        (folder / f"node{number}").mkdir(parents=True)
+        (folder / f"node{number}" / "cpulist").write_text(f"{cpulist}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("allowed", "environment", "status", "words"),
+    [
+        (range(8), {}, "ok", "2 of 2 nodes"),
+        (range(4), {}, "warn", "1 of 2 nodes"),  # a cpuset of one node
+        (range(8), {"CPU_AFFINITY_CONF": "0"}, "warn", "CPU_AFFINITY_CONF is 0"),
+        ([5], {"CPU_AFFINITY_CONF": "1"}, "warn", "1 of 2 nodes"),
+    ],
+)
+def test_processors_of_every_numa_node_are_usable(
+    allowed: Collection[int], environment: dict[str, str], status: str, words: str, tmp_path: Path
+) -> None:
+    # the last node has memory alone
+    finding = checks.check_numa(environment, numa_nodes(tmp_path, "0-3", "4-5,6-7", ""), set(allowed))
+    assert finding.status == status and words in finding.text and bool(finding.fix) == (status == "warn")
+
+
+def test_set_env_preloads_jemalloc_where_it_is_unless_told_otherwise(tmp_path: Path) -> None:
+    for folder in ("ascend-toolkit", "nnal/atb", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("ascend-toolkit", "nnal/atb"):
+        (tmp_path / folder / "set_env.sh").write_text("")
+    tool = tmp_path / "bin" / "ldconfig"
+    tool.write_text("#!/bin/sh\necho '\tlibjemalloc.so.2 (libc6,AArch64) => /usr/lib/libjemalloc.so.2'\n")
+    tool.chmod(0o755)
+    script = Path(__file__).parents[3] / "envs" / "npu_common" / "set_env.sh"
+
+    def preloaded(**more: str) -> str:
+        environment = {"PATH": f"{tool.parent}:/usr/bin:/bin", "ASCEND_ROOT": str(tmp_path), **more}
+        command = ["bash", "-euc", f'source "{script}" && printf "%s" "${{LD_PRELOAD:-}}"']
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert preloaded() == "/usr/lib/libjemalloc.so.2"
+    assert preloaded(MINDSPEED_RL_JEMALLOC="0") == ""
+    tool.write_text("#!/bin/sh\n")
+    assert preloaded() == ""
