@@ -1,4 +1,4 @@
-"""Which answers are right: `acc` beside math-verify and the scorers of verl and ms-swift, on the same labels and answers.
+"""Accuracy and speed of `acc`, math-verify and the scorers of verl and ms-swift, on the same labels and answers.
 
     pip download --no-deps verl==0.9.1 ms-swift==4.6.0 pylatexenc==2.11 -d wheels
     python benchmarks/answer_scorers.py --wheels wheels

@@ -48,7 +48,7 @@ class Host(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Where the wheels of a line can be installed.
+    """Hosts on which the wheels of a line can be installed.
 
     Attributes:
         glibc: minor number of the oldest glibc 2.x, from the tags of the wheels.

@@ -7,8 +7,8 @@
 | room | Scheduler.num_lookahead_tokens | blocks for the tokens of a whole turn |
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
 
-Where a turn was one token of each request, the runner goes on with the tokens it has just sampled, up to _STEPS of them, as
-long as few requests have come to their end; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
+After a turn of one token for each request, the runner continues with the tokens it has just sampled, up to _STEPS of them, as
+long as few requests have finished; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
 cuts off the tokens after a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
 at a request's tokens (penalties, grammars, stop strings, all of which a server may be asked for), hands out more than tokens

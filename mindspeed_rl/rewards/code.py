@@ -36,8 +36,8 @@ from mindspeed_rl.rewards.text_scores import list_code_blocks
 _TEST_LIMIT_S = 5.0
 _TIMEOUT_FRACTION = 0.8  # slow code is wrong code; only a call that exceeds reward_timeout_s is a failed score
 _PYTHON = ("python", "py", "python3", "python2", "python3.11", "ipython")
+#: raised when text of a program cannot be parsed
 _UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
-"""What parsing text of a program may raise."""
 
 
 def code(

@@ -16,6 +16,7 @@ import router_jobs as jobs
 import tiny_hf
 import torch
 from ranks import Ranks
+from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP
 from training_jobs import Setting
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -25,14 +26,6 @@ _AUX = {"moe_aux_loss_coeff": _COEFF}
 _SEQUENCE = _AUX | {"moe_router_load_balancing_type": "seq_aux_loss"}
 _Z = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": _Z_COEFF}
 _BOTH = _SEQUENCE | {"moe_z_loss_coeff": _Z_COEFF}
-_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-_PP = {"pipeline_model_parallel_size": 2}
-_VPP = _PP | {"num_layers_per_virtual_pipeline_stage": 1}
-_RING = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}
-_ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"}
-_EP = {"expert_model_parallel_size": 2}
-_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def _split(rows: int, size: int, replicas: int = 1) -> list[list[int]]:
@@ -96,8 +89,8 @@ def test_the_gradient_does_not_depend_on_what_divides_the_loss(ranks: Callable[[
     "layout",
     [
         {"micro_batch_size": 3, "packed": False},
-        {"micro_batch_size": 8, "keys": _RECOMPUTE},
-        {"micro_batch_size": 1, "keys": _MOE_RECOMPUTE, "packed": False},
+        {"micro_batch_size": 8, "keys": RECOMPUTE},
+        {"micro_batch_size": 1, "keys": MOE_RECOMPUTE, "packed": False},
     ],
     ids=["padded", "one micro-batch, recomputed", "padded rows, experts recomputed"],
 )
@@ -119,18 +112,18 @@ def test_a_shared_prompt_counts_in_each_of_its_sequences(ranks: Callable[[int], 
 
 
 _LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "TP2 SP": (2, "aux", {"keys": _SP}),
-    "TP2 SP sequences, recomputed": (2, "both", {"keys": _SP | _RECOMPUTE}),
-    "TP2 SP padded": (2, "sequence", {"keys": _SP, "packed": False}),
-    "TP2 SP shared prompts": (2, "both", {"keys": _SP, "shares_prefixes": True}),
-    "CP2 ring": (2, "both", {"keys": _RING}),
-    "CP2 Ulysses padded": (2, "aux", {"keys": _ULYSSES, "packed": False}),
+    "TP2 SP": (2, "aux", {"keys": SP}),
+    "TP2 SP sequences, recomputed": (2, "both", {"keys": SP | RECOMPUTE}),
+    "TP2 SP padded": (2, "sequence", {"keys": SP, "packed": False}),
+    "TP2 SP shared prompts": (2, "both", {"keys": SP, "shares_prefixes": True}),
+    "CP2 ring": (2, "both", {"keys": RING}),
+    "CP2 Ulysses padded": (2, "aux", {"keys": ULYSSES, "packed": False}),
     "DP2": (2, "aux", {}),
     "DP2 token budget": (2, "both", {"token_budget": 40}),
-    "EP2": (2, "both", {"keys": _EP}),
-    "PP2 recomputed": (2, "aux", {"keys": _PP | _RECOMPUTE}),
-    "VPP2": (2, "both", {"keys": _VPP}),
-    "TP2 SP CP2": (4, "both", {"keys": _SP | _RING}),
+    "EP2": (2, "both", {"keys": EP}),
+    "PP2 recomputed": (2, "aux", {"keys": PP | RECOMPUTE}),
+    "VPP2": (2, "both", {"keys": VPP}),
+    "TP2 SP CP2": (4, "both", {"keys": SP | RING}),
 }
 
 

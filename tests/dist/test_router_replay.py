@@ -14,38 +14,30 @@ import tiny_hf
 import torch
 from comparison import assert_same_training
 from ranks import Ranks
-from slow_layouts import marked
+from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP, marked
 from training_jobs import TEMPERATURE, Setting, all_rows
 
 _MODEL = "moe_mixed"
-_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-_PP = {"pipeline_model_parallel_size": 2}
-_VPP = _PP | {"num_layers_per_virtual_pipeline_stage": 1}
-_ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"}
-_RING = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}
-_EP = {"expert_model_parallel_size": 2}
-_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "micro-batch 1 recompute": (1, {"micro_batch_size": 1, "keys": _RECOMPUTE}),
+    "micro-batch 1 recompute": (1, {"micro_batch_size": 1, "keys": RECOMPUTE}),
     "micro-batch 4 padded": (1, {"micro_batch_size": 4, "packed": False}),
-    "token budget, experts recomputed": (1, {"token_budget": 40, "keys": _MOE_RECOMPUTE}),
+    "token budget, experts recomputed": (1, {"token_budget": 40, "keys": MOE_RECOMPUTE}),
     "DP2 token budget": (2, {"token_budget": 40}),
-    "TP2 SP recompute": (2, {"keys": _SP | _RECOMPUTE}),
-    "TP2 SP padded": (2, {"keys": _SP, "packed": False}),
-    "TP2 SP experts over TP": (2, {"keys": _SP | {"moe_tp_extend_ep": True}}),
-    "PP2 recompute": (2, {"keys": _PP | _RECOMPUTE, "micro_batch_size": 1}),
-    "VPP2 recompute": (2, {"keys": _VPP | _RECOMPUTE}),
-    "VPP2": (2, {"keys": _VPP}),
-    "PP2 empty layers": (2, {"keys": _PP | {"noop_layers": "0,5"}}),
-    "CP2 Ulysses": (2, {"keys": _ULYSSES}),
-    "CP2 ring padded": (2, {"keys": _RING, "packed": False}),
-    "EP2 grouped": (2, {"keys": _EP | {"moe_grouped_gemm": True}}),
-    "EP2 allgather token budget": (2, {"keys": _EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 40}),
-    "TP2 SP CP2": (4, {"keys": _SP | _ULYSSES}),
-    "TP2 SP PP2 VPP2 recompute": (4, {"keys": _SP | _VPP | _RECOMPUTE}),
-    "PP2 EP2": (4, {"keys": _PP | _EP}),
+    "TP2 SP recompute": (2, {"keys": SP | RECOMPUTE}),
+    "TP2 SP padded": (2, {"keys": SP, "packed": False}),
+    "TP2 SP experts over TP": (2, {"keys": SP | {"moe_tp_extend_ep": True}}),
+    "PP2 recompute": (2, {"keys": PP | RECOMPUTE, "micro_batch_size": 1}),
+    "VPP2 recompute": (2, {"keys": VPP | RECOMPUTE}),
+    "VPP2": (2, {"keys": VPP}),
+    "PP2 empty layers": (2, {"keys": PP | {"noop_layers": "0,5"}}),
+    "CP2 Ulysses": (2, {"keys": ULYSSES}),
+    "CP2 ring padded": (2, {"keys": RING, "packed": False}),
+    "EP2 grouped": (2, {"keys": EP | {"moe_grouped_gemm": True}}),
+    "EP2 allgather token budget": (2, {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 40}),
+    "TP2 SP CP2": (4, {"keys": SP | ULYSSES}),
+    "TP2 SP PP2 VPP2 recompute": (4, {"keys": SP | VPP | RECOMPUTE}),
+    "PP2 EP2": (4, {"keys": PP | EP}),
 }
 _SLOW = ("TP2 SP CP2",)
 

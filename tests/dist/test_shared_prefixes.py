@@ -13,30 +13,24 @@ import tiny_hf
 import torch
 from comparison import assert_same_training
 from ranks import Ranks
-from slow_layouts import marked
+from slow_layouts import EP, PP, RECOMPUTE, SP, VPP, marked
 from training_jobs import TEMPERATURE, Setting
-
-_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-_PP = {"pipeline_model_parallel_size": 2}
-_VPP = _PP | {"num_layers_per_virtual_pipeline_stage": 1}
-_EP = {"expert_model_parallel_size": 2}
-_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one micro-batch": ("tied", 1, {"micro_batch_size": 10}),
-    "micro-batch 3 recompute": ("tied", 1, {"micro_batch_size": 3, "keys": _RECOMPUTE}),
+    "micro-batch 3 recompute": ("tied", 1, {"micro_batch_size": 3, "keys": RECOMPUTE}),
     "token budget": ("tied", 1, {"token_budget": 30}),
     "latent attention": ("deepseek", 1, {"token_budget": 40}),
     "experts": ("moe_mixed", 1, {"micro_batch_size": 10}),
     "DP2 token budget": ("tied", 2, {"token_budget": 30}),
-    "TP2 SP": ("tied", 2, {"keys": _SP, "micro_batch_size": 5}),
-    "VPP2": ("tied", 2, {"keys": _VPP, "micro_batch_size": 5}),
+    "TP2 SP": ("tied", 2, {"keys": SP, "micro_batch_size": 5}),
+    "VPP2": ("tied", 2, {"keys": VPP, "micro_batch_size": 5}),
     "EP2 allgather token budget": (
         "moe_mixed",
         2,
-        {"keys": _EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 40},
+        {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 40},
     ),
-    "TP2 SP PP2": ("moe_mixed", 4, {"keys": _SP | _PP}),
+    "TP2 SP PP2": ("moe_mixed", 4, {"keys": SP | PP}),
 }
 _SLOW = ("TP2 SP PP2",)
 
@@ -77,7 +71,7 @@ def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], mode
         np.testing.assert_allclose(found, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "keys"), [(1, {}), (2, _SP), (2, _EP)], ids=["one process", "TP2 SP", "EP2"])
+@pytest.mark.parametrize(("size", "keys"), [(1, {}), (2, SP), (2, EP)], ids=["one process", "TP2 SP", "EP2"])
 def test_every_row_has_the_experts_of_a_prompt_that_was_computed_once(
     ranks: Callable[[int], Ranks], models: dict[str, Path], size: int, keys: dict[str, Any]
 ) -> None:

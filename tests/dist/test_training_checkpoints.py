@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 from comparison import assert_same_training, losses
 from ranks import RankFailureError, Ranks
+from slow_layouts import EP, PP, VPP
 from training_jobs import Setting
 
 from mindspeed_rl.engine.checkpoint import _find_latest_iteration
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP = {"pipeline_model_parallel_size": 2}
-VPP = PP | {"num_layers_per_virtual_pipeline_stage": 1}
 ZERO = {"use_distributed_optimizer": True}
-EP = {"expert_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 

@@ -13,6 +13,7 @@ import torch
 import training_jobs as jobs
 from comparison import assert_same_training, distances, losses
 from ranks import Ranks
+from slow_layouts import EP, PP, RING, ULYSSES, VPP
 from training_jobs import Setting
 
 Reference = Callable[[str], list[dict[str, Any]]]
@@ -102,13 +103,8 @@ def test_how_rows_are_cut_and_recomputed_does_not_change_the_update(
 # ---------------------------------------------------------------- several processes
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP = {"pipeline_model_parallel_size": 2}
-VPP = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
-ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"}
-RING = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-EP = {"expert_model_parallel_size": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,15 +10,13 @@ import pytest
 import rollout_jobs as jobs
 from comparison import losses
 from ranks import Ranks
+from slow_layouts import EP, PP, VPP
 from training_jobs import Setting
 
 from mindspeed_rl.observability.metrics import merge
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP = {"pipeline_model_parallel_size": 2}
-VPP = PP | {"num_layers_per_virtual_pipeline_stage": 1}
 ZERO = {"use_distributed_optimizer": True}
-EP = {"expert_model_parallel_size": 2}
 ULYSSES = {"context_parallel_size": 2}
 
 #: name -> processes, inference TP, model, training keys; neighbours with the same first three share their engines

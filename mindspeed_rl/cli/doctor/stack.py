@@ -6,7 +6,7 @@ Sources: the installation pages and images of verl (2026-08), the version table 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
@@ -34,14 +34,23 @@ class VersionLine:
     advised: dict[str, str]
 
 
-_VLLM_018 = {
-    "torch": "2.9.0",
-    "vllm": "0.18.0",
-    "vllm-ascend": "0.18.0",
-    "triton-ascend": "3.2.0",
-    "megatron-core": "0.16.1",
-    "mindspeed": "0.16",
-}
+_FALLBACK = VersionLine(
+    name="fallback",
+    cann="9.0.0",
+    driver="25.5",
+    glibc="2.28",
+    packages={
+        "torch": "2.9.0",
+        "vllm": "0.18.0",
+        "vllm-ascend": "0.18.0",
+        "triton-ascend": "3.2.0",
+        "megatron-core": "0.16.1",
+        "mindspeed": "0.16",
+        "torch-npu": "2.9.0.post2",
+    },
+    python=((3, 10), (3, 11)),
+    advised={"transformers": ">=4.57,<5", "numpy": "<2"},
+)
 LINES = (
     VersionLine(
         name="main",
@@ -60,25 +69,9 @@ LINES = (
         python=((3, 10), (3, 11), (3, 12)),
         advised={"transformers": ">=5.5,<6", "numpy": ">=2,<3"},
     ),
-    VersionLine(
-        name="fallback",
-        cann="9.0.0",
-        driver="25.5",
-        glibc="2.28",
-        packages={**_VLLM_018, "torch-npu": "2.9.0.post2"},
-        python=((3, 10), (3, 11)),
-        advised={"transformers": ">=4.57,<5", "numpy": "<2"},
-    ),
+    _FALLBACK,
     # the newest set that was published for CANN 8: vllm-ascend 0.18.0 names torch_npu 2.9.0, its image is made on CANN 8.5.1
-    VersionLine(
-        name="cann85",
-        cann="8.5",
-        driver="25.5",
-        glibc="2.28",
-        packages={**_VLLM_018, "torch-npu": "2.9.0"},
-        python=((3, 10), (3, 11)),
-        advised={"transformers": ">=4.57,<5", "numpy": "<2"},
-    ),
+    replace(_FALLBACK, name="cann85", cann="8.5", packages={**_FALLBACK.packages, "torch-npu": "2.9.0"}),
 )
 
 

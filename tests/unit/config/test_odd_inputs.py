@@ -1,4 +1,4 @@
-"""Run files and overrides that nobody would write on purpose are read as written, or refused quickly and by name."""
+"""Odd run files and overrides are read as written, or refused quickly and by name."""
 
 from __future__ import annotations
 

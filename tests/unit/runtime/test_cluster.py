@@ -116,7 +116,7 @@ def test_a_process_imports_its_libraries_itself_where_the_fork_server_is_stopped
             f"import sys; from mindspeed_rl.runtime import fork_client as client; client._ANSWER_S = 1\n"
             f"client.main({str(tmp_path / 'forks')!r}, {str(tmp_path / 'paths.json')!r}, [{str(tmp_path / 'script.py')!r}])"
         )
-        # files: the connection that nobody accepts holds the descriptors, so that pipes would not end
+        # files: a connection that is never accepted keeps the descriptors open, so that pipes would not end
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
             subprocess.run([sys.executable, "-c", program], stdout=out, stderr=err, timeout=60, check=True)
     assert (tmp_path / "out").read_text() == "ran __main__\n"

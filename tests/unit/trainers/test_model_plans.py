@@ -110,7 +110,7 @@ def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) 
 
 
 def derived(cfg: RunConfig, folder: Path, model: dict, platform: str = "npu") -> dict[str, tuple[object, str]]:
-    """What the models of a run decide about its losses."""
+    """Values and sources that the models of a run give to keys of its losses."""
     run = plan_models(resolve(with_model_configs(with_model(cfg, folder, model)), platform=platform))[0]
     return {name.removeprefix("actor_config."): (item.value, item.source) for name, item in run.config.derived.items()}
 

@@ -87,7 +87,7 @@ def test_other_data_or_another_order_begins_with_a_new_pass(change: dict[str, An
 
 
 def resumed_in_flight(tmp_path: Path, *keys: str, changed: Any = ()) -> tuple[Any, groups.Source]:
-    """An async run of one iteration is saved, with one prompt in flight, and goes on with these keys."""
+    """Save an async run after one iteration, with one prompt in flight, and resume it with these keys."""
     run = groups.run_of(tmp_path, "rl_config.trainer_mode=async")
     rollout, _, _ = groups.rollout_of(run)
     rollout.before_push(0)
