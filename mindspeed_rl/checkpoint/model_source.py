@@ -165,7 +165,7 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     Raises:
         ValueError: one of them would go on and the other start anew.
     """
-    resumes = source.kind == "training" and not (config.finetune or source.is_start)
+    resumes = source.is_resumed(config)
     if resume_iteration is None and resumes:
         raise ValueError(
             f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
@@ -256,7 +256,7 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     # the number is of `load`'s checkpoints
     reference.load_iteration = config.load_iteration if path == config.load else None
     reference.save, reference.lora_target_modules = None, None
-    resumes = start.kind == "training" and not (config.finetune or start.is_start)
+    resumes = start.is_resumed(config)
     if not config.ref_model and resumes and path == str(start.weights):
         raise ValueError(
             f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "

@@ -10,6 +10,7 @@ LATEST_NAME = "latest_checkpointed_iteration.txt"
 EXPORTS = "hf"
 #: folder of a checkpoint with the responses that were being generated when it was written
 IN_FLIGHT = "in_flight"
+IN_FLIGHT_STAGING = f"{IN_FLIGHT}.partial"
 
 
 def newest_checkpoint(folder: str | Path) -> str | None:
@@ -65,5 +66,5 @@ def list_old(folder: Path, iteration: int, keep_last: int | None) -> list[Path]:
 
     Newer ones are of a run that restarted from an older one: they are neither counted nor returned.
     """
-    known = [path for path in folder.glob("iter_*") if path.is_dir() and path.suffix != ".partial"]
-    return sorted(path for path in known if path.name <= f"iter_{iteration:07d}")[:-keep_last] if keep_last else []
+    known = [folder / f"iter_{number:07d}" for number in iterations(folder) if number <= iteration]
+    return known[:-keep_last] if keep_last else []

@@ -15,6 +15,8 @@ Row = Mapping[str, Any]
 JsonObject = dict[str, Any]
 Role = Literal["user", "assistant", "observation", "function"]
 SOURCE_ROLES = ("user", "observation")
+#: keys of a message that say whether it trains
+TRAIN_KEYS = ("weight", "loss", "train", "training")
 _TARGET_ROLES = ("assistant", "function")
 
 
@@ -137,7 +139,7 @@ def is_trained(message: Row, index: int, *, is_answer: bool) -> bool:
     Raises:
         MalformedRowError: another value, or a message that is no answer is to be trained.
     """
-    flags = {key: message[key] for key in ("weight", "loss", "train", "training") if message.get(key) is not None}
+    flags = {key: message[key] for key in TRAIN_KEYS if message.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
             raise MalformedRowError(f"message {index} has {key}={value!r}; a message is trained (1, true) or not (0, false)")

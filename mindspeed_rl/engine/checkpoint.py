@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import IN_FLIGHT, iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
 from mindspeed_rl.engine.disks import (
     RANDOM,
     CheckpointFiles,
@@ -163,7 +163,7 @@ class CheckpointSaver:
         failure: str | None = None
         try:
             if rank == 0:
-                staged = self.folder / f"{IN_FLIGHT}.partial"
+                staged = self.folder / IN_FLIGHT_STAGING
                 if staged.is_dir():
                     os.replace(staged, partial / IN_FLIGHT)
                 (partial / "run_state.json").write_text(json.dumps(self._build_record(iteration, run_state), indent=1))

@@ -191,14 +191,10 @@ def _copy_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str,
     if disks.leads and disks.leader_of[source] != rank:
         try:
             for name, content in content_by_name[0].items():
-                _replace(folder / name, content)
+                write_file(folder / name, content, makes_folder=True)
         except OSError as error:
             failure = str(error)
     raise_any_failure(failure)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    write_file(path, content, makes_folder=True)
 
 
 def share_small_files(folder: Path, path: Path) -> Disks | None:

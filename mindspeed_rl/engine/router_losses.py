@@ -181,13 +181,16 @@ class RouterLosses:
         per_sequence = self._balancing.per_sequence
         # two means of a group's tokens each divide by its size; a micro-batch weighs by its tokens, a sequence as any other
         weights = 1.0 / lengths.clamp(min=1).square() if per_sequence else torch.tensor([1.0 / max(real, 1)])
-        host = [positions, torch.searchsorted(lengths.cumsum(0), indices, right=True), weights.float() * self._choices]
-        device = self._ratio.device
-        positions, groups, factors = platform.current().to_device(host, device)
-        is_all = len(host[0]) == width and (layout is None or layout.shared is None)
+        is_all = len(positions) == width and (layout is None or layout.shared is None)
+        host = [weights.float() * self._choices]
+        if not is_all:
+            host.append(positions)
+        if per_sequence:
+            host.append(torch.searchsorted(lengths.cumsum(0), indices, right=True))
+        factors, *sent = platform.current().to_device(host, self._ratio.device)
         return _Tokens(
-            None if is_all else positions,
-            groups if per_sequence else None,
+            None if is_all else sent[0],
+            sent[-1] if per_sequence else None,
             factors * self._ratio[1 if per_sequence else 0],
             self._ratio[0],
         )

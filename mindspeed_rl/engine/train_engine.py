@@ -131,9 +131,10 @@ class TrainEngine:
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
-        if self.model.plan.model_config.num_moe_experts is not None:
+        transformer_config, balancing = self.model.transformer_config, self.model.plan.balancing
+        # a bias that balances is moved by counts of tokens, which must leave padding out
+        if balancing.coeff or balancing.z_coeff or transformer_config.moe_router_enable_expert_bias:
             self._router_losses = RouterLosses(self.model)
-        transformer_config = self.model.transformer_config
         transformer_config.finalize_model_grads_func = self._finalize_gradients
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:

@@ -108,8 +108,11 @@ class PromptFormat:
                 "a system prompt, tools or several messages need a chat template: --prompt-type NAME or --hf-chat-template"
             )
         text = conversation.messages[0].content
-        ids, own = self.tokenizer(text)["input_ids"], self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text)["input_ids"]
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            return ids
         # an end token that the tokenizer appends would end the prompt before the answer; one in the text stays
+        own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         while len(ids) > len(own) and ids[-1] == self.tokenizer.eos_token_id and ids[len(ids) - len(own) :] != own:
             ids.pop()
         return ids

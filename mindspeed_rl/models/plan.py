@@ -76,6 +76,10 @@ class ModelSource:
     iteration: int | None = None
     is_start: bool = False
 
+    def is_resumed(self, config: MegatronConfig) -> bool:
+        """Return True where a role with these keys resumes from the checkpoint, instead of taking its weights alone."""
+        return self.kind == "training" and not (config.finetune or self.is_start)
+
 
 @dataclass(frozen=True)
 class RoleModel:

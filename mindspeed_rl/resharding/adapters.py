@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mindspeed_rl.checkpoint.jobs import same_bits
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import Adapter, LoraSettings
@@ -77,7 +78,7 @@ class AdapterFolder:
             names += [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
             shares = self._read_shares(op, adapter, modules)
             if shares is None or not all(
-                _equal_bits(*pair) for pair in zip((*shares[0], shares[1]), (adapter.a,) * len(modules) + (adapter.b,))
+                same_bits(*pair) for pair in zip((*shares[0], shares[1]), (adapter.a,) * len(modules) + (adapter.b,))
             ):
                 wrong.append(op.hf[0].removesuffix(".weight"))
         digests = [hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in _FILES]
@@ -102,10 +103,6 @@ class AdapterFolder:
         if adapter.splits_input:
             return [matrix.chunk(size, dim=1)[rank] for matrix in a], b[op.hf[0]]
         return a, op.read_shard(MemorySource(b), size, rank)
-
-
-def _equal_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 _WRAPPED = "base_layer"
@@ -189,4 +186,4 @@ def _fills_slot(full: Tensor, dim: int, slot: Tensor, rank: int, num_ranks: int)
     expected = torch.zeros_like(slot)
     part = full.narrow(dim, rank * num_slices // num_ranks * size, size)
     expected[: part.size(0), : part.size(1)] = part
-    return _equal_bits(slot, expected)
+    return same_bits(slot, expected)

@@ -85,9 +85,14 @@ class _Share:
         return storage, self.first_row, self.first_column, *self.elements.shape, *self.elements.stride()
 
 
+def _table_size(count: int) -> int:
+    """Return the length of the table of weights that so many rows or columns take: few lengths, so that few are made."""
+    return 1 << max(12, (count - 1).bit_length())
+
+
 def _compute_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return the weights of at least so many rows and columns; the first ones are 1."""
-    return _cached_weights(1 << max(12, (count - 1).bit_length()))
+    return _cached_weights(_table_size(count))
 
 
 @functools.cache
@@ -163,7 +168,7 @@ def _offset(share: _Share) -> int:
 def _sum_stacked(elements: Tensor, first_row: int, first_column: int) -> Tensor:
     """Return the sums of parts [parts, rows, columns] at one position of their tensors: [parts] int64."""
     num_parts, num_rows, num_columns = elements.shape
-    size = 1 << max(12, (max(first_row + num_rows, first_column + num_columns) - 1).bit_length())
+    size = _table_size(max(first_row + num_rows, first_column + num_columns))
     rows, columns = _cached_device_weights(size, elements.device)
     rows, columns = rows[first_row : first_row + num_rows], columns[first_column : first_column + num_columns]
     limit = _CHUNK_IN_CACHE if elements.is_cpu else _CHUNK

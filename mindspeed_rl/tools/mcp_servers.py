@@ -38,8 +38,8 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _CONNECT_LIMIT_S = 60.0
 #: a call is cancelled this much later than by the library itself
 _GRACE_S = 1.0
-#: the library waits about seven seconds for a server that does not end
 _PING_LIMIT_S = 2.0
+#: the library waits about seven seconds for a server that does not end
 _CLOSE_LIMIT_S = 12.0
 
 

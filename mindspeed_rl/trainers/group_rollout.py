@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.checkpoint.mcore import iteration_folder
-from mindspeed_rl.checkpoint.newest import IN_FLIGHT
+from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
@@ -198,7 +198,7 @@ class GroupRollout(Rollout):
         """Write the groups in flight into a file that becomes part of the checkpoint, and return its name."""
         groups, next_prompt, num_taken = self._source.snapshot()
         assert self._save is not None  # only a run that saves needs its state
-        staged = self._save / f"{IN_FLIGHT}.partial"
+        staged = self._save / IN_FLIGHT_STAGING
         shutil.rmtree(staged, ignore_errors=True)  # of a killed save
         name = f"prompt_{num_taken:09d}.safetensors"
         save_groups(staged / name, groups)

@@ -22,7 +22,7 @@ from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point
+from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_its_save
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -139,8 +139,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
         if run.objective.has_critic:
             critic = cfg.critic_config
             assert critic is not None  # a rule requires it
-            saves_there = critic.load is not None and critic.save is not None and Path(critic.load) == Path(critic.save)
-            if resumes_after is None and saves_there and critic.pretrained_checkpoint and not critic.finetune:
+            if resumes_after is None and critic.pretrained_checkpoint and loads_its_save(critic):
                 # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
                 critic = dataclasses.replace(critic, load=None, load_iteration=None)
             critic_source = find_model(critic, "critic_config")

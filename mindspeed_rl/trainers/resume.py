@@ -83,7 +83,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
         ValueError: this run cannot resume from the checkpoint, or nothing is left to do.
     """
     config, group = run.config.actor_config, _actor_group(run)
-    if source.kind != "training" or config.finetune or source.is_start:
+    if not source.is_resumed(config):
         return ResumePoint(source.weights, 0)
     record = _read_record(source, group)
     iteration = record["iteration"]
@@ -122,7 +122,7 @@ def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:
     train_iters, group, config = run.plan.train_iters, _actor_group(run), run.config.actor_config
     if train_iters is None or resume.iteration < max(train_iters, 1):
         return
-    if config.save_hf and config.load == config.save and lacks_export(resume.weights, resume.iteration):
+    if config.save_hf and loads_its_save(config) and lacks_export(resume.weights, resume.iteration):
         return
     if not (run.config.is_supervised and run.config.actor_config.skip_train):
         raise ValueError(
@@ -228,7 +228,7 @@ def describe_resume(run: Run, launched_s: float) -> str:
         every = "only after the last iteration" if config.save_interval is None else f"every {config.save_interval} iterations"
         return f"there is no checkpoint to resume from yet: {group}.save_interval writes one {every}."
     after = f"to resume after iteration {latest}"
-    if _loads_its_save(config):
+    if loads_its_save(config):
         return f"{after}, give the same command again."
     keys = [f"{group}.load={config.save}", f"{group}.finetune=false"]
     if config.pretrained_checkpoint is None:  # the reference, and base weights below adapters
@@ -246,12 +246,12 @@ def _read_latest(config: MegatronConfig, launched_s: float) -> str | None:
     if config.save is None:
         return None
     latest = Path(config.save, LATEST_NAME)
-    if not latest.is_file() or (latest.stat().st_mtime < launched_s and not _loads_its_save(config)):
+    if not latest.is_file() or (latest.stat().st_mtime < launched_s and not loads_its_save(config)):
         return None
     return latest.read_text(encoding="utf-8").strip()
 
 
-def _loads_its_save(config: MegatronConfig) -> bool:
+def loads_its_save(config: MegatronConfig) -> bool:
     """Return True when the same command resumes from the checkpoints that it writes."""
     if config.load is None or config.save is None or config.finetune:
         return False
@@ -307,7 +307,7 @@ def _resume_from_save(run: Run, launched_s: float) -> Run:
     """Return the run as a user would resume it; itself where the same command does, or where there is no checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
     latest = _read_latest(config, launched_s)
-    if _loads_its_save(config) or not latest or not latest.isdecimal():
+    if loads_its_save(config) or not latest or not latest.isdecimal():
         return run
 
     def load_save(role: MegatronConfig, save: str | None) -> MegatronConfig:

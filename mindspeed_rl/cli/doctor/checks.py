@@ -341,8 +341,7 @@ def check_numa(environment: Mapping[str, str], folder: Path, allowed: Collection
     """
     nodes: dict[str, int] = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
-        cpus = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+        cpus = _read_ranges(path.read_text())
         if cpus:  # a node may have memory alone
             nodes[path.parent.name] = len(cpus.intersection(allowed))
     usable = [name for name, count in nodes.items() if count]
@@ -353,6 +352,12 @@ def check_numa(environment: Mapping[str, str], folder: Path, allowed: Collection
         fix = "unset CPU_AFFINITY_CONF; configs/envs/runtime_env.yaml sets 1, which binds threads near their device"
         return Finding("host", "NUMA", "warn", f"{text}, and CPU_AFFINITY_CONF is 0: threads leave their device's node", fix)
     return Finding("host", "NUMA", "ok", text)
+
+
+def _read_ranges(text: str) -> set[int]:
+    """Read a list of Linux's such as 0-3,8: numbers and ranges that include both ends."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def _check_orphans() -> list[Finding]:
@@ -376,11 +381,7 @@ def _check_ports(environment: Mapping[str, str]) -> list[Finding]:
         return []
     low, high = map(int, range_file.read_text().split())
     ports = set(range(int(base), int(base) + 16))
-    reserved: set[int] = set()
-    for part in reserved_file.read_text().strip().split(",") if reserved_file.is_file() else []:
-        if part:
-            first, _, last = part.partition("-")
-            reserved |= ports & set(range(int(first), int(last or first) + 1))
+    reserved = _read_ranges(reserved_file.read_text()) if reserved_file.is_file() else set()
     exposed = {port for port in ports if low <= port <= high} - reserved
     if not exposed:
         return [Finding("host", "HCCL ports", "ok", f"{base} to {int(base) + 15}")]

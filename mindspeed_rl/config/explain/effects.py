@@ -51,8 +51,11 @@ def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     """Return every key that the run file sets although it does nothing in this run, by dotted name, each with the reason."""
     reasons: dict[str, str] = {}
     for path, group, set_keys in _list_groups(cfg):
+        # the shared group is read through the actor, which may complete it; config.json has the rest of a shape
+        role = "actor_config" if path == "megatron_training" else path
+        holder = cfg.with_shape(role) if role in ROLE_GROUPS else group
         for name, key in list_keys(type(group)).items():
-            if name in set_keys and (reason := _find_reason(cfg, path, group, name, key)):
+            if name in set_keys and (reason := _find_reason(cfg, path, holder, name, key)):
                 reasons[f"{path}.{name}"] = reason
     for path in cfg.ignored:
         no_rollout = cfg.is_supervised and path.startswith(("rl_config.", "generate_config."))
@@ -60,7 +63,7 @@ def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     return reasons | {name: note for name, note in cfg.deprecated.items() if not note.startswith("read as ")}
 
 
-def _find_reason(cfg: RunConfig, path: str, group: object, name: str, key: Key) -> str:
+def _find_reason(cfg: RunConfig, path: str, holder: object, name: str, key: Key) -> str:
     """Return the reason why a key does nothing in this run; empty where it does something."""
     if cfg.is_supervised and path.startswith(("rl_config", "generate_config")) and not key.supervised:
         return f"stage {cfg.stage} has no rollout"
@@ -68,17 +71,14 @@ def _find_reason(cfg: RunConfig, path: str, group: object, name: str, key: Key) 
         return key.no_effect[0]
     if key.only_on and cfg.platform not in ("auto", *key.only_on):
         return f"platform is {cfg.platform}; the key matters on {' and '.join(key.only_on)} only"
-    # the shared group is read through the actor, which may complete it; config.json has the rest of a shape
-    role = "actor_config" if path == "megatron_training" else path
-    holder = cfg.with_shape(role) if role in ROLE_GROUPS else group
     if key.needs is not None and (reason := _check_needs(holder, key.needs)):
         return reason
     if key.stages and cfg.stage not in key.stages:
         return f"stage is {cfg.stage}; the key belongs to {', '.join(key.stages)}"
-    if isinstance(group, ProfilerConfig):
-        return "" if group.profile or name == "profile" else "profile is false"
-    if isinstance(group, MsprobeConfig):
-        return "" if name == "msprobe" else _find_dump_reason(cfg, group, name)
+    if isinstance(holder, ProfilerConfig):
+        return "" if holder.profile or name == "profile" else "profile is false"
+    if isinstance(holder, MsprobeConfig):
+        return "" if name == "msprobe" else _find_dump_reason(cfg, holder, name)
     if isinstance(holder, MegatronConfig):
         return _find_training_reason(cfg, holder, name)
     return _find_rl_reason(cfg, name) if path == "rl_config" else ""

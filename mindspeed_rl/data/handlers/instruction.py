@@ -9,6 +9,7 @@ import numpy as np
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
+    TRAIN_KEYS,
     Conversation,
     DroppedRowError,
     DropReason,
@@ -235,7 +236,7 @@ def _clean_entry(entry: Row, content: str) -> JsonObject:
     kept = {
         key: value
         for key, value in entry.items()
-        if key == "content" or value is not None and key not in ("weight", "loss", "train", "training")
+        if key == "content" or value is not None and key not in TRAIN_KEYS
     }
     return kept | {"content": content} if kept.get("content") is not None else kept
 
