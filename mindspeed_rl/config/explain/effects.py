@@ -47,6 +47,12 @@ def find_changed_keys(cfg: RunConfig) -> dict[str, object]:
     return changed | {path: value for path, value in cfg.ignored.items() if value != find_ignored(path).default}
 
 
+#: keys of the profiler that a memory snapshot without a trace reads
+_SNAPSHOT_KEYS = frozenset(
+    "profile_memory_snapshot stage profile_save_path profile_step_start profile_step_end profile_ranks".split()
+)
+
+
 def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     """Return every key that the run file sets although it does nothing in this run, by dotted name, each with the reason."""
     reasons: dict[str, str] = {}
@@ -76,7 +82,8 @@ def _find_reason(cfg: RunConfig, path: str, holder: object, name: str, key: Key)
     if key.stages and cfg.stage not in key.stages:
         return f"stage is {cfg.stage}; the key belongs to {', '.join(key.stages)}"
     if isinstance(holder, ProfilerConfig):
-        return "" if holder.profile or name == "profile" else "profile is false"
+        records = holder.profile or holder.profile_memory_snapshot and name in _SNAPSHOT_KEYS
+        return "" if records or name == "profile" else "profile is false"
     if isinstance(holder, MsprobeConfig):
         return "" if name == "msprobe" else _find_dump_reason(cfg, holder, name)
     if isinstance(holder, MegatronConfig):

@@ -187,6 +187,13 @@ def test_parallel_groups_follow_megatrons_rank_order() -> None:
     assert _list_parallel_groups(Layout(8, 2, 1, 2))["cp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+def test_a_memory_snapshot_without_a_trace_reads_its_own_keys() -> None:
+    integrated = {"profile_memory_snapshot": True, "stage": "actor_update", "profile_level": "level1"}
+    tree = {"platform": "npu", "megatron_training": {"stage": "sft"}, "profiler_config": {"integrated": integrated}}
+    idle = {name for name in find_keys_without_effect(build_run_config(tree)) if name.startswith("profiler_config")}
+    assert idle == {"profiler_config.integrated.profile_level"}
+
+
 def test_keys_without_effect_are_named_with_the_reason() -> None:
     cfg = prompt_level(
         megatron_training={
