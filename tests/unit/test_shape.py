@@ -80,7 +80,9 @@ def test_no_method_is_found_by_attribute_dispatch():
 
 
 def test_the_package_has_few_files_that_are_worth_opening():
-    assert len(SOURCES) <= 450
+    """450 files for 78,000 lines, and as many for each line that is added; a model family has a short file of its own."""
+    families = [source for source in SOURCES if source.path.parts[0] == "models" and "Architecture(" in "".join(source.lines)]
+    assert len(SOURCES) - len(families) <= max(439, NUM_LINES / 173)
     assert shape_counts.share_of_short_bodies(SOURCES) <= 0.27
     assert shape_counts.public_names(SOURCES) <= 20 * NUM_LINES / 1000
 
