@@ -1,63 +1,112 @@
-"""`mindspeed-rl import`: convert a command line of another project into a run file."""
+"""`mindspeed-rl import`: convert a command or script of another project into a run file."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
-from mindspeed_rl.config.compat.importer import Import
+from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, Import, ImportSettings, import_command
+from mindspeed_rl.config.compat.legacy_importer import Import as LegacyImport
+from mindspeed_rl.config.compat.options import SourceProject
 from mindspeed_rl.config.compat.swift import from_swift
 from mindspeed_rl.config.compat.verl import from_verl
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import write_file
 from mindspeed_rl.rewards import REWARDS
 
-#: project -> importer of its command lines
-_PROJECTS: dict[str, Callable[[str, Collection[str], int | None], Import]] = {"swift": from_swift, "verl": from_verl}
+#: projects whose commands can be imported, by their names on the command line
+PROJECTS: dict[str, SourceProject] = {}
+_LEGACY: dict[str, Callable[[str, Collection[str], int | None], LegacyImport]] = {"swift": from_swift, "verl": from_verl}
 
 
 def main(argv: list[str]) -> int:
     """Write the run file and print the result of every option; return 2 for a command that cannot be imported."""
+    names = sorted({*PROJECTS, *_LEGACY})
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl import",
-        description="Write a run file from a GRPO command line of ms-swift, or from dotted keys of verl.",
+        description="Write a run file from a command or script of another project. Nothing of it is executed. Options that "
+        "change what is trained and are not available, and numbers of the plan that would differ, are errors.",
     )
-    parser.add_argument("-o", "--output", default=None, help="run file to write; default: from_swift.yaml, from_verl.yaml")
+    parser.add_argument("-o", "--output", default=None, help="run file to write; default: from_<project>.yaml")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--devices", type=int, default=None, help="devices, where the command does not say them")
-    parser.add_argument("project", choices=tuple(_PROJECTS), help="project of the command")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is; "-" reads it from stdin')
+    parser.add_argument(
+        "--set", dest="variables", metavar="NAME=VALUE", action="append", default=[], help="value of a variable of the script"
+    )
+    parser.add_argument("--allow-unknown", action="store_true", help="leave out options that no release table has")
+    parser.add_argument(
+        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, as the table names it"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=ASSUMED_ROWS, help="rows of the data, over which a length in epochs is compared"
+    )
+    parser.add_argument("project", choices=names, help="project of the command")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is, or a script; "-" reads it from stdin'
+    )
     arguments = parser.parse_args(argv)
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         parser.error("there is no command")
-    command = sys.stdin.read() if words == ["-"] else words[0] if len(words) == 1 else shlex.join(words)
+    variables = dict(item.partition("=")[::2] for item in arguments.variables)
+    if wrong := [item for item in arguments.variables if "=" not in item]:
+        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
     try:
-        path = write_import(
-            arguments.project, command, Path(arguments.output or f"from_{arguments.project}.yaml"),
-            num_devices=arguments.devices, may_replace=arguments.force,
+        path, imported = write_import(
+            arguments.project, _read_command(words), Path(arguments.output or f"from_{arguments.project}.yaml"),
+            may_replace=arguments.force,
+            settings=ImportSettings(
+                devices=arguments.devices, variables=variables, allow_unknown=arguments.allow_unknown,
+                accepted=frozenset(arguments.accept), rows=arguments.rows,
+            ),
         )  # fmt: skip
     except (ConfigError, OSError) as error:
         return report_failure(error)
-    print(f"\nwritten: {path}\nshow its plan: mindspeed-rl explain --config-name {path}")
+    print(f"\nwritten: {path}\nshow its plan: {imported} {path}")
     return 0
 
 
-def write_import(project: str, command: str, path: Path, *, num_devices: int | None = None, may_replace: bool = False) -> Path:
+def _read_command(words: list[str]) -> str:
+    """Return the text of a command, of a script that it names, or of standard input."""
+    if words == ["-"]:
+        return sys.stdin.read()
+    if len(words) == 1 and len(words[0]) < 1024 and "\n" not in words[0] and Path(words[0]).is_file():
+        return Path(words[0]).read_text(encoding="utf-8")
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def write_import(
+    project: str, command: str, path: Path, *, may_replace: bool = False, settings: ImportSettings | None = None
+) -> tuple[Path, str]:
     """Write the run file of the command to `path`, and print the result of every option.
+
+    Returns:
+        The path, and the command that takes the file.
 
     Raises:
         ConfigError: the command cannot be imported, or another file is at `path`.
     """
-    imported = _PROJECTS[project](command, REWARDS, num_devices)
+    settings = settings or ImportSettings()
+    imported: Import | LegacyImport
+    if project in PROJECTS:
+        here: Mapping[str, str] = {name: value for name in ("HOME", "PWD") if (value := os.environ.get(name))}
+        complete = ImportSettings(
+            settings.devices, {**here, **settings.variables}, REWARDS, settings.allow_unknown, settings.accepted, settings.rows
+        )
+        imported = import_command(PROJECTS[project], command, complete)
+        following = imported.next_command
+    else:
+        imported = _LEGACY[project](command, REWARDS, settings.devices)
+        following = "mindspeed-rl explain --config-name"
     text = imported.render(command)
     path = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
     if path.exists() and not may_replace and path.read_text(encoding="utf-8") != text:
         raise ConfigError([f"{path} already exists with other content; choose another file, or --force"])
     write_file(path, text, makes_folder=True)
     print(imported.summarize())
-    return path
+    return path, following

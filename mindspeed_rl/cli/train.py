@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.import_run import write_import
+from mindspeed_rl.cli.main import ending_at_once, keep_without_reader
 from mindspeed_rl.cli.options import print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
@@ -18,7 +19,16 @@ from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_envir
 
 
 def main(argv: list[str]) -> int:
-    """Train; return 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Train; return 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM.
+
+    The run goes on when the reader of its output ends.
+    """
+    keep_without_reader()
+    with ending_at_once():
+        return _train(argv)
+
+
+def _train(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train with a run file.")
     parser.add_argument("--config-name", default=None, help="run file, with or without .yaml")
     parser.add_argument(
@@ -37,7 +47,7 @@ def main(argv: list[str]) -> int:
             if arguments.config_dir is not None:
                 parser.error("--config-dir is for an existing run file; --config-name is the path that --from-swift writes")
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
-            arguments.config_name = str(write_import("swift", arguments.from_swift, written))
+            arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         prepare_environment()
         # to the end: apart from importing, the driver waits and records metrics
@@ -57,8 +67,8 @@ def main(argv: list[str]) -> int:
             except Terminated as error:
                 print_status(str(error))
                 _print_resume(run, launched_s)
-                return Terminated.exit_code
-    except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
+                return error.exit_code
+    except (ValueError, RuntimeError, OSError) as error:
         code = report_failure(error)
         if not isinstance(error, ValueError):
             _print_resume(run, launched_s)
@@ -95,4 +105,3 @@ def prepare_environment() -> None:
     os.environ.update(build_quiet_environment(os.environ))
     os.environ.update(build_local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import yaml
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
-from mindspeed_rl.config.errors import ConfigError, find_longest_end
-from mindspeed_rl.config.keys import collect_names
+from mindspeed_rl.config.compat.options import UNSET, Option, SourceCommand, SourceProject
+from mindspeed_rl.config.compat.shell_text import list_unknown, read_script, request_variables
+from mindspeed_rl.config.compat.source_plan import PLAN_NUMBERS, SourcePlan, find_differences, plan_run, render_plans
+from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import validate
+from mindspeed_rl.config.resolve import build_batch_plan
+from mindspeed_rl.config.rules.validation import unavailable
 from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.config.run_files import apply_values
 
-#: changes of single keys after which an import that still violates a rule is refused
-_MAX_CHANGES = 8
 #: keys of megatron_training that belong to the actor alone: a critic has its own
 _ACTOR_KEYS = ("load", "save", "finetune", "lr")
+#: rows over which a length in epochs is compared, where the data is not counted
+ASSUMED_ROWS = 8192
 #: recomputation of whole layers, as gradient checkpointing elsewhere does
 RECOMPUTE_LAYERS = {
     "megatron_training.recompute_granularity": "full",
@@ -30,23 +31,54 @@ RECOMPUTE_LAYERS = {
 }
 
 
+@dataclass(frozen=True)
+class ImportSettings:
+    """Choices of the user for an import.
+
+    Attributes:
+        devices: devices of the run, where the command does not say them.
+        variables: values of variables of the script.
+        rewards: names of the reward functions that exist.
+        allow_unknown: leave out options that no table has, instead of refusing them.
+        accepted: names of plan numbers that may differ.
+        rows: rows of the data, which a length in epochs is compared over.
+    """
+
+    devices: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    rewards: Collection[str] = ()
+    allow_unknown: bool = False
+    accepted: frozenset[str] = frozenset()
+    rows: int = ASSUMED_ROWS
+
+
 @dataclass
 class Import:
     """A run file in the making.
 
     Attributes:
         project: the project of the command, such as "ms-swift".
+        settings: choices of the user.
         tree: the run file, groups and keys.
         translated: option as it was written -> its keys here.
-        omitted: option as it was written -> the reason why it is not in the run file.
+        same: option -> the reason why nothing has to be set for it.
+        without_effect: option -> the reason why it changes nothing here.
+        refused: option -> the feature that is not available.
         added: key -> the reason why it is there although no option sets it.
+        plans: the numbers of the command and of the run file; None for a command that does not train.
+        next_command: the command that the run file is for.
     """
 
     project: str
+    settings: ImportSettings = field(default_factory=ImportSettings)
     tree: dict[str, dict[str, object]] = field(default_factory=dict)
     translated: dict[str, str] = field(default_factory=dict)
-    omitted: dict[str, str] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    without_effect: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
+    plans: tuple[SourcePlan, SourcePlan] | None = None
+    next_command: str = "mindspeed-rl explain --config-name"
 
     def set(self, path: str, value: object) -> None:
         """Set the dotted key to the value."""
@@ -60,36 +92,19 @@ class Import:
         return value
 
     def translate(self, option: str, values: Mapping[str, object], note: str = "") -> None:
-        """Set the dotted keys that an option becomes."""
+        """Set the dotted keys that an option becomes; without any, the note alone says what becomes of it."""
         for path, value in values.items():
             self.set(path, value)
         text = ", ".join(f"{_place(path)}: {format_value(value)}" for path, value in values.items())
-        self.translated[option] = text + (f" ({note})" if note else "")
+        self.translated[option] = f"{text} ({note})" if text and note else text or note
 
-    def translate_by_name(self, option: str, value: object) -> bool:
-        """Translate an option that differs by its name alone, or has no equivalent; return False for an unknown one.
+    def note(self, option: str, reason: str, *, changes_nothing: bool = True) -> None:
+        """Note why no key is set for an option: it has no effect here, or is the same by nature."""
+        (self.without_effect if changes_nothing else self.same)[option] = reason
 
-        Args:
-            option: dotted or plain, as the project calls it.
-        """
-        names = collect_names()
-        # groups of verl share last names, which the tables distinguish by dotted ones
-        path, reason = find_longest_end(option, names.elsewhere), find_longest_end(option, NO_EQUIVALENT)
-        path = names.here.get(option.rpartition(".")[2]) if path is None and reason is None else path
-        if path is not None:
-            values = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {})
-            is_text = isinstance(value, (bool, str))  # "grpo" of an estimator is "group_norm"
-            self.translate(option, {path: values.get(str(value).lower(), value) if is_text else value})
-        elif reason is not None:
-            self.omitted[option] = reason
-        return path is not None or reason is not None
-
-    def omit_unknown(self, option: str) -> None:
-        """Note that no table has the option."""
-        names = collect_names().here
-        similar = registry.find_similar(option.rpartition(".")[2], names)
-        hint = f"; the nearest key is {names[similar]}" if similar else ""
-        self.omitted[option] = f"not known to this version{hint}"
+    def refuse(self, option: str, feature: str) -> None:
+        """Note that an option needs a feature that is not available."""
+        self.refused[option] = feature
 
     def add_default(self, path: str, value: object, reason: str) -> None:
         """Set a key that no option sets; keep it where one does."""
@@ -97,63 +112,148 @@ class Import:
             self.set(path, value)
             self.added[_place(path)] = f"{format_value(value)}, {reason}"
 
-    def satisfy_rules(self) -> Import:
-        """Return the import after the changes of single keys that make its run file valid.
-
-        Raises:
-            ConfigError: a value does not fit its key, or no near values satisfy the rules.
-        """
-        tried: list[Mapping[str, object]] = []
-        while violations := validate(build_run_config(self.tree)):
-            # batch sizes depend on everything else and come first, so that they are changed last
-            options = [option for violation in reversed(violations) for option in violation.suggestions if option not in tried]
-            if not options or len(tried) == _MAX_CHANGES:
-                raise ConfigError([str(violation) for violation in violations])
-            tried.append(options[0])
-            for path, value in options[0].items():
-                change = f"{format_value(self.get(path))} -> {format_value(value)}"
-                self.added[path] = f"{change}, so that the sizes divide as they must here"
-            self.tree = apply_values(self.tree, options[0])
-        return self
+    def apply(self, option: str, record: Option, value: object) -> None:
+        """Do what the record of an option says with its value."""
+        if record.kind == "refused":
+            if record.is_off(value):
+                self.same[option] = f"{format_value(value)}: {record.text} is off"
+            else:
+                self.refused[option] = record.text
+        elif record.kind != "mapped":
+            if record.allowed and value not in record.allowed:
+                listed = ", ".join(format_value(item) for item in record.allowed)
+                self.refused[option] = f"{format_value(value)}; {record.text} ({listed})"
+            else:
+                (self.same if record.kind == "same" else self.without_effect)[option] = record.text
+        elif record.translate is not None:
+            record.translate(self, option, value)
+        elif record.values and not _has_entry(record.values, value):
+            listed = ", ".join(format_value(item) for item in record.values)
+            self.refused[option] = f"{format_value(value)}; available are {listed}"
+        elif record.keys:
+            here = record.values[value] if record.values else value  # type: ignore[index]
+            self.translate(option, dict.fromkeys(record.keys, here), record.text)
 
     def render(self, command: str) -> str:
-        """Return the text of the run file, after comments with its command and with the options that are omitted."""
+        """Return the text of the run file, after comments with its command and with the options that have no key."""
         lines = [line.strip() for line in command.replace("\\\n", "\n").splitlines() if line.strip()]
         head = [f"# From {self.project}:", *(f"#   {line}" for line in lines)]
-        head += [f"# not taken over: {option}: {reason}" for option, reason in self.omitted.items()]
+        head += [f"# without effect here: {option}: {reason}" for option, reason in self.without_effect.items()]
         body = yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join(head) + "\n" + body
 
     def summarize(self) -> str:
-        """Return a table of all options for a terminal."""
+        """Return a table of all options, and of both plans, for a terminal."""
         parts = []
         for title, rows in (
             (f"Options of {self.project} and their keys", self.translated),
-            ("Options without an equivalent", self.omitted),
+            ("Options that hold here by nature", self.same),
+            ("Options without effect here", self.without_effect),
             ("Keys that no option sets", self.added),
         ):
             if rows:
                 width = min(max(len(name) for name in rows), 44)
                 parts.append(f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
+        if self.plans is not None:
+            table = render_plans(self.project, *self.plans, accepted=self.settings.accepted)
+            parts.append(f"Plan, over {self.settings.rows} rows of data where it depends on them\n{table}")
         return "\n\n".join(parts)
+
+
+def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
+    """Return the run file of a command or script, whose plan is that of the command.
+
+    Args:
+        text: of a script, or a command; nothing of it is executed.
+
+    Raises:
+        ConfigError: a value is not in the script, an option is unknown or needs a feature that is not available, the run file
+            breaks a rule, or a number of the two plans differs and is not accepted.
+    """
+    if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
+        raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
+    command = project.read(read_script(text, settings.variables), settings.devices)
+    run = Import(project.title, settings)
+    # the table of the program is what a project's own functions read defaults from
+    table = command.table or project.tables[command.program]
+    _request_unknown(command, table)
+    for name, value in command.options.items():
+        option = project.prefix + name
+        record = table.get(name)
+        if record is not None:
+            run.apply(option, record, value)
+        elif settings.allow_unknown:
+            run.note(option, f"not known in {project.title} {project.version}, and left out as --allow-unknown requests")
+        else:
+            similar = registry.find_similar(name, table)
+            hint = f"; did you mean {project.prefix}{similar}?" if similar else ""
+            run.refuse(option, f"no option of {project.title} {project.version}; --allow-unknown leaves it out{hint}")
+    project.build(run, command)
+    for name, record in table.items():
+        if record.default is not UNSET and name not in command.options and record.keys:
+            here = record.values[record.default] if record.values else record.default  # type: ignore[index]
+            for key in record.keys:
+                run.add_default(key, here, f"the default of {project.title}")
+    noted = (run.translated, run.same, run.without_effect, run.refused)
+    for name in command.options:
+        if not any(project.prefix + name in notes for notes in noted):
+            run.refuse(project.prefix + name, "this importer reads it in no place")
+    if run.refused:
+        raise ConfigError(f"{option}: not available here: {feature}" for option, feature in run.refused.items())
+    _compare_plans(run, project, command)
+    return run
+
+
+def _request_unknown(command: SourceCommand, table: Mapping[str, Option]) -> None:
+    """Raise for values that only the machine of the script knows; in options without effect they do not matter."""
+    unknown: list[tuple[str, int]] = []
+    for name, value in command.options.items():
+        record = table.get(name)
+        found = list_unknown(value)
+        # a word that is nothing but a variable may stand for several options
+        words = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        is_whole = any(isinstance(word, str) and word.startswith("\0") and word.count("\0") == 2 for word in words)
+        if found and (is_whole or record is None or record.kind in ("mapped", "refused")):
+            unknown += found
+    for word in command.trailing:
+        unknown += list_unknown(word)
+    if unknown:
+        raise request_variables(unknown)
+
+
+def _compare_plans(run: Import, project: SourceProject, command: SourceCommand) -> None:
+    """Compare the numbers of the command with those of its run file.
+
+    Raises:
+        ConfigError: the run file breaks a rule, needs what this version does not have, or numbers differ.
+    """
+    there = project.plan(command, run.settings.rows)
+    if there is None:
+        return
+    cfg = build_run_config(run.tree)
+    plan = build_batch_plan(cfg)
+    if missing := unavailable(cfg):
+        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
+    here = plan_run(cfg, plan, run.settings.rows)
+    run.plans = (there, here)
+    differences = find_differences(there, here)
+    if errors := [
+        f"{name} would be {format_value(here_value)} here, but is {format_value(there_value)} in {project.title}; "
+        f"--accept {name} takes the difference"
+        for name, (there_value, here_value) in differences.items()
+        if name not in run.settings.accepted
+    ]:
+        raise ConfigError(errors)
+
+
+def _has_entry(values: Mapping[object, object], value: object) -> bool:
+    return not isinstance(value, (list, dict)) and value in values
 
 
 def _place(path: str) -> str:
     """Return the dotted name of a key in the run file."""
     group, _, name = path.partition(".")
     return f"actor_config.{name}" if group == "megatron_training" and name in _ACTOR_KEYS else path
-
-
-def split_command(command: str) -> list[str]:
-    """Return the words of a command line.
-
-    Raises:
-        ConfigError: its quotes do not match.
-    """
-    try:
-        return shlex.split(command.replace("\\\n", " "))
-    except ValueError as error:
-        raise ConfigError([f"the command line cannot be read: {error}"]) from None
 
 
 def read_scalar(text: str) -> bool | int | float | str | list[object] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.compat.legacy_importer import (
     RECOMPUTE_LAYERS,
     Import,
     find_lora_targets,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config.compat import VALUES_ELSEWHERE
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.compat.legacy_importer import (
     RECOMPUTE_LAYERS,
     Import,
     find_lora_targets,

@@ -1,0 +1,833 @@
+"""Commands of a shell script, read without executing any of it.
+
+Assignments, arrays, expansions with defaults, arithmetic of whole numbers, `if`, `for` and `case` on known variables are
+followed. A value that only the machine of the script knows stays in the words as a mark, and is requested by
+`list_unknown` once it matters.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import operator
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mindspeed_rl.config.errors import ConfigError
+
+_MARK = re.compile("\0([^\0@]*)@(\\d+)\0")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
+_OPERATORS = ("&&", "||", ";;", "|&", "|", "&", ";", "(", ")", "\n")
+_REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-|<<|>>|>&|<&|<>|>\||>|<)")
+_OPEN_WORDS = frozenset(("if", "then", "elif", "else", "fi", "for", "do", "done", "while", "until", "case", "esac", "function"))
+_DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
+#: loops over more items than any script means
+_MAX_ITEMS = 64
+_MAX_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a script after all expansions.
+
+    Attributes:
+        words: program and arguments; unknown values are marks in them.
+        environment: exported variables and those in front of the command.
+        line: of the script, from 1.
+        uncertain: the condition that decides on the machine whether the command runs; empty where it always does.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    line: int
+    uncertain: str = ""
+
+
+def list_unknown(text: object) -> list[tuple[str, int]]:
+    """Return the variables that a value depends on and that the script does not set, each with its line."""
+    if isinstance(text, list):
+        return [item for entry in text for item in list_unknown(entry)]
+    return [(name, int(line)) for name, line in _MARK.findall(text)] if isinstance(text, str) else []
+
+
+def request_variables(unknown: list[tuple[str, int]]) -> ConfigError:
+    """Return the error that requests the values of variables."""
+    lines = dict(unknown)
+    return ConfigError(
+        f"line {line}: the value of {name} is not in the script; say it with --set {name}=VALUE" for name, line in lines.items()
+    )
+
+
+def read_variable(environment: Mapping[str, str], name: str, default: str | None = None) -> str | None:
+    """Return a variable of a command's environment.
+
+    Raises:
+        ConfigError: its value is not in the script.
+    """
+    value = environment.get(name, default)
+    if unknown := list_unknown(value):
+        raise request_variables(unknown)
+    return value
+
+
+def read_script(text: str, known: Mapping[str, str] | None = None) -> list[Command]:
+    """Return the commands that a script runs, in order.
+
+    Args:
+        known: values of variables, which assignments of the script do not change.
+
+    Raises:
+        ConfigError: a quote or a bracket is not closed, or a construct has no end.
+    """
+    tokens = _Reader(text.replace("\r\n", "\n")).read_tokens()
+    reader = _Interpreter(dict(known or {}))
+    reader.run(_Parser(tokens).parse_list(()))
+    return reader.commands
+
+
+# ------------------------------------------------------------------------------------------------------------------ tokens
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A word with its quotes, or an operator."""
+
+    text: str
+    line: int
+    is_operator: bool = False
+
+
+class _Reader:
+    """Splits a script into words and operators; bodies of here-documents are left out."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.place, self.line = text, 0, 1
+
+    def read_tokens(self) -> list[_Token]:
+        tokens: list[_Token] = []
+        documents: list[str] = []
+        brackets = False
+        while self.place < len(self.text):
+            rest, line = self.text[self.place : self.place + 2], self.line
+            if rest == "\\\n":
+                self._skip(2)
+            elif rest[0] in " \t":
+                self._skip(1)
+            elif rest[0] == "#":
+                self._skip_line()
+            elif match := (None if brackets else _REDIRECTION.match(self.text, self.place)):
+                self._skip(len(match.group()))
+                target = self._read_target()
+                if match.group(1) in ("<<", "<<-"):
+                    documents.append(target.strip("'\"\\"))
+            elif not brackets and self.text.startswith("((", self.place):
+                tokens.append(_Token("((" + self._read_balanced("((", "))") + "))", line))
+            elif (found := next((item for item in _OPERATORS if self.text.startswith(item, self.place)), None)) and not (
+                brackets and found != "\n"
+            ):
+                self._skip(len(found))
+                tokens.append(_Token(found, line, is_operator=True))
+                for document in documents if found == "\n" else ():
+                    self._skip_document(document)
+                documents = [] if found == "\n" else documents
+            else:
+                word = self._read_word(in_test=brackets)
+                brackets = word == "[[" or (brackets and word != "]]")
+                tokens.append(_Token(word, line))
+        return tokens
+
+    def _skip(self, count: int) -> None:
+        self.line += self.text.count("\n", self.place, self.place + count)
+        self.place += count
+
+    def _skip_line(self) -> None:
+        end = self.text.find("\n", self.place)
+        self._skip((len(self.text) if end < 0 else end) - self.place)
+
+    def _skip_document(self, name: str) -> None:
+        while self.place < len(self.text):
+            end = self.text.find("\n", self.place)
+            line = self.text[self.place : len(self.text) if end < 0 else end]
+            self._skip(len(line) + 1)
+            if line.strip("\t ") == name:
+                return
+
+    def _read_target(self) -> str:
+        while self.text[self.place : self.place + 1] in (" ", "\t"):
+            self._skip(1)
+        return self._read_word() if self.place < len(self.text) and self.text[self.place] not in "\n;&|" else ""
+
+    def _read_word(self, *, in_test: bool = False) -> str:
+        start = self.place
+        while self.place < len(self.text):
+            char = self.text[self.place]
+            if char == "\\":
+                self._skip(2)
+            elif char in "'\"`":
+                self._read_quoted(char)
+            elif self.text.startswith(("$(", "${"), self.place):
+                self._skip(1)
+                self._read_balanced(char := self.text[self.place], ")" if char == "(" else "}")
+            elif char == "(" and self.place > start and self.text[self.place - 1] == "=":
+                self._read_balanced("(", ")")  # an array
+            elif char in " \t\n" or (char in ";&|()<>" and not in_test):
+                break
+            else:
+                self._skip(1)
+        if self.place == start:
+            self._skip(1)
+        return self.text[start : self.place].replace("\\\n", "")
+
+    def _read_quoted(self, quote: str) -> None:
+        first = self.line
+        self._skip(1)
+        while self.place < len(self.text):
+            char = self.text[self.place]
+            if char == quote:
+                return self._skip(1)
+            if char == "\\" and quote != "'":
+                self._skip(1)
+            elif quote == '"' and self.text.startswith(("$(", "${"), self.place):
+                self._skip(1)
+                self._read_balanced(inner := self.text[self.place], ")" if inner == "(" else "}")
+                continue
+            self._skip(1)
+        raise ConfigError([f"the command line cannot be read: No closing quotation ({quote}) of line {first}"])
+
+    def _read_balanced(self, opening: str, closing: str) -> str:
+        """Skip to the end of a bracket, and return its inner text."""
+        first, depth, start = self.line, 0, self.place + len(opening)
+        while self.place < len(self.text):
+            char = self.text[self.place]
+            if self.text.startswith(closing, self.place) and depth == 1:
+                inner = self.text[start : self.place]
+                self._skip(len(closing))
+                return inner
+            if char == "\\":
+                self._skip(2)
+                continue
+            if char in "'\"`" and not (char == "'" and opening == "{"):
+                self._read_quoted(char)
+                continue
+            if char == "#" and self.text[self.place - 1] in " \t\n" and opening == "(":
+                self._skip_line()
+                continue
+            if self.text.startswith(opening, self.place):
+                depth += 1
+                self._skip(len(opening))
+                continue
+            depth -= char == closing
+            self._skip(1)
+        raise ConfigError([f"the command line cannot be read: {opening} of line {first} is not closed"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ parser
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A command or a construct.
+
+    Attributes:
+        kind: "simple", "if", "for", "while", "case", "function" or "group".
+        words: with their quotes.
+        link: operator before it: ";", "&&", "||" or "|".
+        parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
+        patterns: of "case", one list of patterns a body.
+    """
+
+    kind: str
+    line: int
+    words: tuple[str, ...] = ()
+    link: str = ";"
+    parts: tuple[list[_Node], ...] = ()
+    patterns: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass
+class _Parser:
+    """Builds nodes of tokens."""
+
+    tokens: list[_Token]
+    place: int = 0
+
+    def parse_list(self, ends: tuple[str, ...]) -> list[_Node]:
+        """Return the commands up to one of these words, which is not taken."""
+        nodes: list[_Node] = []
+        link = ";"
+        while self.place < len(self.tokens):
+            token = self.tokens[self.place]
+            if token.text in ends and (not token.is_operator or token.text in (")", ";;")):
+                return nodes
+            if token.is_operator and token.text not in ("(",):
+                self.place += 1
+                link = token.text if token.text in ("&&", "||", "|") else link if token.text == "\n" and link != ";" else ";"
+                continue
+            nodes.append(self._parse_command(link))
+            link = ";"
+        if ends:
+            raise ConfigError([f"the script ends before {' or '.join(ends)}"])
+        return nodes
+
+    def _parse_command(self, link: str) -> _Node:
+        token = self.tokens[self.place]
+        word, line = token.text, token.line
+        following = self.tokens[self.place + 1 : self.place + 3]
+        if word == "if":
+            return _Node("if", line, link=link, parts=tuple(self._parse_if()))
+        if word in ("for", "while", "until"):
+            self.place += 1
+            words = self._take_words() if word == "for" else ()
+            condition = [] if word == "for" else self.parse_list(("do",))
+            if word == "for":
+                self._skip_separators()
+            self._take("do")
+            body = self.parse_list(("done",))
+            self._take("done")
+            return _Node("for" if word == "for" else "while", line, words, link, (condition, body))
+        if word == "case":
+            return self._parse_case(link)
+        if word in ("{", "("):
+            self.place += 1
+            end = "}" if word == "{" else ")"
+            body = self.parse_list((end,))
+            self._take(end)
+            return _Node("group", line, (word,), link, (body,))
+        if word == "function" or [item.text for item in following] == ["(", ")"]:
+            self.place += 1 if word == "function" else 0
+            name = self.tokens[self.place].text
+            self.place += 1
+            while self.place < len(self.tokens) and self.tokens[self.place].text in ("(", ")", "\n"):
+                self.place += 1
+            return _Node("function", line, (name,), link, ([self._parse_command(";")],))
+        return _Node("simple", line, self._take_words(), link)
+
+    def _parse_if(self) -> Iterator[list[_Node]]:
+        while self.tokens[self.place].text in ("if", "elif"):
+            self.place += 1
+            yield self.parse_list(("then",))
+            self._take("then")
+            yield self.parse_list(("elif", "else", "fi"))
+        if self.tokens[self.place].text == "else":
+            self.place += 1
+            yield self.parse_list(("fi",))
+        self._take("fi")
+
+    def _parse_case(self, link: str) -> _Node:
+        line = self.tokens[self.place].line
+        self.place += 1
+        words = self._take_words()
+        self._skip_separators()
+        bodies, patterns = [], []
+        while self.place < len(self.tokens) and self.tokens[self.place].text != "esac":
+            names: list[str] = []
+            while self.place < len(self.tokens) and self.tokens[self.place].text != ")":
+                token = self.tokens[self.place]
+                names += [] if token.is_operator else [token.text]
+                self.place += 1
+            self._take(")")
+            patterns.append(tuple(names))
+            bodies.append(self.parse_list((";;", "esac")))
+            if self.place < len(self.tokens) and self.tokens[self.place].text == ";;":
+                self.place += 1
+            self._skip_separators()
+        self._take("esac")
+        return _Node("case", line, words[:1], link, tuple(bodies), tuple(patterns))
+
+    def _take_words(self) -> tuple[str, ...]:
+        words = []
+        while self.place < len(self.tokens) and not self.tokens[self.place].is_operator:
+            words.append(self.tokens[self.place].text)
+            self.place += 1
+        if not words:
+            self.place += 1
+        return tuple(words)
+
+    def _skip_separators(self) -> None:
+        while self.place < len(self.tokens) and self.tokens[self.place].text in ("\n", ";"):
+            self.place += 1
+
+    def _take(self, word: str) -> None:
+        if self.place >= len(self.tokens) or self.tokens[self.place].text != word:
+            line = self.tokens[min(self.place, len(self.tokens) - 1)].line
+            raise ConfigError([f"line {line} of the script: {word!r} is missing"])
+        self.place += 1
+
+
+# ------------------------------------------------------------------------------------------------------------- interpreter
+
+_Variable = str | list[str]
+_ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.And: lambda a, b: int(bool(a and b)), ast.Or: lambda a, b: int(bool(a or b)),
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+}  # fmt: skip
+_COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+
+
+@dataclass
+class _Interpreter:
+    """Follows the variables of a script, and collects its commands."""
+
+    known: dict[str, str]
+    variables: dict[str, _Variable] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    functions: dict[str, list[_Node]] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    uncertain: str = ""
+    line: int = 1
+    depth: int = 0
+
+    # --- statements
+
+    def run(self, nodes: list[_Node]) -> bool | None:
+        """Follow the commands; return the status of the last one: None where only the machine knows it."""
+        status: bool | None = True
+        for node in nodes:
+            if (node.link == "&&" and status is False) or (node.link == "||" and status is True):
+                continue
+            if node.link in ("&&", "||") and status is None:
+                self._run_uncertain([[node]], f"line {node.line}")
+                continue
+            self.line = node.line
+            status = self._run_node(node)
+        return status
+
+    def _run_node(self, node: _Node) -> bool | None:
+        if node.kind == "if":
+            return self._run_if(node)
+        if node.kind == "for":
+            return self._run_for(node)
+        if node.kind == "while":
+            # its body depends on what changes while it runs
+            self._run_uncertain([node.parts[1]], f"the loop of line {node.line}")
+            return True
+        if node.kind == "case":
+            return self._run_case(node)
+        if node.kind == "function":
+            self.functions[node.words[0]] = node.parts[0]
+            return True
+        if node.kind == "group":
+            return self.run(node.parts[0])
+        return self._run_simple(node)
+
+    def _run_if(self, node: _Node) -> bool | None:
+        parts = list(node.parts)
+        while len(parts) >= 2:
+            status = self.run(parts[0])
+            if status is None:
+                bodies = parts[1::2] + ([parts[-1]] if len(parts) % 2 else [[]])
+                self._run_uncertain(bodies, f"the condition of line {node.line}")
+                return True
+            if status:
+                return self.run(parts[1])
+            parts = parts[2:]
+        return self.run(parts[0]) if parts else True
+
+    def _run_for(self, node: _Node) -> bool | None:
+        name, *words = node.words
+        if name.startswith("(("):
+            self._run_uncertain([node.parts[1]], f"the loop of line {node.line}")
+            return True
+        items = [item for word in words[1:] for item in self.expand(word)]
+        for item in items[:_MAX_ITEMS]:
+            self.variables[name] = item
+            self.run(node.parts[1])
+        return True
+
+    def _run_case(self, node: _Node) -> bool | None:
+        value = " ".join(self.expand(node.words[0]))
+        if list_unknown(value):
+            self._run_uncertain([*node.parts, []], f"the case of line {node.line}")
+            return True
+        for patterns, body in zip(node.patterns, node.parts):
+            if any(fnmatch.fnmatchcase(value, " ".join(self.expand(pattern))) for pattern in patterns):
+                return self.run(body)
+        return True
+
+    def _run_uncertain(self, bodies: list[list[_Node]], condition: str) -> None:
+        """Follow every body; variables that they leave with different values are unknown after them."""
+        before, outer = dict(self.variables), self.uncertain
+        results = []
+        for body in bodies:
+            self.variables, self.uncertain = dict(before), outer or condition
+            self.run(body)
+            results.append(self.variables)
+        self.uncertain = outer
+        if len(bodies) == 1:
+            results.append(before)
+        names = {name for result in results for name in result}
+        equal = {name for name in names if all(result.get(name) == results[0].get(name) for result in results)}
+        self.variables = {name: results[0][name] if name in equal else self._mark(name) for name in names}
+
+    def _run_simple(self, node: _Node) -> bool | None:
+        words = list(node.words)
+        assignments = []
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+            assignments.append(match)
+            words.pop(0)
+        if not words:
+            for match in assignments:
+                self._assign(match)
+            return True
+        if words[0] in ("[", "[[", "test") or words[0].startswith("(("):
+            return self._test(words)
+        if words[0] in _DECLARING:
+            return self._declare(words)
+        expanded = [item for word in words for item in self.expand(word)]
+        if not expanded:
+            return True
+        name = expanded[0]
+        if name in ("true", ":", "false"):
+            return name != "false"
+        if name in self.functions and self.depth < _MAX_DEPTH:
+            return self._call(name, expanded[1:])
+        if name == "unset":
+            for item in expanded[1:]:
+                self.variables.pop(item, None)
+            return True
+        front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
+        exported = {key: self._value(key) for key in sorted(self.exported) if key in self.variables or key in self.known}
+        environment = {**exported, **{key: self.known.get(key, value) for key, value in front.items()}}
+        self.commands.append(Command(tuple(expanded), environment, node.line, self.uncertain))
+        return True
+
+    def _call(self, name: str, arguments: list[str]) -> bool | None:
+        outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
+        self.variables |= {"@": arguments, "*": arguments, "#": str(len(arguments))}
+        self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
+        self.depth += 1
+        status = self.run(self.functions[name])
+        self.depth -= 1
+        for key, value in outer.items():
+            self.variables.pop(key, None)
+            if value is not None:
+                self.variables[key] = value
+        return status
+
+    def _declare(self, words: list[str]) -> bool:
+        for word in words[1:]:
+            match = _ASSIGNMENT.fullmatch(word)
+            name = word if match is None else match.group(1)
+            if match is not None:
+                self._assign(match)
+            if words[0] == "export" and _NAME.fullmatch(name):
+                self.exported.add(name)
+        return True
+
+    def _assign(self, match: re.Match[str]) -> None:
+        name, index, plus, text = match.groups()
+        if name in self.known:
+            return
+        old = self.variables.get(name)
+        value: _Variable
+        if text.startswith("(") and text.endswith(")"):
+            tokens = _Reader(text[1:-1]).read_tokens()
+            value = [item for token in tokens if not token.is_operator for item in self.expand(token.text)]
+            if plus:
+                value = [*(old if isinstance(old, list) else [old] if old else []), *value]
+        elif index is not None:
+            items = list(old) if isinstance(old, list) else []
+            place = int(index) if index.isdigit() else 0
+            items += [""] * (place + 1 - len(items))
+            items[place] = " ".join(self.expand(text))
+            value = items
+        else:
+            value = " ".join(self.expand(text, splits=False))
+            if plus and isinstance(old, list):
+                value = [old[0] + value, *old[1:]] if old else [value]
+            elif plus and isinstance(old, str):
+                value = old + value
+        self.variables[name] = value
+
+    # --- conditions
+
+    def _test(self, words: list[str]) -> bool | None:
+        if words[0].startswith("(("):
+            value = self._compute(words[0][2:-2])
+            return None if list_unknown(value) else value != "0"
+        stripped = [word for word in words[1:] if word not in ("]", "]]")]
+        return self._test_words(stripped)
+
+    def _test_words(self, words: list[str]) -> bool | None:
+        for separators, is_or in ((("||", "-o"), True), (("&&", "-a"), False)):
+            for separator in separators:
+                if separator in words:
+                    place = words.index(separator)
+                    sides = [self._test_words(words[:place]), self._test_words(words[place + 1 :])]
+                    if is_or:
+                        return True if True in sides else None if None in sides else False
+                    return False if False in sides else None if None in sides else True
+        if words[:1] == ["!"]:
+            status = self._test_words(words[1:])
+            return None if status is None else not status
+        texts = [" ".join(self.expand(word, splits=False, blank_unset=True)) for word in words]
+        if len(texts) == 2 and texts[0] in ("-z", "-n"):
+            return None if list_unknown(texts[1]) else (texts[1] == "") == (texts[0] == "-z")
+        if any(list_unknown(text) for text in texts) or (texts and texts[0].startswith("-") and len(texts) == 2):
+            return None  # a file test, or a value that only the machine knows
+        if len(texts) == 1:
+            return texts[0] != ""
+        if len(texts) == 3:
+            first, comparison, second = texts
+            if comparison in ("=", "=="):
+                return fnmatch.fnmatchcase(first, second)
+            if comparison == "!=":
+                return not fnmatch.fnmatchcase(first, second)
+            if comparison in _COMPARISONS:
+                value = self._compute(f"{first or 0} {_COMPARISONS[comparison]} {second or 0}")
+                return None if list_unknown(value) else value == "1"
+        return None
+
+    # --- expansions
+
+    def expand(self, word: str, *, splits: bool = True, blank_unset: bool = False) -> list[str]:
+        """Return the words that a word with quotes and variables becomes."""
+        words: list[str] = []
+        current: list[str] = []  # empty: there is no word yet
+        place = 0
+
+        def add(items: list[str], *, is_list: bool, quoted: bool) -> None:
+            if not is_list and (quoted or not splits):
+                current.append(" ".join(items))
+                return
+            parts = items if quoted else [part for item in items for part in item.split()]
+            for index, part in enumerate(parts):
+                if index:
+                    words.append("".join(current))
+                    current.clear()
+                current.append(part)
+
+        while place < len(word):
+            char = word[place]
+            if char == "\\":
+                current.append(word[place + 1 : place + 2])
+                place += 2
+            elif char == "'":
+                end = word.index("'", place + 1)
+                current.append(word[place + 1 : end])
+                place = end + 1
+            elif char == '"':
+                end = self._find_quote(word, place + 1)
+                inner, position = word[place + 1 : end], 0
+                current.append("")
+                while position < len(inner):
+                    if inner[position] == "\\" and inner[position + 1 : position + 2] in ("$", "`", '"', "\\", "\n"):
+                        current.append(inner[position + 1].replace("\n", ""))
+                        position += 2
+                    elif inner[position] in "$`":
+                        items, is_list, position = self._expand_dollar(inner, position, blank_unset=blank_unset)
+                        add(items, is_list=is_list, quoted=True)
+                    else:
+                        current.append(inner[position])
+                        position += 1
+                place = end + 1
+            elif char in "$`":
+                items, is_list, place = self._expand_dollar(word, place, blank_unset=blank_unset)
+                add(items, is_list=is_list, quoted=False)
+            else:
+                current.append(char)
+                place += 1
+        return [*words, "".join(current)] if current else words
+
+    def _find_quote(self, word: str, place: int) -> int:
+        reader = _Reader(word)
+        reader.place = place - 1
+        reader._read_quoted('"')
+        return reader.place - 1
+
+    def _expand_dollar(self, text: str, place: int, *, blank_unset: bool) -> tuple[list[str], bool, int]:
+        """Return the words of an expansion, whether they are those of a list, and the place after it."""
+        reader = _Reader(text)
+        if text[place] == "`":
+            end = text.index("`", place + 1)
+            return [self._substitute(text[place + 1 : end])], False, end + 1
+        reader.place = place + 1
+        if text.startswith("$((", place):
+            inner = reader._read_balanced("((", "))")
+            return [self._compute(inner)], False, reader.place
+        if text.startswith("$(", place):
+            return [self._substitute(reader._read_balanced("(", ")"))], False, reader.place
+        if text.startswith("${", place):
+            items, is_list = self._expand_braces(reader._read_balanced("{", "}"), blank_unset=blank_unset)
+            return items, is_list, reader.place
+        if text.startswith("$'", place):
+            end = text.index("'", place + 2)
+            return [text[place + 2 : end].replace("\\n", "\n").replace("\\t", "\t")], False, end + 1
+        match = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]").match(text, place + 1)
+        if match is None:
+            return ["$"], False, place + 1
+        name = match.group()
+        if name in ("@", "*"):
+            value = self.variables.get("@", [])
+            return list(value), True, match.end()
+        return [self._value(name, blank_unset=blank_unset)], False, match.end()
+
+    def _expand_braces(self, text: str, *, blank_unset: bool) -> tuple[list[str], bool]:
+        match = re.match(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", text, re.DOTALL)
+        if match is None:
+            return [self._mark(text)], False
+        flag, name, index, rest = match.groups()
+        value: _Variable | None = self.known.get(name, self.variables.get(name))
+        if name in ("@", "*"):
+            value, index = self.variables.get("@", []), "@"
+        if index in ("@", "*"):
+            items = value if isinstance(value, list) else [] if value is None and blank_unset else None
+            items = ([self._mark(name)] if value is None else [str(value)]) if items is None else items
+            return ([str(len(items))], False) if flag == "#" else (items, True)
+        if isinstance(value, list):
+            place = int(self._compute(index or "0"))
+            value = value[place] if -len(value) <= place < len(value) else ""
+        if name in ("BASH_SOURCE", "0") and value is None:
+            value = "script.sh"
+        if flag == "!":
+            value = self._value(str(value), blank_unset=blank_unset)
+        if flag == "#":
+            return [str(len(self._value(name, blank_unset=blank_unset) if value is None else value))], False
+        return [self._modify(name, value, rest, blank_unset=blank_unset)], False
+
+    def _modify(self, name: str, value: str | None, rest: str, *, blank_unset: bool) -> str:
+        """Return the value of `${name<rest>}`."""
+        default = re.match(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
+        if default is not None:
+            colon, kind, text = default.groups()
+            is_set = value is not None and not (colon and value == "")
+            if kind == "+":
+                return " ".join(self.expand(f'"{text}"')) if is_set else ""
+            if is_set:
+                return value or ""
+            if kind == "?":
+                return self._mark(name)
+            # quotes inside a default are taken off
+            replacement = " ".join(self.expand(text, splits=False))
+            if kind == "=" and name not in self.known:
+                self.variables[name] = replacement
+            return replacement
+        text = self._value(name, blank_unset=blank_unset) if value is None else value
+        if not rest or list_unknown(text):
+            return text
+        if change := re.match(r"(%%|%|##|#)(.*)", rest, re.DOTALL):
+            pattern = " ".join(self.expand(change.group(2), splits=False))
+            return _cut(text, pattern, from_end=change.group(1)[0] == "%", longest=len(change.group(1)) == 2)
+        if change := re.match(r"(//?)([^/]*)/?(.*)", rest, re.DOTALL):
+            old, new = (" ".join(self.expand(item, splits=False)) for item in change.groups()[1:])
+            return text.replace(old, new) if change.group(1) == "//" else text.replace(old, new, 1)
+        if change := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest):
+            start, length = int(change.group(1)), change.group(2)
+            return text[start:] if length is None else text[start : start + int(length)]
+        if rest in ("^^", ",,"):
+            return text.upper() if rest == "^^" else text.lower()
+        return self._mark(name)
+
+    def _value(self, name: str, *, blank_unset: bool = False) -> str:
+        value = self.known.get(name, self.variables.get(name))
+        if isinstance(value, list):
+            return value[0] if value else ""
+        if value is None:
+            special = {"0": "script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
+            return special[name] if name in special else "" if blank_unset and name.isdigit() else self._mark(name)
+        return value
+
+    def _mark(self, name: str) -> str:
+        return f"\0{name}@{self.line}\0"
+
+    def _substitute(self, text: str) -> str:
+        """Return the output of the few commands that can be known; a mark named after the line for others."""
+        inner = _Interpreter(self.known, dict(self.variables), line=self.line, depth=self.depth + 1)
+        if self.depth >= _MAX_DEPTH:
+            return self._mark(f"line_{self.line}")
+        inner.run(_Parser(_Reader(text).read_tokens()).parse_list(()))
+        words = [list(command.words) for command in inner.commands]
+        programs = [item[0] for item in words]
+        if len(words) == 1 and programs[0] in ("echo", "printf"):
+            return " ".join(word for word in words[0][1:] if word not in ("-n", "-e"))
+        if len(words) == 1 and programs[0] in ("basename", "dirname") and len(words[0]) > 1:
+            head, _, tail = words[0][1].rstrip("/").rpartition("/")
+            return (head or ".") if programs[0] == "dirname" else tail.removesuffix(words[0][2] if len(words[0]) > 2 else "")
+        if len(words) == 1 and programs[0] == "date":
+            formats = [word[1:] for word in words[0][1:] if word.startswith("+")]
+            return time.strftime(formats[0] if formats else "%Y-%m-%d")
+        if programs[-1:] == ["pwd"]:
+            return next((item[1] for item in words if item[0] == "cd" and len(item) > 1), self._value("PWD"))
+        return self._mark(f"line_{self.line}")
+
+    def _compute(self, text: str) -> str:
+        """Return the value of an arithmetic expression of whole numbers; a mark where a variable is unknown."""
+        text = " ".join(self.expand(text, splits=False))
+        text = _NAME.sub(lambda match: self._value(match.group()) or "0", text) if "\0" not in text else text
+        if unknown := list_unknown(text):
+            return f"\0{unknown[0][0]}@{unknown[0][1]}\0"
+        python = text.replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
+        try:
+            return str(int(_evaluate(ast.parse(python or "0", mode="eval").body)))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return self._mark(f"line_{self.line}")
+
+
+def _evaluate(node: ast.expr) -> int:
+    """Return the value of an expression of whole numbers.
+
+    Raises:
+        ValueError: it has another kind of part, or a number of absurd size.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd, ast.Not)):
+        value = _evaluate(node.operand)
+        return -value if isinstance(node.op, ast.USub) else int(not value) if isinstance(node.op, ast.Not) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        first, second = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.LShift) and second > 64:
+            raise ValueError("too large")
+        return _ARITHMETIC[type(node.op)](first, second)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        first, second = _evaluate(node.left), _evaluate(node.right)
+        if abs(second) > 64:
+            raise ValueError("too large")
+        return int(first**second)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:
+        return int(_ARITHMETIC[type(node.ops[0])](_evaluate(node.left), _evaluate(node.comparators[0])))
+    if isinstance(node, ast.BoolOp):
+        values = [bool(_evaluate(item)) for item in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.IfExp):
+        return _evaluate(node.body if _evaluate(node.test) else node.orelse)
+    raise ValueError("no whole number")
+
+
+def _cut(text: str, pattern: str, *, from_end: bool, longest: bool) -> str:
+    """Return a text without the prefix or suffix that a pattern matches."""
+    sizes = range(len(text), -1, -1) if longest else range(len(text) + 1)
+    for size in sizes:
+        part = text[len(text) - size :] if from_end else text[:size]
+        if fnmatch.fnmatchcase(part, pattern):
+            return text[: len(text) - size] if from_end else text[size:]
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------------ values
+
+
+def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the words of each `--name value ...` or `--name=value`, hyphens as underscores, and the words before the first.
+
+    The last one of several of a name wins, as argparse has it.
+    """
+    options: dict[str, list[str]] = {}
+    leading: list[str] = []
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            options[name] = [value] if equals else []
+        elif word.strip() and not name:
+            leading.append(word)
+        elif word.strip():
+            options[name].append(word)
+    return options, leading
