@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--allow-unknown", action="store_true", help="leave out options that no release table has")
     parser.add_argument(
-        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, as the table names it"
+        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, named as in the table"
     )
     parser.add_argument(
         "--rows", type=int, default=ASSUMED_ROWS, help="rows of the data, over which a length in epochs is compared"

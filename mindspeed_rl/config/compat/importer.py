@@ -21,8 +21,9 @@ from mindspeed_rl.config.run_files import apply_values
 
 #: keys of megatron_training that belong to the actor alone: a critic has its own
 _ACTOR_KEYS = ("load", "save", "finetune", "lr")
-#: rows over which a length in epochs is compared, where the data is not counted
-ASSUMED_ROWS = 8192
+#: rows over which a length in epochs is compared where their number is not known; most batch sizes divide it, so that what a
+#: project does with an incomplete last batch does not matter
+ASSUMED_ROWS = 430_080
 #: recomputation of whole layers, as gradient checkpointing elsewhere does
 RECOMPUTE_LAYERS = {
     "megatron_training.recompute_granularity": "full",

@@ -13,7 +13,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import BatchPlan
 
 _LossLevel = Literal["token", "sequence", "sequence_token"]
-#: step at which the learning rate is compared, besides the first and the last
+#: rollout at which the learning rate is compared, besides the first and the last
 _LR_STEP = 10
 
 
@@ -30,7 +30,8 @@ class SourcePlan:
         step_samples: completions (supervised: samples, pairs) of one optimizer step.
         steps_per_rollout: optimizer steps on one rollout, over all its epochs; 1 in supervised stages.
         total_steps: optimizer steps of the run.
-        lr_first, lr_10, lr_last: learning rate of the steps with index 0, 10 and total_steps - 1.
+        lr_first, lr_10, lr_last: learning rate of the first optimizer step of the first rollout, the one with index 10 and
+            the last one; in supervised stages each step is one.
         lr_warmup_steps: optimizer steps of the warm-up.
         loss: policy loss or supervised loss: a name of POLICY_LOSSES that has the formula ("grpo" for all clipped ones), or
             "cross_entropy", "sigmoid", "ranking" and the like.
@@ -109,7 +110,7 @@ PLAN_NUMBERS = tuple(field.name for field in dataclasses.fields(SourcePlan))
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of a run at its first step, the one with index 10 and its last one, and the steps of its warm-up."""
+    """Learning rates of a run at its first rollout, the one with index 10 and its last one, and the steps of its warm-up."""
 
     rates: tuple[float, float, float]
     warmup: int
@@ -155,10 +156,11 @@ class Schedule:
             left = 1 - share
         return self.floor + left * (self.peak - self.floor)
 
-    def over(self, total: int) -> Rates:
-        """Return the learning rates that a plan of so many steps has."""
-        last = max(0, total - 1)
-        return Rates((self.rate(0), self.rate(min(_LR_STEP, last)), self.rate(last)), self.warmup)
+    def over(self, total: int, steps_per_rollout: int = 1) -> Rates:
+        """Return the learning rates that a plan of so many steps has; see `SourcePlan`."""
+        first_of_last = max(0, total - 1) // steps_per_rollout * steps_per_rollout
+        tenth = min(_LR_STEP * steps_per_rollout, first_of_last)
+        return Rates((self.rate(0), self.rate(tenth), self.rate(first_of_last)), self.warmup)
 
 
 def read_schedule(actor: MegatronConfig, train_iters: int, steps_per_iteration: int) -> Schedule:
@@ -182,7 +184,7 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
         iters = math.ceil(actor.train_epochs * rows / plan.num_prompts)
     total = (iters or 0) * steps
     data = actor.data_path if isinstance(actor.data_path, list) else [actor.data_path]
-    rates = read_schedule(actor, iters or 0, steps).over(total)
+    rates = read_schedule(actor, iters or 0, steps).over(total, steps)
     # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
     losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "orm": "ranking"}
     shared = SourcePlan(
