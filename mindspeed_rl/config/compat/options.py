@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from mindspeed_rl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from mindspeed_rl.config.compat.importer import Import
     from mindspeed_rl.config.compat.shell_text import Command
@@ -119,6 +121,44 @@ class SourceCommand:
     def has(self, *names: str) -> bool:
         """Return True where the command has one of the options."""
         return any(name in self.options for name in names)
+
+    def number(self, name: str, default: float) -> float:
+        """Return an option that is a number; the default where it is null.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = self.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError([f"{name} is {value!r}, but must be a number"])
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """Return an option that counts something; the default where it is null.
+
+        Raises:
+            ConfigError: it is no whole number, or below 1.
+        """
+        value = self.number(name, default)
+        if value < 1 or value != int(value):
+            raise ConfigError([f"{name} is {value!r}, but must be a whole number, at least 1"])
+        return int(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return whether an option is on; the default where it is null."""
+        value = self.get(name)
+        return default if value is None else value not in ("false", "False", "no", "0") and bool(value)
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return an option as text; the default where it is null."""
+        value = self.get(name)
+        return default if value is None else str(value)
+
+    def list_texts(self, name: str) -> list[str]:
+        """Return the words of an option; none where it is null."""
+        value = self.get(name)
+        return [str(item) for item in (value if isinstance(value, list) else [] if value is None else [value])]
 
 
 @dataclass(frozen=True)
