@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bash envs/cpu/install.sh .venv
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PATH="$PWD/.venv/bin:$PATH"
 
 WORK=runs/quickstart
 rm -rf "$WORK"

@@ -4,7 +4,7 @@
 #   bash examples/supervised_stages.sh     results below runs/quickstart
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PATH="$PWD/.venv/bin:$PATH"
 
 WORK=runs/quickstart
 python examples/quickstart/make_stage_data.py "$WORK"

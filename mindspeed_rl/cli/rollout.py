@@ -131,7 +131,6 @@ def _serve(
     args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
 ) -> int:
     os.environ.update(build_quiet_environment(os.environ))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 

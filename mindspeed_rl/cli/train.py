@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.import_run import write_import
-from mindspeed_rl.cli.main import ending_at_once, keep_without_reader
+from mindspeed_rl.cli.main import keep_without_reader
 from mindspeed_rl.cli.options import print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
@@ -24,11 +24,6 @@ def main(argv: list[str]) -> int:
     The run goes on when the reader of its output ends.
     """
     keep_without_reader()
-    with ending_at_once():
-        return _train(argv)
-
-
-def _train(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train with a run file.")
     parser.add_argument("--config-name", default=None, help="run file, with or without .yaml")
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.sizes import BatchPlan
+from mindspeed_rl.config.threads import Threads, decide_threads
 
 if TYPE_CHECKING:
     from mindspeed_rl.models.plan import RoleModel
@@ -42,6 +44,7 @@ class Run:
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
+        threads: of each worker; None where the libraries choose.
         models: the model of each role ("actor", "ref", "critic", "reward"), from `trainers.model_plans.plan_models`; empty
             before.
     """
@@ -54,6 +57,7 @@ class Run:
     num_nodes: int
     folder: Path
     deadlines: Deadlines
+    threads: int | None = None
     models: Mapping[str, RoleModel] = field(default_factory=dict)
 
     @property
@@ -114,7 +118,16 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
         num_nodes=num_nodes,
         folder=(Path(cfg.run_dir) if cfg.run_dir else Path("runs", default)).resolve(),
         deadlines=resolve_deadlines(cfg),
+        threads=None if (threads := plan_threads(cfg, num_nodes)) is None else threads.count,
     )
+
+
+def plan_threads(cfg: RunConfig, num_nodes: int) -> Threads | None:
+    """Return the threads of each worker; None on devices that compute themselves, whose libraries choose."""
+    if cfg.platform != "cpu":
+        return None
+    num_workers = math.ceil(cfg.placement.num_devices / num_nodes)
+    return decide_threads(cfg.actor_config.threads_per_worker, max(1, num_workers), os.environ)
 
 
 def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:

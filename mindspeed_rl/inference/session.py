@@ -13,6 +13,7 @@ from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import EngineShape
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
+from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.inference.engine_interface import Engine
@@ -175,6 +176,7 @@ def open_session(options: SessionOptions) -> Session:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
     device = platform.select(options.platform)
+    device.use_threads(decide_threads(None, options.tensor_parallel_size * options.data_parallel_size, os.environ).count)
     for name, value in device.worker_env().items():
         # the user's environment wins
         os.environ.setdefault(name, value)

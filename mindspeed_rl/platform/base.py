@@ -237,6 +237,10 @@ class Platform(ABC):
         """Return the environment that a worker process needs before it imports torch."""
         return {}
 
+    def use_threads(self, count: int) -> None:
+        """Compute with so many threads in this process and those that it starts; where a device computes, torch has its own."""
+        del count
+
     def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> object | None:
         """Return the backend options of a process group, or None for the defaults."""
         return None

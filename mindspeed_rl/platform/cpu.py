@@ -60,8 +60,9 @@ class CpuPlatform(Platform):
             Path("/proc/self/clear_refs").write_text("5")
 
     def worker_env(self) -> dict[str, str]:
-        # One OpenMP thread a rank: two ranks with two threads each on two cores run 20 to 60 times slower, because
-        # idle OpenMP threads spin. TORCHDYNAMO_DISABLE: vLLM compiles a rank counter with inductor otherwise (15 s).
+        # One thread, until whoever starts a process that computes says more (`Run.threads`): two ranks with two threads each on
+        # two cores run 20 to 60 times slower, because idle OpenMP threads spin.
+        # TORCHDYNAMO_DISABLE: vLLM compiles a rank counter with inductor otherwise (15 s).
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", _CACHED_PRODUCTS),
@@ -73,6 +74,10 @@ class CpuPlatform(Platform):
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+    def use_threads(self, count: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+        torch.set_num_threads(count)
 
 
 def _read_peak_resident() -> int:

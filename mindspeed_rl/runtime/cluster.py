@@ -21,6 +21,7 @@ import ray
 from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import find_project_configs
+from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
@@ -38,13 +39,16 @@ _SPARE_CPUS = 16
 _DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
 
 
-def build_worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int = 1) -> dict[str, str]:
+def build_worker_environment(
+    cfg: RunConfig, platform_name: str, num_nodes: int = 1, *, threads: int | None = None
+) -> dict[str, str]:
     """Return the environment of worker processes: quiet libraries, then the runtime_env file, adapted to a worker's models.
 
     Args:
         cfg: the run file.
         platform_name: name of the device kind.
         num_nodes: of the run; names of network interfaces differ between nodes, so several nodes keep their own.
+        threads: of a process that computes; None: the platform's default, for processes that do not.
 
     Raises:
         ValueError: the file is missing, malformed, or contradicts the installed vLLM.
@@ -52,7 +56,7 @@ def build_worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int 
     platform = platform_class(platform_name)()
     quiet = build_quiet_environment(os.environ)
     if platform_name == "cpu":
-        variables = platform.worker_env()
+        variables = platform.worker_env() | ({} if threads is None else {THREADS_VARIABLE: str(threads)})
         return quiet | {
             name: value for name, value in variables.items() if num_nodes == 1 or name not in environment.INTERFACES
         }

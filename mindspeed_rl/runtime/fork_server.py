@@ -105,8 +105,8 @@ class ForkServer:
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(settings)],
-                # threads: read once, when torch is loaded; the same as in the workers
-                env={"OMP_NUM_THREADS": "1", **os.environ, "ROOM": "." * _RESERVED_BYTES},
+                # a server with a pool of threads could not be forked; the copies set the number of theirs
+                env={**os.environ, "OMP_NUM_THREADS": "1", "ROOM": "." * _RESERVED_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

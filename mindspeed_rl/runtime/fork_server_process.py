@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypedDict, cast
 
+import torch
+
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.importing import collecting_seldom, without
 
@@ -54,6 +56,8 @@ def serve(text: str) -> str | None:
     """
     settings = cast("_Settings", json.loads(text))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that started it
+    # in the copies too, as in workers that Ray starts itself: the driver ends them, after it has saved
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
     if os.getppid() != settings["parent"]:
         return None
     name = platform.resolve_name(settings["platform"])
@@ -137,6 +141,7 @@ def _become(request: _Request) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # the server read its own when it loaded torch
     tempfile.tempdir = None  # to be read again from TMPDIR
     random.seed()
     sys.argv = request["script"]

@@ -115,7 +115,9 @@ class RolloutServers:
         remote = ray.remote(ServerProcess).options(
             num_cpus=run.generate.infer_tensor_parallel_size,
             resources=self._resources or None,
-            runtime_env=build_runtime_env(build_worker_environment(run.config, run.platform, run.num_nodes)),
+            runtime_env=build_runtime_env(
+                build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads)
+            ),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         )
         remove_status_files(run.folder, [name])

@@ -22,6 +22,7 @@ import uvicorn
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.vllm_async import openai_app
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.rollout_service import RolloutService
@@ -61,6 +62,7 @@ def serve(
         platform_name: name of the device kind.
     """
     device = platform.select(platform_name)
+    device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
     # the user's shell has precedence: there is no run file
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)

@@ -8,7 +8,6 @@ import json
 import os
 import platform as machine
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -31,7 +30,7 @@ from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, re
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
-from mindspeed_rl.trainers.termination import Terminated, Termination
+from mindspeed_rl.trainers.termination import Termination
 
 #: names of environment variables that may hold a secret
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -61,7 +60,7 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
     """Yield a trainer with all its processes running.
 
     All errors in files and keys are found before Ray starts. When the block ends, however it ends, all processes are gone and
-    the run folder has a report of the outcome. SIGTERM is handled in the block; see `Termination`.
+    the run folder has a report of the outcome. Signals are handled in the block; see `Termination`.
 
     Args:
         advisor: adds its plan to console and report, for example `planner.prediction.predict(run)`.
@@ -69,8 +68,9 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
     Raises:
         ValueError: a key or file is wrong.
         WorkerError: a worker died or raised.
-        Terminated: SIGTERM came.
+        Terminated: SIGTERM, SIGHUP or Ctrl-C came.
     """
+    torch.set_num_threads(1)  # the cores are the workers'
     steps, roles = StartSteps(), {"actor_config": run.config.actor_config, "critic_config": run.config.critic_config}
     folders = {f"{name}.save": Path(role.save) for name, role in roles.items() if role is not None and role.save}
     folders["run_dir"] = run.folder
@@ -94,7 +94,7 @@ def _start(
     rl, actor = cfg.rl_config or RLConfig(), cfg.actor_config
     termination = Termination(actor.sigterm_grace_s)
     outcome = report_outcome(run, advisor)
-    with termination.handled(), outcome as report, _explain_sigterm(termination), contextlib.ExitStack() as stack:
+    with termination.handled(), outcome as report, termination.explain_failures(), contextlib.ExitStack() as stack:
         beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
         make_paths_absolute(cfg, run.models)
@@ -131,21 +131,6 @@ def _start(
         yield trainer
 
 
-@contextlib.contextmanager
-def _explain_sigterm(termination: Termination) -> Iterator[None]:
-    """Raise `Terminated` in place of failures of workers, or of Ray's own handler, that the same SIGTERM caused."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code != signal.SIGTERM:
-            raise
-        raise Terminated("SIGTERM: all workers were ended.") from error
-    except (RuntimeError, TimeoutError) as error:
-        if not termination.requested:
-            raise
-        raise Terminated(f"SIGTERM: the run ended before the iteration did: {error}") from error
-
-
 def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     """Return the plan of a run as rows of a table for the console; `mindspeed-rl explain` shows all of it.
 
@@ -156,7 +141,8 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     rows = {
         "stage": run.stage,
         "model": str(actor.pretrained_checkpoint or actor.load or actor.model or "fresh weights"),
-        "devices": f"{num_devices} x {run.platform} on {run.num_nodes} node(s), {_describe_layout(actor)}",
+        "devices": f"{num_devices} x {run.platform} on {run.num_nodes} node(s), {_describe_layout(actor)}"
+        + ("" if run.threads is None else f", {run.threads} thread(s) each"),
         "length": f"{plan.train_iters} iterations",
     }
     if cfg.is_supervised:

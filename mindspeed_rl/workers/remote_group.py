@@ -230,7 +230,7 @@ def start_group(
     )
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes),
+        build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),

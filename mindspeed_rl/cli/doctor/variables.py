@@ -127,7 +127,7 @@ VARIABLES = (
     _Variable("ASCEND_SLOG_PRINT_TO_STDOUT", "1: plogs on the screen too", "", "unreadable output"),
     _Variable("TRANSFORMERS_VERBOSITY", "error: no warnings"),
     _Variable("HYDRA_FULL_ERROR", "1: whole stack of configuration errors", "1"),
-    _Variable("OMP_NUM_THREADS", "threads of one process", "1"),
+    _Variable("OMP_NUM_THREADS", "threads of one process; on the CPU unset: cores / workers"),
     _Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),
 )
 

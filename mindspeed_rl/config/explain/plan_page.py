@@ -16,6 +16,7 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.schema import Range
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.placement import Layout
+from mindspeed_rl.config.resolve import plan_threads
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes, batch_table, round_number
@@ -179,6 +180,8 @@ def _cell(value: object) -> str:
 def _render_resources(resources: Report) -> str:
     nodes = f"{resources['num_nodes']} node(s) with {resources['devices_per_node']} each"
     lines = [f"Devices: {resources['num_devices']} on {nodes}"]
+    if "threads" in resources:
+        lines.append(f"Threads of each worker: {resources['threads']} ({resources['threads_reason']})")
     width = max(len(phase["phase"]) for phase in resources["phases"])
     devices = max(len(phase["devices"]) for phase in resources["phases"])
     lines += [f"  {phase['phase']:<{width}}  {phase['devices']:<{devices}}  {phase['holds']}" for phase in resources["phases"]]
@@ -270,6 +273,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
         layout = getattr(sizes, role)
         if layout is not None:
             roles[role] = _describe_role(layout, cfg.with_shape(f"{role}_config"))
+    threads = plan_threads(cfg, sizes.num_nodes)
     groups: dict[str, list[list[int]]] = {}
     if actor.num_npus % actor.replica_size == 0 and Range.DEVICES.contain(actor.num_npus):
         groups |= _list_parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
@@ -295,6 +299,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
         "roles": roles,
         "phases": _list_phases(cfg, sizes),
         **({"parallel_groups": groups} if groups else {}),
+        **({} if threads is None else {"threads": threads.count, "threads_reason": threads.reason}),
     }
 
 

@@ -353,6 +353,9 @@ class MegatronConfig(
         "权重与激活用 bfloat16，主权重用 fp32；false：全部 fp32", on_resume="fixed")
     npu_deterministic: bool = key(False, "reproducible kernels on the NPU", "NPU 上用可复现的算子", only_on="npu",
         on_resume="exact")
+    threads_per_worker: int | None = key(None, "threads of a worker; when unset OMP_NUM_THREADS, else the machine's cores divided by "
+        "the workers on it", "每个 worker 的线程数；不设时取 OMP_NUM_THREADS，否则为本机核数除以其上的 worker 数", only_on="cpu",
+        range=Range.PROCESSES, on_resume="exact")
     deterministic: bool = key(False, "reproducible kernels on CPU and CUDA", "CPU 与 CUDA 上用可复现的算子", only_on="cpu cuda",
         on_resume="exact")
     ai_framework: Literal["mindspore"] | None = key(None, "backend below the engine; only torch (null) is available",

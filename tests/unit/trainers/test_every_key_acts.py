@@ -118,9 +118,10 @@ ELSEWHERE: dict[str, str] = {
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
-    "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
+    "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens "
+    "missing_eos_penalty",
     "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization cudagraph_capture_sizes compilation_config "
-    "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
+    "trust_remote_code enable_prefix_caching enforce_eager max_model_len engine_kwargs",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "trainers/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
@@ -140,12 +141,14 @@ ELSEWHERE: dict[str, str] = {
     "max_tool_response_length tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path",
+    "config/resolve.py": "threads_per_worker",
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
-    "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
+    "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens stop structured_output "
+    "repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
