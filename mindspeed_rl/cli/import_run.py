@@ -14,13 +14,14 @@ from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, Import, ImportSett
 from mindspeed_rl.config.compat.legacy_importer import Import as LegacyImport
 from mindspeed_rl.config.compat.options import SourceProject
 from mindspeed_rl.config.compat.swift import from_swift
+from mindspeed_rl.config.compat.trl import PROJECT as TRL
 from mindspeed_rl.config.compat.verl import from_verl
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import write_file
 from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
-PROJECTS: dict[str, SourceProject] = {}
+PROJECTS: dict[str, SourceProject] = {"trl": TRL}
 _LEGACY: dict[str, Callable[[str, Collection[str], int | None], LegacyImport]] = {"swift": from_swift, "verl": from_verl}
 
 
@@ -72,11 +73,12 @@ def main(argv: list[str]) -> int:
 
 
 def _read_command(words: list[str]) -> str:
-    """Return the text of a command, of a script that it names, or of standard input."""
+    """Return the text of a command, of a script that it names, or of standard input; a file of options stays a name."""
     if words == ["-"]:
         return sys.stdin.read()
     if len(words) == 1 and len(words[0]) < 1024 and "\n" not in words[0] and Path(words[0]).is_file():
-        return Path(words[0]).read_text(encoding="utf-8")
+        path = Path(words[0])
+        return shlex.quote(words[0]) if path.suffix in (".yaml", ".yml", ".json") else path.read_text(encoding="utf-8")
     return words[0] if len(words) == 1 else shlex.join(words)
 
 

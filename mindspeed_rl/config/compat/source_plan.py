@@ -275,7 +275,8 @@ def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[obj
             tolerance = max(slack, 1e-6 * peak) if is_rate else 1.0 if name == "lr_warmup_steps" else 0.0
             equal = math.isclose(first, second, rel_tol=1e-6, abs_tol=tolerance)
         else:
-            equal = first == second
+            # a project without a limit of prompts: the importer notes the one that it sets
+            equal = first == second or (name == "prompt_length" and first is None)
         if not equal:
             differences[name] = (first, second)
     return differences
