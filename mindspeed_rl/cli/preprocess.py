@@ -105,7 +105,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--prompt-type-path", help="template file of your own")
     add("--enable-thinking", choices=PreprocessConfig.choices["enable_thinking"])
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
-    add("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
+    add("--drop-thinking", type=_true_or_false, help="leave out thoughts before the last question (default: the template's)")
     add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")
     add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     add("--pad-to-multiple-of", type=int)

@@ -24,7 +24,11 @@ For templates with thoughts:
     thought_words         opening and closing of a thought
     thought_empty         source text of an answer without a thought (default: an empty thought)
     thought_in_source     the opening belongs to the source
-    drop_thinking         leave thoughts out of all answers but the last (not in conversations with tools)
+    drop_thinking         leave thoughts out of answers before the last question (DeepSeek4Template: not with tools)
+    thought_earlier       with drop_thinking: text before an answer that is not the last, if its thought is left out or empty
+                          (default: thought_empty)
+    format_earlier        answers that are not the last (default: format_assistant)
+    strip_answers         "lines": line ends around a thought, "blanks": all blanks around thoughts and answers are left out
     thinking_off_suffix   added to the user's text when thinking is switched off
     reasoning_effort      effort -> text before everything else
 """
@@ -71,7 +75,8 @@ _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 _KNOWN_KEYS = frozenset(
     "name format_user format_assistant format_system format_function format_observation format_separator format_prefix "
     "format_tools default_system stop_words efficient_eos replace_eos force_system observation_join tools_before_system "
-    "template_class thought_words thought_empty thought_in_source drop_thinking thinking_off_suffix reasoning_effort".split()
+    "template_class thought_words thought_empty thought_in_source drop_thinking thought_earlier format_earlier strip_answers "
+    "thinking_off_suffix reasoning_effort".split()
 )
 _REASONING_CLASSES = ("ReasoningTemplate", "DeepSeek4Template")
 _TEMPLATE_CLASSES = (None, "Llama2Template", "LFDefaultTemplate", *_REASONING_CLASSES)
@@ -188,16 +193,21 @@ class Template:
         self.thought_empty: str = entry.get("thought_empty", opening + closing)
         self.thought_in_source = bool(entry.get("thought_in_source", False))
         self.drop_thinking = bool(entry.get("drop_thinking", False))
+        self._keeps_thoughts_with_tools = template_class == "DeepSeek4Template"
+        self._thought_earlier: str = entry.get("thought_earlier", self.thought_empty)
+        self._strip_answers: str | None = entry.get("strip_answers")
+        if self._strip_answers not in (None, "lines", "blanks"):
+            raise ValueError(f"{location}: strip_answers={self._strip_answers!r} is unknown; allowed: lines, blanks")
         self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
         self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
         # data from other models has the common marks, independent of this template
         marks = {(opening.strip(), closing.strip()), ("<think>", "</think>")}
         self._thoughts = [
-            re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\s*", re.DOTALL)
+            re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\n*", re.DOTALL)
             for first, last in marks
         ]
         self._ends_of_thoughts = [
-            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\s*", re.DOTALL) for first, last in marks
+            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\n*", re.DOTALL) for first, last in marks
         ]
 
         end = [] if self.efficient_eos else [["eos_token"]]
@@ -207,6 +217,7 @@ class Template:
 
         self.user = slots("format_user", ["{{content}}"])
         self.assistant = slots("format_assistant", ["{{content}}", *end])
+        self._earlier = slots("format_earlier", entry.get("format_assistant", {}).get("slots", ["{{content}}", *end]))
         self.system = slots("format_system", ["{{content}}"])
         if self.system_in_user and any(isinstance(part, Token) for part in self.system.parts):
             raise ValueError(
@@ -231,6 +242,8 @@ class Template:
         turns = []
         messages = conversation.messages
         last = len(messages) - 1
+        drops = self.drop_thinking and not (self._keeps_thoughts_with_tools and conversation.tools)
+        question = max((index for index, message in enumerate(messages) if self._is_question(message)), default=0)
         for index in range(0, len(messages), 2):
             lead = ""
             if index:
@@ -241,8 +254,8 @@ class Template:
             source += self._render_source(messages[index], lead, suffix, index // 2)
             target: list[TextOrToken] = []
             if index < last:
-                is_dropped = self.drop_thinking and index + 1 < last and not conversation.tools
-                opening, target = self._render_target(messages[index + 1], "false" if is_dropped else thinking)
+                as_thinking = "false" if drops and index < question else thinking
+                opening, target = self._render_target(messages[index + 1], as_thinking, is_last=index + 1 == last)
                 source.append(opening)
             elif self.can_think and thinking == "false":
                 source.append(self.thought_empty)
@@ -251,6 +264,12 @@ class Template:
                 source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
             turns.append(Turn(_merge_texts(source), _merge_texts(target), index == last or messages[index + 1].trains))
         return Rendering(tuple(turns), self.efficient_eos)
+
+    def _is_question(self, message: Message) -> bool:
+        """Return True for a message of the user; Qwen's templates do not count a tool's result that the user's turn has."""
+        text = message.content
+        is_result = self.tool_format == "qwen" and text.startswith("<tool_response>") and text.endswith("</tool_response>")
+        return message.role == "user" and not is_result
 
     def _render_start(self, conversation: Conversation, effort: str | None) -> tuple[list[TextOrToken], str]:
         """Return the parts before the first turn, and the system text that goes into it."""
@@ -286,13 +305,16 @@ class Template:
                 f"template {self.name!r} has one user message between two answers, but the row has {len(message.contents)} in a"
                 " row; join them in the data, or use prompt_type=hf if the model's own template can write them"
             )
+        if message.content.endswith(suffix):
+            suffix = ""
         return self.user.apply(content=lead + message.content + suffix, idx=str(index))
 
-    def _render_target(self, message: Message, thinking: Thinking) -> tuple[str, list[TextOrToken]]:
+    def _render_target(self, message: Message, thinking: Thinking, *, is_last: bool) -> tuple[str, list[TextOrToken]]:
         """Return the text that the answer adds to the source, and the target."""
-        opening, thought, content = self._split_thought(message, thinking)
+        opening, thought, content = self._split_thought(message, thinking, is_last=is_last)
         if message.role != "function":
-            return opening, [thought, *self.assistant.apply(content=content)]
+            answer = self.assistant if is_last else self._earlier
+            return opening, [thought, *answer.apply(content=content)]
         if self.tools is None:
             raise MalformedRowError(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
         if self.function.fields & {"name", "arguments"}:
@@ -309,7 +331,7 @@ class Template:
         separator = "\n" if content and not content.endswith("\n") and not calls.startswith("\n") else ""
         return opening, [thought, *self.function.apply(content=content + separator + calls)]
 
-    def _split_thought(self, message: Message, thinking: Thinking) -> tuple[str, str, str]:
+    def _split_thought(self, message: Message, thinking: Thinking, *, is_last: bool) -> tuple[str, str, str]:
         """Return (end of the source, thought as written in the target, answer without it)."""
         content = message.content
         if not self.can_think:
@@ -320,15 +342,21 @@ class Template:
             return "", "", content
         thought = message.reasoning
         # an answer that ends a thought without opening it: the prompt, which is no part of it, has opened it
-        for pattern in (*self._thoughts, *self._ends_of_thoughts):
+        for pattern in (*self._thoughts, *(() if thought else self._ends_of_thoughts)):
             match = pattern.match(content)
             if match:
                 thought = thought or match["thought"].strip("\n")
                 content = content[match.end() :]
                 break
+        empty = self.thought_empty if is_last or not self.drop_thinking else self._thought_earlier
         # as MindSpeed-LLM: an empty thought is read, and learned only with thinking
-        if thinking == "false" or (not thought and thinking != "true"):
-            return self.thought_empty, "", content
+        is_empty = thinking == "false" or (not thought and (thinking != "true" or not empty))
+        if self._strip_answers == "blanks":
+            thought, content = thought.strip(), content.strip()
+        elif self._strip_answers and not (is_empty and not empty):
+            thought, content = thought.strip("\n"), content.lstrip("\n")
+        if is_empty:
+            return empty, "", content
         opening, closing = self.thought_words
         if self.thought_in_source:
             return opening, thought + closing, content

@@ -202,6 +202,8 @@ class ChatTurns:
         following = full[len(gap.prefix) :]
         if last_token in gap.header:
             following = following[gap.header.index(last_token) + 1 :]
+        elif last_token in self._special and self._special.intersection(gap.header[:1]):
+            return None  # the template ends earlier answers with another token (gpt-oss)
         return following
 
     def _find_gap(self, roles: Sequence[str], num_before: int, has_thought: bool) -> _Gap | None:

@@ -8,7 +8,7 @@ from byte_tokenizer import Trained
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder, join_turns
-from mindspeed_rl.data.templates import _list_template_names, load_template
+from mindspeed_rl.data.templates import _list_template_names, join_text, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 T = Trained
@@ -56,7 +56,7 @@ RENDERED = {
     ],
     "qwen_math_r1": chatml("Please reason step by step, and put your final answer within \\boxed{}."),
     "qwen3": [
-        USER.format("Q1") + "<think>\n\n</think>\n\n",
+        USER.format("Q1"),
         T("A1<|im_end|>\n"),
         USER.format("Q2") + "<think>\n\n</think>\n\n",
         T("A2<|im_end|>\n"),
@@ -120,7 +120,7 @@ RENDERED = {
     "gpt_oss": [
         "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.<|end|>"
         "<|start|>user<|message|>Q1<|end|><|start|>assistant<|channel|>final<|message|>",
-        T("A1</s>"),
+        T("A1<|end|>"),
         "<|start|>user<|message|>Q2<|end|><|start|>assistant<|channel|>final<|message|>",
         T("A2</s>"),
     ],
@@ -202,10 +202,9 @@ def test_a_template_and_the_chat_template_of_its_family_give_the_same_tokens(
     name, chat_template, eos, system, with_chat_template
 ):
     tokenizer = with_chat_template(chat_template, eos_token=eos)
-    turns = TWO_TURNS[:2] if chat_template == "qwen3" else TWO_TURNS
-    input_ids, _ = encode(load_template(name), tokenizer, Conversation(turns, system))
+    input_ids, _ = encode(load_template(name), tokenizer, Conversation(TWO_TURNS, system))
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": message.role, "content": message.content} for message in turns]
+    messages += [{"role": message.role, "content": message.content} for message in TWO_TURNS]
     theirs = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     if load_template(name).efficient_eos:
         theirs = [*theirs, tokenizer.eos_token_id]
@@ -348,6 +347,40 @@ THOUGHT = Message("assistant", ("<think>\nhm\n</think>\n\nA1",))
 def test_qwen3_thinking(thinking, answer, read_end, trained, tokenizer, expected):
     got = encode(load_template("qwen3"), tokenizer, Conversation([user("Q1"), answer]), thinking)
     assert got == expected(USER.format("Q1") + read_end, T(trained))
+
+
+HM = Message("assistant", ("A1",), reasoning="hm")
+LOOK = Message("function", ("I look.",), (ToolCall("get_weather", {"city": "Rome"}),), reasoning="so")
+EARLIER = [
+    ("qwen3", {}, ["A1<|im_end|>\n", "<think>\nso\n</think>\n\nI look.", "<think>\nhm\n</think>\n\nA1<|im_end|>\n"]),
+    ("glm4_moe", {}, ["\nA1", "\n<think>so</think>\nI look.", "\n<think>hm</think>\nA1"]),
+    ("deepseek4", {"tools": ()}, ["A1</s>", None, "hm</think>A1</s>"]),
+    (
+        "gpt_oss",
+        {"tools": ()},
+        ["A1<|end|>", None, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>A1eos_token"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "targets"), EARLIER, ids=[name for name, *_ in EARLIER])
+def test_thoughts_before_the_last_question_are_left_out_and_those_after_it_train(name, options, targets):
+    tools = options.get("tools", (WEATHER,))
+    loop = [LOOK, Message("observation", ("21 C",))] if tools else []
+    turns = load_template(name).render(Conversation([user("Q1"), HM, user("Q2"), *loop, HM], tools=tools)).turns
+    written = [join_text(turn.target).replace("eos_token", "</s>") for turn in turns]
+    expected = [target.replace("eos_token", "</s>") for target in targets if target is not None]
+    assert len(written) == len(expected)
+    assert all(text.startswith(target) for text, target in zip(written, expected, strict=True)), written
+
+
+def test_kept_thoughts_are_written_as_for_the_last_answer():
+    template = load_template("qwen3")
+    template.drop_thinking = False
+    first, second = template.render(Conversation([user("Q1"), HM, *TWO_TURNS[2:]])).turns
+    assert join_text(first.target).startswith("<think>\nhm\n</think>\n\nA1")
+    first, second = template.render(Conversation(TWO_TURNS)).turns
+    assert join_text(first.source).endswith("<think>\n\n</think>\n\n") and join_text(first.target) == "A1<|im_end|>\n"
 
 
 def test_a_thought_is_refused_by_a_template_without_thoughts():
