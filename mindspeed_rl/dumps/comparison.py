@@ -253,8 +253,10 @@ def _join_parts(parts: Sequence[_Entry]) -> Tensor:
             tensors.append(file.get_tensor(part.name))
     if cut is None or cut.count == 1:
         return tensors[0]
-    chunks = [tensor.chunk(cut.blocks, cut.dim) for tensor in tensors]
-    return torch.cat([chunk[block] for block in range(cut.blocks) for chunk in chunks], cut.dim)
+    if not cut.blocks:
+        return torch.cat(tensors, cut.dim)
+    chunks = [tensor.split(list(cut.blocks), cut.dim) for tensor in tensors]
+    return torch.cat([chunk[block] for block in range(len(cut.blocks)) for chunk in chunks], cut.dim)
 
 
 def _describe_difference(a: Tensor, b: Tensor, allowed: float) -> str:

@@ -23,14 +23,14 @@ class Cut:
     Attributes:
         dim: dimension that is cut.
         shard, count: index of this part, and number of parts.
-        blocks: the full tensor is this many equal blocks along `dim`, each of which is cut.
+        blocks: rows of the part in each block of the full tensor along `dim`, where every block is cut; empty for one block.
         size: rows of the full tensor along `dim` where the last part is shorter (a padded vocabulary); 0 where it is not.
     """
 
     dim: int
     shard: int
     count: int
-    blocks: int = 1
+    blocks: tuple[int, ...] = ()
     size: int = 0
 
 

@@ -54,7 +54,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-def _sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange [s / cp, b, n, d] for [s, b, n / cp, d], ranks' slices in rank order."""
     cp_size = group.size()
     s, b, n, d = x.shape
@@ -63,8 +63,8 @@ def _sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllToAll.apply(slices, group).reshape(cp_size * s, b, n // cp_size, d)
 
 
-def _heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Undo `_sequence_to_heads`."""
+def heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Undo `sequence_to_heads`."""
     cp_size = group.size()
     s, b, n, d = x.shape
     slices = _AllToAll.apply(x.reshape(cp_size, s // cp_size, b, n, d), group)
@@ -239,7 +239,7 @@ class CoreAttention(nn.Module):
             layout = PackedLayout.build([s * group.size()], query.device, group.size())
             q, k, v = (layout.order_naturally(x).transpose(0, 1) for x in self._split_heads(query, key, value, group))
             out = causal(q, k, v, self.scale).transpose(0, 1)
-            out = _heads_to_sequence(layout.order_by_rank(out), group)
+            out = heads_to_sequence(layout.order_by_rank(out), group)
         return out.reshape(s, b, -1)
 
     def _packed(
@@ -252,7 +252,7 @@ class CoreAttention(nn.Module):
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (layout.order_naturally(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
         out = self._inside_sequences(q, k, v, layout, 0.0)
-        return _heads_to_sequence(layout.order_by_rank(out).unsqueeze(1), group).squeeze(1)
+        return heads_to_sequence(layout.order_by_rank(out).unsqueeze(1), group).squeeze(1)
 
     def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
         """Return the attention of full packed sequences in natural order."""
@@ -293,4 +293,4 @@ class CoreAttention(nn.Module):
             # the fewest copies that divide over the ranks: lcm(kv_heads, cp_size) heads in all
             repeat = cp_size // math.gcd(kv_heads, cp_size)
             key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
-        return _sequence_to_heads(query, group), _sequence_to_heads(key, group), _sequence_to_heads(value, group)
+        return sequence_to_heads(query, group), sequence_to_heads(key, group), sequence_to_heads(value, group)

@@ -19,6 +19,7 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
+from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.lora import adapt_spec, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
@@ -159,6 +160,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 transformer,
                 norm=norm,
                 core_attention=CoreAttention,
+                linear_attention=GatedDeltaNet,
                 layout=layout,
                 vp_stage=vp_stage,
                 pp_rank=pp_rank,

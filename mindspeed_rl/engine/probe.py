@@ -195,7 +195,8 @@ def _to_hf(weight: LocalWeight, gradient: Tensor) -> Iterator[tuple[str, Tensor,
         if split.padded:
             rows = split.padded // count
             part = part.narrow(split.dim, 0, min(max(split.size - shard * rows, 0), rows))
-        cut = None if count == 1 else Cut(split.dim, shard, count, split.blocks, split.size if split.padded else 0)
+        blocks = tuple(split.part_rows(count * part.size(split.dim), count)) if split.sections or split.blocks > 1 else ()
+        cut = None if count == 1 else Cut(split.dim, shard, count, blocks, split.size if split.padded else 0)
         yield name, part, cut
 
 

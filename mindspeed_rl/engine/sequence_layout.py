@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,6 +15,10 @@ from mindspeed_rl.adaptors import packed_rope
 
 #: a group of sequences is padded to its maximum length when padding is at most this fraction of it
 _MAX_PADDING = 0.25
+#: tokens of a chunk of linear attention
+_CHUNK = 64
+#: chunks of short sequences are no longer than they need
+_SMALLEST_CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,142 @@ class SharedPrefixes:
         return x.index_select(0, self._on_device)
 
 
+@dataclass(frozen=True)
+class _Phase:
+    """Sequences, or parts of them, whose states are computed together.
+
+    Attributes:
+        tokens, cells: [n] int64 each; index of a token among all, and its cell in [chunks * size].
+        counts: sequences that have a chunk with this index; chunks are in this order.
+        parents: [sequences] int64, the sequence of the phase before whose last state each starts from; None for 0.
+    """
+
+    tokens: Tensor
+    cells: Tensor
+    counts: tuple[int, ...]
+    parents: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Arrangement of the tokens of a micro-batch for convolution and delta rule.
+
+    Attributes:
+        size: tokens of a chunk.
+        phases: one, or two with prefix sharing: shared prefixes and sequences without one, then what follows a prefix.
+        restore: [tokens] int64, each token's cell in the concatenated phases.
+        window: [extended] int64, the tokens with those before each sequence that its convolution sees; the number of
+            tokens marks a zero.
+        ends: [tokens] int64, the output of the convolution over `window` that each token has.
+    """
+
+    size: int
+    phases: tuple[_Phase, ...]
+    restore: Tensor
+    window: Tensor
+    ends: Tensor
+
+    @classmethod
+    def build(
+        cls, lengths: Sequence[int], kernel: int, device: torch.device, shared: SharedPrefixes | None = None
+    ) -> ChunkPlan:
+        """Arrange sequences of these lengths, one after the other.
+
+        Args:
+            kernel: tokens that the convolution sees, the last one included.
+            shared: of sequences of which some have the same prefix; tokens are those that are computed.
+        """
+        parts, parents = list(zip(_starts(lengths), lengths)), [-1] * len(lengths)
+        if shared is not None:
+            parts, parents = _split_at_prefixes(lengths, shared)
+        longest = max(length for _, length in parts)
+        size = min(_CHUNK, max(_SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+        num_tokens = sum(length for _, length in parts)
+        restore = torch.empty(num_tokens, dtype=torch.int64)
+        phases, slot_of, offset = [], {}, 0
+        for depth in range(1 + any(parent >= 0 for parent in parents)):
+            chosen = [index for index, parent in enumerate(parents) if (parent >= 0) == bool(depth) and parts[index][1]]
+            chosen.sort(key=lambda index: -parts[index][1])
+            slot_of |= {index: slot for slot, index in enumerate(chosen)}
+            chunks = torch.tensor([-(-parts[index][1] // size) for index in chosen])
+            counts = [int((chunks > step).sum()) for step in range(int(chunks.max()))]
+            # the chunk of a sequence at a step comes after those of the steps before and of the longer sequences
+            before = torch.tensor([0, *counts]).cumsum(0)
+            tokens = torch.cat([torch.arange(start, start + length) for start, length in (parts[index] for index in chosen)])
+            place = torch.cat([torch.arange(parts[index][1]) for index in chosen])
+            slot = torch.arange(len(chosen)).repeat_interleave(torch.tensor([parts[index][1] for index in chosen]))
+            cells = (before[place // size] + slot) * size + place % size
+            restore[tokens] = offset + cells
+            offset += sum(counts) * size
+            starts = torch.tensor([slot_of[parents[index]] for index in chosen]) if depth else None
+            phases.append((tokens, cells, tuple(counts), starts))
+        window, ends = _plan_windows(parts, parents, kernel, num_tokens)
+        host = [restore, window, ends]
+        host += [one for tokens, cells, _, starts in phases for one in (tokens, cells, starts) if one is not None]
+        restore, window, ends, *moved = platform.current().to_device(host, device)
+        iterator = iter(moved)
+        return cls(
+            size,
+            tuple(
+                _Phase(next(iterator), next(iterator), counts, None if starts is None else next(iterator))
+                for _, _, counts, starts in phases
+            ),
+            restore,
+            window,
+            ends,
+        )
+
+
+def _split_at_prefixes(lengths: Sequence[int], shared: SharedPrefixes) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return (start, length) of each part among the computed tokens, and the index of the part that it follows or -1."""
+    parts: list[tuple[int, int]] = []
+    parents: list[int] = []
+    prefixes: dict[int, int] = {}
+    start, first = 0, 0
+    counts = [full - own for full, own in zip(lengths, shared.lengths)]
+    # the prefix of a sequence is that of the sequence whose tokens represent its own
+    owners = [int(shared.representatives[at]) if count else -1 for at, count in zip(_starts(lengths), counts)]
+    shared_lengths = {owner: count for owner, count in zip(owners, counts) if count}
+    for own, owner in zip(shared.lengths, owners):
+        if owner >= 0:
+            parts.append((start, own))
+            parents.append(prefixes[owner])
+        else:
+            prefix = shared_lengths.get(start, 0)
+            first = len(parts)
+            parts.append((start, prefix or own))
+            parents.append(-1)
+            if prefix:
+                prefixes[start] = first
+                parts.append((start + prefix, own - prefix))
+                parents.append(first)
+        start += own
+    return parts, parents
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()][: len(lengths)]
+
+
+def _plan_windows(
+    parts: Sequence[tuple[int, int]], parents: Sequence[int], kernel: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return `ChunkPlan.window` and `ChunkPlan.ends` of parts that are in the order of their tokens."""
+    history = kernel - 1
+    positions = torch.arange(history) - history
+    windows = []
+    for (start, length), parent in zip(parts, parents):
+        before = torch.full((history,), num_tokens)
+        if parent >= 0:
+            first, count = parts[parent]
+            before = torch.where(positions + count >= 0, first + count + positions, before)
+        windows += [before, torch.arange(start, start + length)]
+    own = [length for _, length in parts]
+    # an output is that of the window that begins at the same index, and history tokens of each part have none
+    firsts = torch.tensor(_starts([length + history for length in own]))
+    return torch.cat(windows), expand_ranges(firsts, own)
+
+
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """Return [tokens / cp_size] int64 positions, in natural packed order, of the tokens of a context-parallel rank.
 
@@ -189,6 +329,7 @@ class PackedLayout(PackedSeqParams):
     to_natural: Tensor | None = None
     to_rank_major: Tensor | None = None
     shared: SharedPrefixes | None = None
+    _chunk_plans: dict[int, ChunkPlan] = field(default_factory=dict)
 
     @cached_property
     def view(self) -> _DenseView:
@@ -236,6 +377,12 @@ class PackedLayout(PackedSeqParams):
             both = [rank_major, torch.argsort(rank_major)]
             layout.to_rank_major, layout.to_natural = platform.current().to_device(both, device)
         return layout
+
+    def plan_chunks(self, kernel: int) -> ChunkPlan:
+        """Return the arrangement of the full sequences for linear attention, built once for all layers with this kernel."""
+        if kernel not in self._chunk_plans:
+            self._chunk_plans[kernel] = ChunkPlan.build(self.lengths, kernel, self.device, self.shared)
+        return self._chunk_plans[kernel]
 
     def order_naturally(self, x: Tensor) -> Tensor:
         """Return [tokens, ...] in natural order from rank-major order; only with context parallelism."""

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl.models.layers import NoopLayer, WindowedAttention
+from mindspeed_rl.models.layers import GatedDeltaNetSubmodules, NoopLayer, WindowedAttention
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 from mindspeed_rl.models.names import get_fused_norm_prefixes
@@ -81,11 +81,14 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         "qk_layernorm": model_config.qk_layernorm,
         "rotary_interleaved": model_config.rotary_interleaved,
         "softmax_scale": model_config.query_scale,
+        "attention_output_gate": model_config.attention_output_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     if model_config.num_moe_experts:
         settings |= _moe_settings(model_config, layout)
+    if model_config.linear_attention is not None:
+        settings["hetereogenous_dist_checkpoint"] = True  # layers of two kinds: each has its own key
     if model_config.multi_latent_attention:
         settings |= _mla_settings(model_config)
     if layout is not None:
@@ -216,6 +219,7 @@ def layer_spec(
     *,
     norm: type[nn.Module],
     core_attention: type[nn.Module],
+    linear_attention: type[nn.Module] | None = None,
     layout: Layout | None = None,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
@@ -226,22 +230,25 @@ def layer_spec(
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
+        linear_attention: the gated delta net of hybrid models.
         layout: the layout the config was made with; needed when it has no-op layers.
         vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
-    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
+    linear = model_config.linear_attention
     specs = []
     for layer in slots[first : first + count]:
         if layer is None:
             specs.append(ModuleSpec(module=NoopLayer))
             continue
         windowed = layer in model_config.sliding_window_layers
-        kind = (layer in model_config.moe_layers, windowed)
+        kind = (layer in model_config.moe_layers, windowed, linear is not None and layer in linear.layers)
         if kind not in kinds:
-            kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind)
+            linear_class = linear_attention if kind[2] else None
+            kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind[:2], linear_class)
         specs.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(nn.Module, norm))
@@ -282,6 +289,7 @@ def _one_layer(
     core_attention: type[nn.Module],
     moe: bool,
     windowed: bool,
+    linear_attention: type[nn.Module] | None,
 ) -> ModuleSpec:
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
@@ -311,7 +319,13 @@ def _one_layer(
                 "softcap": model_config.attn_logit_softcapping,
             },
         )
-    layer.sharded_state_dict_keys_map = get_fused_norm_prefixes(model_config, moe)
+    if linear_attention is not None:
+        layer.self_attention = ModuleSpec(
+            module=linear_attention,
+            params={"shape": model_config.linear_attention},
+            submodules=GatedDeltaNetSubmodules(attention.linear_qkv, attention.linear_proj),
+        )
+    layer.sharded_state_dict_keys_map = get_fused_norm_prefixes(model_config, moe, linear_attention is not None)
     if model_config.post_norm:
         spec.module = _SandwichNormLayer
         spec.params = {"post_norm": norm}

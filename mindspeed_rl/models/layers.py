@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -53,6 +55,14 @@ class NoopLayer(MegatronModule, BaseTransformerLayer):
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         return {}
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Classes of the two projections of a gated delta net."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
 
 
 class WindowedAttention(nn.Module):

@@ -34,6 +34,38 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta nets of a hybrid model; the names are Megatron's, after `linear_`.
+
+    ``layers`` has the global indices of the decoder layers that have one in place of attention.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of linear_num_key_heads {self.num_key_heads}"
+            )
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Rows of a key head that are convolved: query, key, and the values of its value heads."""
+        return self.key_head_dim, self.key_head_dim, self.num_value_heads // self.num_key_heads * self.value_head_dim
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Rows of a key head in the projection: those of `convolved`, output gate, beta and decay of its value heads."""
+        ratio = self.num_value_heads // self.num_key_heads
+        return *self.convolved, ratio * self.value_head_dim, ratio, ratio
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of one model; the names are Megatron's, so they can be compared with a training script.
 
@@ -75,6 +107,9 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     embedding_scale: float | None = None
 
+    attention_output_gate: bool = False
+    linear_attention: LinearAttention | None = None
+
     num_moe_experts: int | None = None
     moe_layers: tuple[int, ...] = ()
     moe_ffn_hidden_size: int | None = None
@@ -112,7 +147,7 @@ class ModelConfig:
     @property
     def is_homogeneous(self) -> bool:
         """True where all decoder layers have the same parameters."""
-        return len(self.moe_layers) in (0, self.num_layers)
+        return self.linear_attention is None and len(self.moe_layers) in (0, self.num_layers)
 
     def pad_vocab(self, make_vocab_size_divisible_by: int = 1, tp_size: int = 1) -> ModelConfig:
         """Return the same model with its vocabulary padded to a multiple of ``make_vocab_size_divisible_by`` x ``tp_size``.

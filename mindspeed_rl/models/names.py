@@ -12,10 +12,13 @@ from mindspeed_rl.models.weights import REPLICATED, Concat, WeightOp
 _LAYER = re.compile(r"^((?:decoder\.layers|mtp\.layers)\.\d+\.(?:transformer_layer\.)?)(.+)$")
 
 
-def get_fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, str]:
+def get_fused_norm_prefixes(model_config: ModelConfig, moe: bool, linear: bool) -> dict[str, str]:
     """Return the norms that TransformerEngine fuses into the linear layer after them: prefix inside a layer -> TE's prefix.
 
     ``torch_dist`` checkpoints use TE's names, whatever implementation wrote them.
+
+    Args:
+        moe, linear: the layer has experts; it has a gated delta net.
     """
     prefixes: dict[str, str] = {}
     if model_config.multi_latent_attention:
@@ -23,10 +26,20 @@ def get_fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, s
         if model_config.q_lora_rank is not None:
             prefixes["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
     else:
-        prefixes["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        prefixes["input_layernorm."] = f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"
     if not moe:
         prefixes["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return prefixes
+
+
+def _list_fused_norms(model_config: ModelConfig, op: WeightOp) -> dict[str, str]:
+    """Return `get_fused_norm_prefixes` of the layer of a weight; a prediction layer is like the last kind of layers."""
+    if op.section == "mtp":
+        return get_fused_norm_prefixes(model_config, moe=model_config.num_moe_experts is not None, linear=False)
+    linear = model_config.linear_attention
+    return get_fused_norm_prefixes(
+        model_config, moe=op.layer in model_config.moe_layers, linear=linear is not None and op.layer in linear.layers
+    )
 
 
 def get_transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: str) -> str:
@@ -34,10 +47,8 @@ def get_transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: s
     match = _LAYER.match(name)
     if match is None:
         return name
-    # the only prediction layers there are, DeepSeek's, have experts
-    moe = op.section == "mtp" or op.layer in model_config.moe_layers
     prefix, inner = match.groups()
-    for local, fused in get_fused_norm_prefixes(model_config, moe).items():
+    for local, fused in _list_fused_norms(model_config, op).items():
         if inner.startswith(local):
             return prefix + fused + inner.removeprefix(local)
     # its grouped experts have an indexed weight each instead of a module
@@ -151,7 +162,7 @@ def get_distributed_name(model_config: ModelConfig, op: WeightOp) -> tuple[str, 
         match = re.match(r"^decoder\.layers\.(\d+)\.(.+)$", name)
         assert match is not None and op.layer is not None
         inner = match[2]
-        for local, fused in get_fused_norm_prefixes(model_config, op.layer in model_config.moe_layers).items():
+        for local, fused in _list_fused_norms(model_config, op).items():
             if inner.startswith(local):
                 inner = fused + inner.removeprefix(local)
         if model_config.is_homogeneous:

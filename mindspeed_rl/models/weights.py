@@ -138,6 +138,57 @@ class FuseQkv(_Packing):
 
 
 @dataclass(frozen=True)
+class Interleave(_Packing):
+    """HF tensors interleaved by group (a key head with its value heads, a query group), so that a shard is a range of groups.
+
+    Args:
+        sections: for each HF tensor the rows of a group in each of its sections; the tensor has all groups of the first
+            section, then all of the second, and so on.
+        order: the group's rows in Megatron, range by range: (HF tensor, its section, first row, number of rows). Empty for all
+            in the order of the tensors.
+    """
+
+    sections: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def _ranges(self) -> tuple[tuple[int, int, int, int], ...]:
+        in_order = [(i, j, 0, rows) for i, sections in enumerate(self.sections) for j, rows in enumerate(sections)]
+        return self.order or tuple(in_order)
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return views [groups, rows, ...] of the tensors, in Megatron's order."""
+        groups = tensors[0].shape[0] // sum(self.sections[0])
+        parts = [
+            [part.unflatten(0, (groups, rows)) for part, rows in zip(tensor.split([groups * r for r in sections]), sections)]
+            for tensor, sections in zip(tensors, self.sections)
+        ]
+        return [parts[tensor][section].narrow(1, first, rows) for tensor, section, first, rows in self._ranges]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return concatenate(self._pieces(tensors), dim=1).flatten(0, 1)
+
+    def pack_chunks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [chunk for group in zip(*self._pieces(tensors)) for chunk in group]
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        return [concatenate(chunks) for chunks in self.unpack_chunks(packed)]
+
+    def unpack_chunks(self, packed: Tensor) -> list[list[Tensor]]:
+        ranges = self._ranges
+        chunks = packed.split([rows for *_, rows in ranges] * (packed.shape[0] // sum(rows for *_, rows in ranges)))
+        result: list[list[Tensor]] = []
+        for tensor, sections in enumerate(self.sections):
+            mine: list[Tensor] = []
+            for section in range(len(sections)):
+                # in the order of the tensor's rows
+                where = sorted((first, at) for at, (i, j, first, _) in enumerate(ranges) if (i, j) == (tensor, section))
+                mine += [chunks[at] for start in range(0, len(chunks), len(ranges)) for at in (start + i for _, i in where)]
+            result.append(mine)
+        return result
+
+
+@dataclass(frozen=True)
 class _GroupedPacking(_Packing):
     """The weights of several experts in one tensor, of which those of each expert are views with strides."""
 
@@ -194,6 +245,7 @@ class Split:
         dim: dimension that is divided; None replicates the tensor.
         blocks: the tensor is this many equal blocks along ``dim``, and every block is divided (a fused gate_up has 2).
         unit: rows that stay together (a head, a query group).
+        sections: rows of the blocks where they are not equal; every one is divided (query, key and value in one tensor).
         size, padded: rows without and with padding; the padding repeats the last row, as Megatron's converter does.
             0 means no padding.
     """
@@ -203,6 +255,11 @@ class Split:
     unit: int = 1
     size: int = 0
     padded: int = 0
+    sections: tuple[int, ...] = ()
+
+    def part_rows(self, rows: int, num_shards: int) -> list[int]:
+        """Return the rows of a shard in each block of a tensor with so many rows along ``dim``."""
+        return [size // num_shards for size in self.sections or [rows // self.blocks] * self.blocks]
 
     def read(self, source: TensorSource, name: str, num_shards: int, index: int) -> Tensor:
         """Read shard ``index`` of ``num_shards``, and no more than that from the source.
@@ -216,9 +273,11 @@ class Split:
         self.check(name, shape, num_shards)
         rows = shape[self.dim]
         if not self.padded:
-            block, size = rows // self.blocks, rows // self.blocks // num_shards
-            starts = [number * block + index * size for number in range(self.blocks)]
-            return concatenate([source.read(name, self.dim, start, start + size) for start in starts], self.dim)
+            parts, first = [], 0
+            for size in self.part_rows(rows, num_shards):
+                parts.append(source.read(name, self.dim, first + index * size, first + (index + 1) * size))
+                first += size * num_shards
+            return concatenate(parts, self.dim)
         # `check` has compared the padded rows, not those that are stored
         if rows != self.size:
             raise ValueError(f"{name} has {rows} rows; config.json has vocab_size {self.size}")
@@ -245,12 +304,13 @@ class Split:
         """Return the full tensor from all its shards, padding removed."""
         if self.dim is None:
             return shards[0]
-        if self.blocks == 1:
+        if self.blocks == 1 and not self.sections:
             full = concatenate(shards, self.dim)
         else:
             # a shard has its slice of every block: the slices of the first block come before those of the second
-            slices = [shard.chunk(self.blocks, dim=self.dim) for shard in shards]
-            full = concatenate([of_shard[block] for block in range(self.blocks) for of_shard in slices], self.dim)
+            sizes = self.part_rows(len(shards) * shards[0].shape[self.dim], len(shards))
+            slices = [shard.split(sizes, dim=self.dim) for shard in shards]
+            full = concatenate([of_shard[block] for block in range(len(sizes)) for of_shard in slices], self.dim)
         return full.narrow(self.dim, 0, self.size) if self.padded else full
 
     def join_chunks(self, shards: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -258,7 +318,7 @@ class Split:
         if self.dim is None:
             return list(shards[0])
         # only rows of consecutive shards are consecutive bytes
-        if self.dim != 0 or self.blocks != 1:
+        if self.dim != 0 or self.blocks != 1 or self.sections:
             return [self.join([concatenate(chunks) for chunks in shards])]
         chunks = [chunk for shard in shards for chunk in shard]
         if not self.padded:

@@ -130,14 +130,14 @@ def shard_slices(split: Split, shape: tuple[int, ...], num_shards: int, shard: i
     if split.dim is None:
         return [(full_slice(shape), 0)]
     rows = split.padded or shape[split.dim]
-    block, part = rows // split.blocks, rows // split.blocks // num_shards
-    slices = []
-    for index in range(split.blocks):
-        start = index * block + shard * part
+    slices, first = [], 0
+    for part in split.part_rows(rows, num_shards):
+        start = first * num_shards + shard * part
         stop = min(start + part, shape[split.dim])
         if start < stop:
             tensor_slice = full_slice(shape)
-            slices.append(((*tensor_slice[: split.dim], (start, stop), *tensor_slice[split.dim + 1 :]), index * part))
+            slices.append(((*tensor_slice[: split.dim], (start, stop), *tensor_slice[split.dim + 1 :]), first))
+        first += part
     return slices
 
 
@@ -249,11 +249,11 @@ def _engine_slices(name: str, shape: tuple[int, ...], split: Split, tp: int, ran
         first = rank * heads // tp * split.unit
         ranges = [(first, first + split.unit)]
     else:
-        block = num_rows // split.blocks
-        if block % tp:
-            raise ValueError(f"{name}: {block} rows cannot be divided over {tp} tensor parallel ranks")
-        ranges = [
-            (index * block + rank * block // tp, index * block + (rank + 1) * block // tp) for index in range(split.blocks)
-        ]
+        ranges, first = [], 0
+        for block in split.part_rows(num_rows, 1):
+            if block % tp:
+                raise ValueError(f"{name}: {block} rows cannot be divided over {tp} tensor parallel ranks")
+            ranges.append((first + rank * block // tp, first + (rank + 1) * block // tp))
+            first += block
     tensor_slice = full_slice(shape)
     return [(*tensor_slice[: split.dim], rows, *tensor_slice[split.dim + 1 :]) for rows in ranges if rows[0] < rows[1]]

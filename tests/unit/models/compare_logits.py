@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.engine.attention import CoreAttention
+from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.layout import Layout
@@ -49,8 +50,10 @@ OTHERS: dict[str, dict] = {
     "deepseek3": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "qwen2-tied": {"pp": 2, "noop_layers": (0, 3, 4, 5)},
     "qwen3": {"pp": 2, "num_layer_list": (1, 3)},
+    "qwen3-next": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "qwen3.5": {"pp": 2, "num_layer_list": (1, 3)},
 }
-DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe")
+DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5")
 REWARD = ("llama", "qwen3")
 
 
@@ -90,7 +93,7 @@ def build(model_config: ModelConfig, layout: Layout, sequence_parallel: bool) ->
         pipeline_dtype=torch.float32,
         sequence_parallel=sequence_parallel,
     )
-    spec = layer_spec(model_config, config, norm=RMSNorm, core_attention=CoreAttention, layout=layout)
+    spec = layer_spec(model_config, config, norm=RMSNorm, core_attention=CoreAttention, linear_attention=GatedDeltaNet, layout=layout)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = build_gpt_model(model_config, config, spec, pre_process=first, post_process=last, parallel_output=False)
     return model.eval()

@@ -63,6 +63,23 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 
+#: sizes of heads differ, so that they cannot be mixed up by chance
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+HYBRID_MOE: dict[str, Any] = {
+    **HYBRID,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _config("Llama"),
     "llama31-tied": lambda: _config("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=16),
@@ -85,6 +102,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: _config(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, norm_topk_prob=True
     ),
+    "qwen3-next": lambda: _config("Qwen3Next", **HYBRID_MOE),
+    "qwen3.5": lambda: _config("Qwen3_5Text", **HYBRID, full_attention_interval=2),
+    "qwen3.5-moe": lambda: _config("Qwen3_5MoeText", **HYBRID_MOE),
     "deepseek2-lite": lambda: _config("DeepseekV2", **DEEPSEEK, q_lora_rank=None, rope_parameters=DEEPSEEK_YARN),
     "deepseek3": lambda: _config("DeepseekV3", **DEEPSEEK, q_lora_rank=32, n_group=2, topk_group=1, norm_topk_prob=True),
     "gemma2": lambda: _config(
