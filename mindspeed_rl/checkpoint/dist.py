@@ -50,6 +50,8 @@ _METADATA_CLASSES = {
     "TensorStorageMetadata",
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
+#: first letters of the names of linear layers
+_LINEAR = ("linear_", "in_proj", "out_proj")
     "TensorProperties",
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
@@ -423,7 +425,7 @@ class DistPlan:
         for file in self.files:
             for op, _, _ in file.items:
                 module, found, _ = op.mcore.rpartition(".weight")
-                if not found or op.section not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
+                if not found or op.section not in ("layer", "mtp") or not module.rpartition(".")[2].startswith(_LINEAR):
                     continue
                 name, index, sizes = get_distributed_name(self.model_config, op)
                 # Megatron's ShardedObject.unique_key, in which no leading axis is place 0 of 1
