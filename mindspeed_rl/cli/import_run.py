@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
@@ -23,6 +24,9 @@ from mindspeed_rl.rewards import REWARDS
 #: projects whose commands can be imported, by their names on the command line
 PROJECTS: dict[str, SourceProject] = {"trl": TRL}
 _LEGACY: dict[str, Callable[[str, Collection[str], int | None], LegacyImport]] = {"swift": from_swift, "verl": from_verl}
+
+#: longer texts are commands, not names of files
+_MAX_PATH = 1024
 
 
 def main(argv: list[str]) -> int:
@@ -64,6 +68,7 @@ def main(argv: list[str]) -> int:
             settings=ImportSettings(
                 devices=arguments.devices, variables=variables, allow_unknown=arguments.allow_unknown,
                 accepted=frozenset(arguments.accept), rows=arguments.rows,
+                folder=Path(words[0]).parent if len(words) == 1 and len(words[0]) < _MAX_PATH else None,
             ),
         )  # fmt: skip
     except (ConfigError, OSError) as error:
@@ -76,7 +81,7 @@ def _read_command(words: list[str]) -> str:
     """Return the text of a command, of a script that it names, or of standard input; a file of options stays a name."""
     if words == ["-"]:
         return sys.stdin.read()
-    if len(words) == 1 and len(words[0]) < 1024 and "\n" not in words[0] and Path(words[0]).is_file():
+    if len(words) == 1 and len(words[0]) < _MAX_PATH and "\n" not in words[0] and Path(words[0]).is_file():
         path = Path(words[0])
         return shlex.quote(words[0]) if path.suffix in (".yaml", ".yml", ".json") else path.read_text(encoding="utf-8")
     return words[0] if len(words) == 1 else shlex.join(words)
@@ -97,9 +102,7 @@ def write_import(
     imported: Import | LegacyImport
     if project in PROJECTS:
         here: Mapping[str, str] = {name: value for name in ("HOME", "PWD") if (value := os.environ.get(name))}
-        complete = ImportSettings(
-            settings.devices, {**here, **settings.variables}, REWARDS, settings.allow_unknown, settings.accepted, settings.rows
-        )
+        complete = replace(settings, variables={**here, **settings.variables}, rewards=REWARDS)
         imported = import_command(PROJECTS[project], command, complete)
         following = imported.next_command
     else:

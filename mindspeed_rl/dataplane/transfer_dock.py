@@ -31,7 +31,7 @@ class Request:
     Attributes:
         consumer: its name.
         columns: must be ready in every row served.
-        count: rows requested, in complete groups of n_samples_per_prompt; needed without indexes.
+        count: rows requested, in complete groups of n_samples_per_prompt where it is a multiple; needed without indexes.
         indexes: exactly these rows, in this order, whether consumed before or not.
     """
 
@@ -41,12 +41,13 @@ class Request:
     indexes: tuple[int, ...] | None = None
 
     def select_rows(self, available: Sequence[int], capacity: int, group_size: int) -> list[int] | None:
-        """Return the rows that serve the request, which has no indexes: the lowest ones, as complete groups.
+        """Return the rows that serve the request, which has no indexes: the lowest ones, as complete groups where they can be.
 
         Args:
             available: rows that are ready and were not consumed, in any order.
             capacity: rows of the data plane.
-            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all.
+            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is no
+                multiple of it.
 
         Returns:
             Sorted rows, or None when there are not enough.
@@ -59,10 +60,7 @@ class Request:
             raise ValueError(f"A request needs a count of rows or indexes: count={count}, without indexes.")
         if capacity % count:
             raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
-        if count % group_size:
-            raise ValueError(
-                f"count={count} is not a multiple of n_samples_per_prompt={group_size}, though groups stay complete."
-            )
+        group_size = 1 if count % group_size else group_size
         groups: dict[int, list[int]] = {}
         for row in sorted(available):
             groups.setdefault(row // group_size, []).append(row)
@@ -91,7 +89,8 @@ class TransferDock:
     """Columns x rows with a ready bit per cell and a consumed bit per consumer and row.
 
     Row = prompt * n_samples_per_prompt + k. A row is served to a consumer when all requested columns are ready and it has not
-    consumed the row before. Rows are served lowest index first, in complete groups of n_samples_per_prompt.
+    consumed the row before. Rows are served lowest index first, in complete groups of n_samples_per_prompt where a request is for
+    a multiple of them.
 
     Args:
         num_prompts: prompts of an iteration.
@@ -166,8 +165,7 @@ class TransferDock:
             Columns of one entry a row, and the indexes of the rows.
 
         Raises:
-            ValueError: unknown names, indexes outside the dock, or a count that does not divide the capacity or is not a
-                multiple of n_samples_per_prompt.
+            ValueError: unknown names, indexes outside the dock, or a count that does not divide the capacity.
             DataPlaneAbortedError: the run was declared failed.
         """
         if self._abort_reason is not None:

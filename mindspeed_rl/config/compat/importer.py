@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
@@ -43,6 +44,7 @@ class ImportSettings:
         allow_unknown: leave out options that no table has, instead of refusing them.
         accepted: names of plan numbers that may differ.
         rows: rows of the data, which a length in epochs is compared over.
+        folder: of the script; files that it sources are read there.
     """
 
     devices: int | None = None
@@ -51,6 +53,12 @@ class ImportSettings:
     allow_unknown: bool = False
     accepted: frozenset[str] = frozenset()
     rows: int = ASSUMED_ROWS
+    folder: Path | None = None
+
+    @property
+    def knows_rows(self) -> bool:
+        """True where the user says how many rows the data has."""
+        return self.rows != ASSUMED_ROWS
 
 
 @dataclass
@@ -173,7 +181,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     """
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
-    command = project.read(read_script(text, settings.variables), settings.devices)
+    command = project.read(read_script(text, settings.variables, settings.folder), settings.devices)
     run = Import(project.title, settings)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]

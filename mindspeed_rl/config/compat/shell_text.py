@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
 
@@ -73,17 +74,18 @@ def read_variable(environment: Mapping[str, str], name: str, default: str | None
     return value
 
 
-def read_script(text: str, known: Mapping[str, str] | None = None) -> list[Command]:
+def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path | None = None) -> list[Command]:
     """Return the commands that a script runs, in order.
 
     Args:
         known: values of variables, which assignments of the script do not change.
+        folder: of the script; files that it sources are read where they are there.
 
     Raises:
         ConfigError: a quote or a bracket is not closed, or a construct has no end.
     """
     tokens = _Reader(text.replace("\r\n", "\n")).read_tokens()
-    reader = _Interpreter(dict(known or {}))
+    reader = _Interpreter(dict(known or {}), folder)
     reader.run(_Parser(tokens).parse_list(()))
     return reader.commands
 
@@ -375,6 +377,7 @@ class _Interpreter:
     """Follows the variables of a script, and collects its commands."""
 
     known: dict[str, str]
+    folder: Path | None = None
     variables: dict[str, _Variable] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     functions: dict[str, list[_Node]] = field(default_factory=dict)
@@ -487,6 +490,11 @@ class _Interpreter:
             return name != "false"
         if name in self.functions and self.depth < _MAX_DEPTH:
             return self._call(name, expanded[1:])
+        if name in ("source", ".") and len(expanded) > 1 and self.folder is not None and self.depth < _MAX_DEPTH:
+            path = self.folder / expanded[1]
+            # a file that is not here, such as a virtual environment of that machine, sets what the script may request
+            if not list_unknown(expanded[1]) and path.is_file():
+                return self._include(path.read_text(encoding="utf-8"))
         if name == "unset":
             for item in expanded[1:]:
                 self.variables.pop(item, None)
@@ -496,6 +504,13 @@ class _Interpreter:
         environment = {**exported, **{key: self.known.get(key, value) for key, value in front.items()}}
         self.commands.append(Command(tuple(expanded), environment, node.line, self.uncertain))
         return True
+
+    def _include(self, text: str) -> bool | None:
+        """Follow the commands of a sourced file."""
+        self.depth += 1
+        status = self.run(_Parser(_Reader(text.replace("\r\n", "\n")).read_tokens()).parse_list(()))
+        self.depth -= 1
+        return status
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
@@ -738,7 +753,7 @@ class _Interpreter:
 
     def _substitute(self, text: str) -> str:
         """Return the output of the few commands that can be known; a mark named after the line for others."""
-        inner = _Interpreter(self.known, dict(self.variables), line=self.line, depth=self.depth + 1)
+        inner = _Interpreter(self.known, self.folder, dict(self.variables), line=self.line, depth=self.depth + 1)
         if self.depth >= _MAX_DEPTH:
             return self._mark(f"line_{self.line}")
         inner.run(_Parser(_Reader(text).read_tokens()).parse_list(()))

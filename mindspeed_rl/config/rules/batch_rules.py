@@ -201,7 +201,10 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
 
 
 def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
-    """Check the rules of MindSpeed-RL, and those it leaves out."""
+    """Check the rules of MindSpeed-RL, and those it leaves out.
+
+    Its rule that replicas have equally many prompts is one about responses here: a group may be spread over replicas.
+    """
     n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
     filtered = sizes.train_prompts
     trained = prompts if filtered is None else filtered
@@ -225,18 +228,20 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
         return
     dp = sizes.actor.dp_size
     for name, count in (("global_batch_size", prompts), *((("train_prompts", filtered),) if filtered is not None else ())):
-        if count % dp:
+        if count * n % dp:
             yield _SizeViolation(
-                "prompts_per_dp",
-                (name,),
-                lambda k, name=name, count=count: f"{k[name]} ({count}) must be divisible by dp_size ({dp})",
+                "samples_per_dp",
+                (name, "group_size"),
+                lambda k, name=name, count=count: (
+                    f"{k[name]} x {k['group_size']} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
+                ),
             )
-        elif count // dp * n % m:
+        elif count * n // dp % m:
             yield _SizeViolation(
                 "samples_per_dp_in_micro_batches",
                 (name, "group_size", "micro_batch_size"),
                 lambda k, name=name, count=count: (
-                    f"{k[name]} / dp_size x {k['group_size']} ({count} / {dp} x {n} = {count // dp * n}) "
+                    f"{k[name]} x {k['group_size']} / dp_size ({count} x {n} / {dp} = {count * n // dp}) "
                     f"must be divisible by {k['micro_batch_size']} ({m})"
                 ),
             )
@@ -249,34 +254,36 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
                 f"{k['micro_batch_size']} ({dp} x {m} = {dp * m})"
             ),
         )
-    replicas = sizes.rollout.dp_size
-    if prompts % replicas:
+    rows, replicas = prompts * n, sizes.rollout.dp_size
+
+    def describe(k: dict[str, str]) -> str:
+        return f"{k['global_batch_size']} x {k['group_size']} ({prompts} x {n} = {rows})"
+
+    if rows % replicas:
         yield _SizeViolation(
-            "prompts_per_replica",
-            ("global_batch_size",),
+            "samples_per_replica",
+            ("global_batch_size", "group_size"),
             lambda k: (
-                f"{k['global_batch_size']} ({prompts}) must be divisible by the {replicas} rollout replicas ({k['num_npus']} "
+                f"{describe(k)} must be divisible by the {replicas} rollout replicas ({k['num_npus']} "
                 f"{sizes.rollout.num_npus} / infer_tensor_parallel_size {sizes.rollout.tensor})"
             ),
         )
     for role in ("ref", "reward", "critic"):
         layout = getattr(sizes, role)
-        if layout is not None and prompts % layout.dp_size:
+        if layout is not None and rows % layout.dp_size:
             yield _SizeViolation(
-                f"prompts_per_{role}_replica",
-                ("global_batch_size",),
+                f"samples_per_{role}_replica",
+                ("global_batch_size", "group_size"),
                 lambda k, role=role, size=layout.dp_size: (
-                    f"{k['global_batch_size']} ({prompts}) must be divisible by the data-parallel size of the {role} ({size})"
+                    f"{describe(k)} must be divisible by the data-parallel size of the {role} ({size})"
                 ),
             )
-    if sizes.rule_reward and prompts % sizes.num_nodes:
+    if sizes.rule_reward and rows % sizes.num_nodes:
         yield _SizeViolation(
-            "prompts_per_node",
-            ("global_batch_size",),
+            "samples_per_node",
+            ("global_batch_size", "group_size"),
             lambda k: (
-                f"{k['global_batch_size']} ({prompts}) must be divisible by the number of nodes "
-                f"({sizes.num_nodes}): rules score on "
-                f"every node"
+                f"{describe(k)} must be divisible by the number of nodes ({sizes.num_nodes}): rules score on every node"
             ),
         )
 

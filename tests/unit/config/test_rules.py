@@ -291,6 +291,23 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["additional_config.weight_nz_mode", "remove it"],
     ),
     (
+        {G: {"engine_kwargs": {"max_num_seqs": 4, "block_size": 32}}},
+        "own_engine_setting",
+        ["engine_kwargs.max_num_seqs", "use the key generate_config.max_num_seqs"],
+    ),
+    ({G: {"engine_kwargs": {"blok_size": 32}}}, "engine_argument", ["engine_kwargs.blok_size", "block_size"]),
+    ({G: {S: {"max_tokens": 2048, "stop": ["a", ""]}}}, "stop_text", ["sampling_config.stop", "empty"]),
+    (
+        {G: {S: {"max_tokens": 2048, "structured_output": {"regex": "a", "json": {}}}}},
+        "structured_output",
+        ["json, regex", "exactly one of choice, grammar, json, regex"],
+    ),
+    (
+        {G: {S: {"max_tokens": 2048, "presence_penalty": 0.5}}, R: {"partial_rollout_max_split": 2}},
+        "response_in_one",
+        ["presence_penalty", "partial_rollout_max_split (2)"],
+    ),
+    (
         {G: {"enforce_eager": False, "cudagraph_capture_sizes": [1], "compilation_config": {"cudagraph_capture_sizes": [2]}}},
         "capture_sizes_twice",
         ["generate_config.cudagraph_capture_sizes", "compilation_config.cudagraph_capture_sizes"],
@@ -351,8 +368,8 @@ def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> 
     [
         ({"world": 18}, "actor_replicas"),
         ({"world": 15}, "actor_replicas"),
-        ({M: {"global_batch_size": 30}}, "prompts_per_dp"),
-        ({M: {"global_batch_size": 40}, R: {"mini_batch_size": 40}}, "prompts_per_replica"),
+        ({M: {"global_batch_size": 31, "micro_batch_size": 1}, R: {"n_samples_per_prompt": 6}}, "samples_per_dp"),
+        ({M: {"global_batch_size": 10}, R: {"mini_batch_size": 10, "n_samples_per_prompt": 4}}, "samples_per_replica"),
         ({M: {"micro_batch_size": 3}}, "samples_per_dp_in_micro_batches"),
         ({M: {"micro_batch_size": 0}}, "range"),
         ({R: {"actor_resource": {"num_npus": None}}}, "is_set"),
@@ -366,7 +383,7 @@ def test_batch_rules_of_mindspeed_rl(changes: dict[str, Any], rule: str) -> None
 
 def test_batch_proposals_mend_the_run() -> None:
     for changes in (
-        {M: {"global_batch_size": 30}},
+        {M: {"global_batch_size": 31, "micro_batch_size": 1}, R: {"n_samples_per_prompt": 6}},
         {M: {"global_batch_size": 40}},
         {M: {"micro_batch_size": 3}},
         {R: {"mini_batch_size": 5}},
@@ -380,21 +397,21 @@ def test_batch_proposals_mend_the_run() -> None:
 
 
 def test_the_nearest_batch_below_and_above_are_proposed() -> None:
-    # dp 4, 16 rollout engines, mini-batch of 8 prompts: sound batches are multiples of 16.
+    # 16 rollout engines, 8 responses a prompt, mini-batch of 8 prompts: sound batches are multiples of 8.
     cfg = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
     proposals = [option for violation in validate(cfg) for option in violation.suggestions]
     assert {"megatron_training.global_batch_size": 48} in proposals
-    assert {"megatron_training.global_batch_size": 32} in proposals
+    assert {"megatron_training.global_batch_size": 40} in proposals
 
 
 def test_every_broken_rule_is_reported_at_once() -> None:
     cfg = prompt_level(
-        megatron_training={"bf16": False, "global_batch_size": 30, "num_layers": 27},
-        rl_config={"max_prompt_length": 5000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
+        megatron_training={"bf16": False, "global_batch_size": 31, "num_layers": 27},
+        rl_config={"n_samples_per_prompt": 6, "max_prompt_length": 5000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
         generate_config={"infer_tensor_parallel_size": 8},
     )
     assert set(rules_of(cfg)) >= {
-        "prompts_per_dp",
+        "samples_per_dp",
         "actor_config.layers",
         "rollout.heads",
         "same_number_format",
@@ -455,7 +472,7 @@ def test_experts_are_counted_in_the_models_own_files_where_the_run_file_says_no_
 
 
 def test_rules_are_scored_on_every_node() -> None:
-    assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "prompts_per_node"}
+    assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "samples_per_node"}
     with pytest.raises(ValueError, match="at least 1"):
         validate(prompt_level(), num_nodes=0)
 

@@ -152,7 +152,6 @@ def test_clear_empties_resizes_and_lifts_an_abort(plane):
         (lambda p: p.get("training", ["responses"], 2), ["'training'", "'train'"]),
         (lambda p: p.get("train", ["reward"], 2), ["'reward'", "'rewards'"]),
         (lambda p: p.get("train", ["rewards"], 6), ["8 rows", "count=6"]),
-        (lambda p: p.get("train", ["rewards"], 1), ["count=1", "n_samples_per_prompt=2"]),
         (lambda p: p.get("train", ["rewards"], indexes=[9]), ["Index 9"]),
     ],
 )

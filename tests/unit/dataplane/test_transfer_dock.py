@@ -97,7 +97,6 @@ def test_clear_empties_the_dock_and_may_resize_it():
         (lambda d: d.get("training", ["responses"], 2), ["'training'", "'train'"]),
         (lambda d: d.get("train", ["reward"], 2), ["'reward'", "'rewards'"]),
         (lambda d: d.get("train", ["rewards"], 6), ["8 rows", "count=6"]),
-        (lambda d: d.get("train", ["rewards"], 1), ["count=1", "n_samples_per_prompt=2"]),
         (lambda d: d.get("train", ["rewards"]), ["count=None"]),
         (lambda d: TransferDock(0, 2, USERS), ["num_prompts=0"]),
         (lambda d: TransferDock(1, 2, {**USERS, "judge": ("rewards",)}), ["'rewards'", "'scorer'", "'judge'"]),
@@ -107,6 +106,14 @@ def test_a_wrong_call_is_refused_with_the_right_names(call, words):
     with pytest.raises(ValueError) as error:
         call(dock())
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_request_for_parts_of_groups_is_served_rows_one_by_one():
+    d = dock(3, 2)
+    put_responses(d, [0, 1, 2, 5])
+    assert [d.get("train", ["responses"], 3)[1] for _ in range(2)] == [[0, 1, 2], None]
+    put_responses(d, [4, 3])
+    assert d.get("train", ["responses"], 3)[1] == [3, 4, 5]
 
 
 def test_a_refused_put_writes_nothing():
