@@ -3,6 +3,7 @@
 | patch | symbol | why |
 |---|---|---|
 | temperature | `Sampler.forward` | `raw_logprobs` are those at temperature 1; `processed_logprobs` have penalties in them, and are renormalised over the tokens that top_k, top_p and min_p leave |
+| form of a response | `apply_grammar_bitmask` | it removes tokens from the logits before the sampler sees them; a copy of all of them is kept |
 | model runner | VLLM_USE_V2_MODEL_RUNNER | the second runner has another sampler; 0.18 to 0.32 have both, and vllm-ascend up to 0.23 has the first alone |
 
 Requests with temperature 0 are greedy: their log-probs are those at temperature 1, as in the trainer. A sampler whose
@@ -21,6 +22,9 @@ from torch import Tensor
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 #: vLLM samples greedily below it
 _GREEDY = 1e-5
+
+#: attribute of logits from which a grammar removed tokens: a copy with all of them
+_ALL_TOKENS = "_logits_of_all_tokens"
 
 _applied = False
 
@@ -50,11 +54,25 @@ def apply() -> None:
             return sample(self, logits, sampling_metadata, *others, **keywords)
         divisor = torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
         # its one use in this mode is on the logits before penalties and cut-offs
-        self.compute_logprobs = lambda raw: (raw.float() / divisor).log_softmax(-1)
+        self.compute_logprobs = lambda raw: (getattr(logits, _ALL_TOKENS, raw).float() / divisor).log_softmax(-1)
         try:
             return sample(self, logits, sampling_metadata, *others, **keywords)
         finally:
             del self.compute_logprobs
 
     sampler.forward, sampler.tempers_log_probs = forward, True
+    from vllm.v1.structured_output import utils
+    from vllm.v1.worker import gpu_model_runner
+
+    remove_tokens = utils.apply_grammar_bitmask
+
+    def apply_grammar_bitmask(step: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
+        full = logits.clone()
+        remove_tokens(step, grammar, batch, logits)
+        setattr(logits, _ALL_TOKENS, full)
+
+    # the runners import it by name
+    modules: tuple[Any, ...] = (utils, gpu_model_runner)
+    for module in modules:
+        module.apply_grammar_bitmask = apply_grammar_bitmask
     _applied = True

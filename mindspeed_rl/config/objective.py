@@ -318,7 +318,10 @@ def _policy_lines(generate: GenerateConfig | None) -> list[str]:
         return []
     keys = generate.sampling_config
     neutral = {"top_k": keys.top_k < 1, "top_p": keys.top_p >= 1.0, "min_p": keys.min_p <= 0.0}
+    neutral |= {"repetition_penalty": keys.repetition_penalty == 1.0}
+    neutral |= {name: not getattr(keys, name) for name in ("presence_penalty", "frequency_penalty")}
     cuts = [f"{name} {getattr(keys, name):g}" for name, is_neutral in neutral.items() if not is_neutral]
+    cuts += [f"structured_output ({', '.join(keys.structured_output)})"] if keys.structured_output else []
     # greedy sampling has no distribution of its own
     text = f"pi          softmax(logits{'' if keys.temperature in (0.0, 1.0) else f' / {keys.temperature:g}'}) over all tokens"
     text += ", in rollout engine and trainer"

@@ -91,7 +91,9 @@ class Batch:
             if failure is None and (row, index) in self.failures:
                 state, text = self.failures[row, index]
                 failure = (state, f"{name}: {text}")
-        penalty = _compute_overlong_penalty(len(self.samples[row].response_ids), settings)
+        sample = self.samples[row]
+        penalty = _compute_overlong_penalty(len(sample.response_ids), settings)
+        penalty -= settings.missing_eos_penalty if sample.truncated else 0.0
         total = _compute_weighted_total(parts, functions, weights) + penalty
         if failure is None and not abs(total) <= LARGEST_SCORE:
             names = " and ".join(name for name in functions if name in parts)

@@ -49,7 +49,8 @@ class RewardResult:
         state: "ok"; "skipped" (all functions returned None, the reward model scores it); else the kind of failure:
             "failed" (exception or not a number), "timeout", "crashed" (signal or exit), "memory".
         error: message of the first failure, "" if none.
-        penalty: length penalty of `overlong_buffer_*`; in `total` but in no metric, so group filters see the raw score.
+        penalty: of `overlong_buffer_*` and `missing_eos_penalty`; in `total` but in no metric, so that group filters see the
+            raw score.
         notes: text entries of a scorer's dict, such as missing isolation of a sandbox.
     """
 
@@ -105,6 +106,7 @@ class RewardSettings:
     overlong_buffer: int = 0
     overlong_buffer_penalty_factor: float = 1.0
     rollout_max_tokens: int = 2048
+    missing_eos_penalty: float = 0.0
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardSettings:

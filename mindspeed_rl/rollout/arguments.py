@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams, envs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
@@ -52,7 +52,8 @@ def build_engine_arguments(
     arguments: EngineArguments = {
         "model": str(hf_folder),
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        # texts that end a response, and the form of one, are compared with decoded tokens
+        "skip_tokenizer_init": not (config.sampling_config.stop or config.sampling_config.structured_output),
         "dtype": config.dtype,
         "enforce_eager": config.enforce_eager,
         "trust_remote_code": config.trust_remote_code,
@@ -90,23 +91,29 @@ def build_engine_arguments(
         arguments["compilation_config"] = compilation
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
-    return arguments | dict(changes or {})
+    return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
 
 
 def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: RequestOutputKind) -> SamplingParams:
     """Return vLLM's parameters of a response: with a generator of its own, and with the log-prob of each sampled token."""
+    form = StructuredOutputsParams(**json.loads(sampling.structured_output)) if sampling.structured_output else None
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        structured_outputs=form,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # stop_token_ids alone end a response
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         skip_clone=True,  # it is used once
         output_kind=output_kind,
     )

@@ -19,6 +19,9 @@ class Sampling:
         top_p, top_k, min_p: cut-offs; 1.0, -1 and 0.0 leave the full distribution.
         max_tokens: upper limit of generated tokens.
         stop_token_ids: tokens that end a response; they belong to it.
+        repetition_penalty, presence_penalty, frequency_penalty: 1.0, 0.0 and 0.0 are off.
+        stop: texts that end a response; the token that completes one is its last.
+        structured_output: fields of vLLM's `StructuredOutputsParams` as JSON; empty where any text is allowed.
     """
 
     temperature: float
@@ -27,6 +30,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    structured_output: str = ""
 
 
 @dataclass(frozen=True)

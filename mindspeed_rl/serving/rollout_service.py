@@ -108,7 +108,8 @@ class RolloutService:
 
     async def _generate(self, key: str, request: _Request) -> None:
         fields = request["sampling"]
-        sampling = Sampling(**(fields | {"stop_token_ids": tuple(fields["stop_token_ids"])}))
+        lists = {name: tuple(fields[name]) for name in ("stop_token_ids", "stop") if name in fields}
+        sampling = Sampling(**(fields | lists))
         partial = None
         if (part := request.get("begun")) is not None:
             partial = Generated(*(tuple(part[name]) for name in ("token_ids", "log_probs", "versions")), finish="aborted")

@@ -71,6 +71,11 @@ def build_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreTrai
         top_p=keys.top_p,
         top_k=keys.top_k,
         min_p=keys.min_p,
+        repetition_penalty=keys.repetition_penalty,
+        presence_penalty=keys.presence_penalty,
+        frequency_penalty=keys.frequency_penalty,
+        stop=tuple(keys.stop),
+        structured_output=json.dumps(keys.structured_output) if keys.structured_output else "",
     )
 
 

@@ -111,6 +111,8 @@ class RolloutReplica:
             engine_arguments={
                 **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
                 **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+                # read only where texts or a form end a response
+                "tokenizer": tokenizer.name_or_path,
             },
         )
         # each of the actor's pipeline stages gets the experts of its own layers

@@ -43,13 +43,10 @@ NO_EQUIVALENT: dict[str, str] = {
     "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
     "colocate": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "colocate_all_models": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
-    "sleep_level": "write generate_config.offload_train_optimizer, offload_train_grad and offload_train_param",
+    "sleep_level": "the engine always gives its memory back while the model trains, as sleep levels 1 and 2 do, where the "
+    "platform can; results are the same at every level",
     "vllm_num_engines": "it follows from the devices / generate_config.infer_tensor_parallel_size",
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-        "rollouts are sampled from the model's distribution, which the losses assume; the reward function repetition penalizes "
-        "repetitions",
-    ),
+    "logit_bias": "rollouts have no bias for single tokens",
     "logger": "write rl_config.use_tensorboard, use_wandb or use_swanlab: true",
     "deepspeed": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
     "zero_stage": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",

@@ -33,6 +33,20 @@ class SamplingConfig:
         "logits 除以它，推理与训练相同：0（贪心），或 0.01 到 2", range=Bounds(0, 2), elsewhere="rollout_temperature",
         upstream=("a group sampling_config without it fails in the workers", "写了 sampling_config 而缺它，工作进程会出错"),
         on_resume="in_flight")
+    repetition_penalty: float = key(1.0,
+        "logits of tokens that prompt or response has already are divided by it (multiplied where negative); 1 is off",
+        "prompt 或回答中已出现的 token，其 logits 除以它（为负时乘以它）；1 为关闭",
+        range=Bounds(0.01, 100), on_resume="in_flight")
+    presence_penalty: float = key(0.0, "subtracted from the logits of tokens that the response has already; 0 is off",
+        "从回答中已出现的 token 的 logits 中减去；0 为关闭", range=Bounds(-2, 2), on_resume="in_flight")
+    frequency_penalty: float = key(0.0, "the same, times the number of their occurrences; 0 is off",
+        "同上，再乘以出现次数；0 为关闭", range=Bounds(-2, 2), on_resume="in_flight")
+    stop: list[str] = key([], "texts after which a response ends; the tokens up to the one that completes the text train",
+        "出现即结束回答的文本；直到写完该文本的 token 都参与训练", elsewhere="stop_words stop_strings rollout_stop",
+        on_resume="in_flight")
+    structured_output: AnyGroup | None = key(None,
+        "form that a response must have: one of regex, json (a schema), choice (a list), grammar, by vLLM's names",
+        "回答必须符合的形式：regex、json（schema）、choice（列表）、grammar 之一，名称同 vLLM", on_resume="in_flight")
     ignore_eos: bool = key(False, "continue after the end token: every response has max_tokens (for benchmarks)",
         "越过结束 token 继续：每个回答都有 max_tokens（用于性能测试）", on_resume="in_flight")
     seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset",
@@ -110,6 +124,10 @@ class GenerateConfig:
         needs=("enforce_eager", (False,)), only_on="npu cuda", on_resume="exact")
     compilation_config: AnyGroup | None = key(None, "vLLM's settings of compilation and graphs, by vLLM's names",
         "vLLM 的编译与计算图设置，名称同 vLLM", on_resume="exact")
+    engine_kwargs: AnyGroup | None = key(None,
+        "further arguments of vLLM's engine, by vLLM's names; those that this suite sets are refused",
+        "vLLM 引擎的其他参数，名称同 vLLM；由本套件设置的会被拒绝", elsewhere="vllm_engine_kwargs engine_kwargs.vllm",
+        on_resume="exact")
     additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to those of this suite",
         "vllm-ascend 自己的设置，名称同 vllm-ascend，与本套件设置的并用", only_on="npu", on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",

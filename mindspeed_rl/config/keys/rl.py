@@ -415,6 +415,8 @@ class _RewardKeys:
     # upstream repeats the limit here; a rule keeps both equal
     rollout_max_tokens: int = key(2048, "the limit; equal to max_tokens", "该上限；等于 max_tokens", range=Range.TOKENS,
         needs=_OVERLONG, on_resume="in_flight")
+    missing_eos_penalty: float = key(0.0, "subtracted from the total reward of a truncated response, which has no end token",
+        "从被截断（没有结束 token）的回答的总奖励中减去", range=Range.WEIGHT, on_resume="in_flight")
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough",
         "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable", on_resume="exact")
     filter_groups_metric: str = key("acc", "reward function that must vary", "必须有差异的奖励函数", needs=_FILTER,

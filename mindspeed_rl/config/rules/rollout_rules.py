@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
+from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
 from mindspeed_rl.config.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.config.rules.violation import Violation
@@ -14,6 +19,35 @@ _COUNTS = "generate_config.eplb_token_collects"
 _TEMPERATURE = "generate_config.sampling_config.temperature"
 #: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
 _OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
+_BY_KEY = "use the key generate_config.{}"
+_BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
+#: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
+_OWN_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(
+        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode "
+        "generation_config override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
+        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats quantization speculative_config "
+        "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
+        _BY_ROLLOUT,
+    ),
+    **dict.fromkeys(
+        "data_parallel_size data_parallel_rank data_parallel_size_local data_parallel_start_rank data_parallel_address "
+        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes node_rank "
+        "master_addr master_port".split(),
+        "replicas follow from rl_config.actor_resource or rollout_resource and infer_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), _BY_KEY.format("lora_push")),
+    "tensor_parallel_size": _BY_KEY.format("infer_tensor_parallel_size"),
+    "pipeline_parallel_size": _BY_KEY.format("infer_pipeline_parallel_size"),
+    "kv_cache_memory_bytes": _BY_KEY.format("kv_cache_memory_gib"),
+    **{
+        name: _BY_KEY.format(name)
+        for name in "dtype enforce_eager trust_remote_code max_model_len max_num_seqs max_num_batched_tokens additional_config "
+        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel".split()
+    },
+}
+#: names of one form of a response
+_FORMS = frozenset(("regex", "json", "choice", "grammar"))
 #: switch of verl or slime -> modes in which it is on
 _SWITCHES = {
     "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
@@ -170,6 +204,55 @@ def _engine_settings(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _engine_arguments(cfg: RunConfig) -> Iterator[Violation]:
+    """Check `engine_kwargs`, and keys of sampling that need the whole text of a response."""
+    generate = cfg.generate_config
+    if generate is None or cfg.is_supervised:
+        return
+    known = _list_engine_arguments()
+    for name in generate.engine_kwargs or {}:
+        key = f"generate_config.engine_kwargs.{name}"
+        if name in _OWN_ARGUMENTS:
+            yield Violation("own_engine_setting", {key: "..."}, f"{key} is set by this suite: {_OWN_ARGUMENTS[name]}")
+        elif known and name not in known:
+            hint = registry.did_you_mean(name, known) or "."
+            yield Violation("engine_argument", {key: "..."}, f"{key} is no argument of the installed vLLM's engine{hint}")
+    sampling, prefix = generate.sampling_config, "generate_config.sampling_config"
+    if "" in sampling.stop:
+        yield Violation("stop_text", {f"{prefix}.stop": sampling.stop}, f"{prefix}.stop has an empty text, which ends nothing")
+    forms = set(sampling.structured_output or ())
+    if sampling.structured_output is not None and (len(forms) != 1 or forms - _FORMS):
+        yield Violation(
+            "structured_output",
+            {f"{prefix}.structured_output": sampling.structured_output},
+            f"{prefix}.structured_output has {', '.join(sorted(forms)) or 'nothing'}, but needs exactly one of "
+            f"{', '.join(sorted(_FORMS))}",
+        )
+    splits = 1 if cfg.rl_config is None else cfg.rl_config.partial_rollout_max_split
+    for name in ("stop", "structured_output", "presence_penalty", "frequency_penalty"):
+        if splits > 1 and getattr(sampling, name):
+            yield Violation(
+                "response_in_one",
+                {f"{prefix}.{name}": getattr(sampling, name), "rl_config.partial_rollout_max_split": splits},
+                f"{prefix}.{name} looks at the response from its start, and rl_config.partial_rollout_max_split ({splits}) "
+                "continues it as a new request",
+                ({"rl_config.partial_rollout_max_split": 1},),
+            )
+
+
+@cache
+def _list_engine_arguments() -> frozenset[str]:
+    """Return the fields of vLLM's `EngineArgs`, read from its source; empty where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py" if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        return frozenset()
+    body = ast.parse(source.read_text()).body
+    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    targets = [item.target for item in found.body if isinstance(item, ast.AnnAssign)]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+
+
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
     """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
     temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
@@ -214,4 +297,4 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings)
+ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments)

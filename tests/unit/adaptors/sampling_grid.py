@@ -29,7 +29,7 @@ from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 PROMPT = [9, 10, 11, 12]
 CUTS = ({}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01})
-#: no key of a run file sets these; clients of a server do
+#: no key of a run file sets logit_bias; clients of a server do
 PENALTIES = ({}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {7: 4.0}})
 GRID = list(itertools.product((0.0, 0.2, 0.6, 1.0, 1.7, 2.0), CUTS, PENALTIES))
 
@@ -51,10 +51,10 @@ engine.load_weights(load_file(folder / "model.safetensors").items(), 0)
 core = engine._llm.llm_engine
 
 for number, (temperature, cut, penalties) in enumerate(GRID):
-    sampling = Sampling(temperature, 16, (), **cut)
+    bias = penalties.get("logit_bias")
+    sampling = Sampling(temperature, 16, (), **cut, **({} if bias else penalties))
     params = build_sampling_params(sampling, number, output_kind=RequestOutputKind.FINAL_ONLY)
-    for name, value in penalties.items():
-        setattr(params, name, value)
+    params.logit_bias = bias
     core.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
 outputs = {}
 while len(outputs) < len(GRID):

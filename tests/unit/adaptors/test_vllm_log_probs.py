@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,18 @@ def test_a_model_runner_with_another_sampler_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER: 1 .* set it to 0"):
         vllm_log_probs.apply()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_a_text_ends_a_response_and_a_form_shapes_it_while_log_probs_stay_those_of_all_tokens(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("shaped_sampling.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for text in found["stop"]["texts"]:
+        body = text.removesuffix("</s>")
+        # the text that ends it is its last, and is nowhere before
+        assert not set("a7") & set(body[:-1]) and (body[-1:] in ("a", "7") or text.endswith("</s>")), text
+    assert any(text.endswith(("a", "7")) for text in found["stop"]["texts"]) and not any(found["stop"]["truncated"])
+    assert all(re.fullmatch(r"[0-9]{3}\.[0-9](</s>)?", text) for text in found["regex"]["texts"]), found["regex"]["texts"]
+    assert {text.removesuffix("</s>") for text in found["choice"]["texts"]} <= {"yes", "no"}
+    assert {name: one["error"] for name, one in found.items() if one["error"] > 1e-5} == {}

@@ -86,6 +86,14 @@ def test_the_overlong_penalty_is_linear_in_the_buffer_and_ends_at_its_factor(num
     assert _compute_overlong_penalty(num_tokens, SETTINGS) == 0.0
 
 
+def test_a_response_without_an_end_token_pays_for_it_in_the_total_and_in_no_part() -> None:
+    """0.5 * 2 - 1.5 where the length limit cut it, 0.5 * 2 where it ended."""
+    batch = Batch([RewardSample(truncated=True), RewardSample()], values={(0, 0): ({"a": 2.0}, {}), (1, 0): ({"a": 2.0}, {})})
+    settings = RewardSettings(missing_eos_penalty=1.5)
+    results = [batch.result(row, ["a"], [0.5], settings) for row in (0, 1)]
+    assert [(one.total, one.penalty, one.parts) for one in results] == [(-0.5, -1.5, {"a": 2.0}), (1.0, 0.0, {"a": 2.0})]
+
+
 def test_totals_leave_out_functions_without_an_opinion() -> None:
     assert _compute_weighted_total({"a": 1.0, "c": -1.0, "c/x": 9.0}, ["a", "b", "c"], [0.5, 100.0, 2.0]) == -1.5
 
