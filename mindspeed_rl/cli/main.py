@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import select
 import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import __version__, registry
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 #: command -> module and description
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -49,15 +58,74 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    command = registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")
     try:
-        status = command(argv[1:])
+        with contextlib.ExitStack() as early:
+            early.enter_context(_ending_at_once())
+            command = registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")
+            if argv[0] != "train":  # it handles signals itself, once there are workers
+                early.close()
+            status = command(argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         if not _has_reader_ended():
             raise
         status = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 128 + signal.SIGINT
     return status
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """End this process, with a line and no traceback, at a signal in the block, during which no worker runs.
+
+    An exception could be lost there: many modules are imported, and some catch everything.
+    """
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if scratch := sys.modules.get("mindspeed_rl.runtime.scratch"):
+            scratch.remove_scratch_folders()
+        name = "interrupted" if signum == signal.SIGINT else signal.Signals(signum).name
+        with contextlib.suppress(OSError):
+            os.write(2, f"{name}: no worker was running.\n".encode())
+        os._exit(128 + signum)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # others are ignored by the parent, as by nohup, or the caller's
+    before = {number: was for number, was in before.items() if was in (signal.SIG_DFL, signal.default_int_handler)}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in before:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            for number, handler in before.items():
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else handler)
+
+
+class _LastingOutput(io.FileIO):
+    """Output that is dropped where it cannot be written."""
+
+    def write(self, data: ReadableBuffer, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # the reader, or the terminal, is gone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(data).nbytes
+
+
+def keep_without_reader() -> None:
+    """Let this process run on when the reader of its output has ended, as `| head` does, or the disk of its output is full."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            raw = _LastingOutput(stream.fileno(), "wb", closefd=False)
+            lines = stream.line_buffering or name == "stderr"
+            lasting = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines)
+            setattr(sys, name, lasting)
 
 
 def _has_reader_ended() -> bool:

@@ -270,14 +270,21 @@ def find_dead_service() -> str:
     return next((name for name, service in _services if _read_state(service) in (None, psutil.STATUS_ZOMBIE)), "")
 
 
-def find_stopped_services() -> list[str]:
-    """Return the names of processes of this process's own cluster, its fork server included, that a signal has stopped."""
+def find_stopped_services(*, resumes: bool = False) -> list[str]:
+    """Return the names of processes of this process's own cluster, its fork server included, that a signal has stopped.
+
+    Args:
+        resumes: let them run on, so that the cluster can be ended: Ray would wait for them.
+    """
     services = list(_services)
     if (pid := find_server_process()) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             services.append(("fork server", psutil.Process(pid)))
-    stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return [f"{name}, pid {service.pid}" for name, service in services if _read_state(service) in stopped]
+    stopped = [item for item in services if _read_state(item[1]) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)]
+    for _, service in stopped if resumes else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            service.resume()
+    return [f"{name}, pid {service.pid}" for name, service in stopped]
 
 
 def _read_state(process: psutil.Process) -> str | None:

@@ -20,6 +20,8 @@ from pathlib import Path
 _OWNER = ".mindspeed-rl-owner"
 #: a folder whose file is unlocked after this time has lost its owner; a younger one may be in the making
 _NEW_S = 60.0
+#: folders of this process
+_folders: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # flushed, because it is read while the file is open here
         print(os.getpid(), file=owner, flush=True)
+        _folders.add(folder)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            _folders.discard(folder)
+
+
+def remove_scratch_folders() -> None:
+    """Remove all folders of this process, which is about to end without its `finally` blocks."""
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_process_folder(prefix: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
 import time
 import traceback
@@ -121,11 +122,8 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_Run
         with _advise_on_memory(advisor):
             yield report
         outcome = "finished"
-    except KeyboardInterrupt:
-        outcome = "interrupted"
-        raise
     except Terminated as error:
-        outcome = f"terminated: {error}"
+        outcome = "interrupted" if error.signum == signal.SIGINT else f"terminated: {error}"
         raise
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"

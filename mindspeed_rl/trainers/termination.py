@@ -1,79 +1,116 @@
-"""SIGTERM: the running iteration may end and be saved within a grace period; the command then exits with code 143."""
+"""SIGTERM, SIGHUP and Ctrl-C: the running iteration may end and be saved within a grace period; the command then exits."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
+from mindspeed_rl.runtime.scratch import remove_scratch_folders
+
+#: signals that end a run, with their names in messages; one that the command's parent ignores, as nohup does, stays ignored
+_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "interrupted"}
+#: `timeout` and shells send a signal to the process and then to its group: within this time both are one request
+_SAME_REQUEST_S = 0.25
+#: workers, Ray and folders get this long to end
+_SHUTDOWN_S = 60.0
+
 
 class Terminated(BaseException):
-    """SIGTERM came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none.
+    """A signal came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none.
 
     Attributes:
-        exit_code: the code that shells report of a process that SIGTERM has ended.
+        signum: of the signal.
+        exit_code: the code that shells report of a process that this signal has ended.
     """
 
-    exit_code = 128 + signal.SIGTERM
+    def __init__(self, text: str, signum: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.signum, self.exit_code = signum, 128 + signum
 
 
 class Termination:
-    """Handle SIGTERM for a run.
+    """Handle the signals that end a run.
 
     Attributes:
-        requested: SIGTERM came, and the loop has to end after this iteration.
+        requested: a signal came, and the loop has to end after this iteration.
         ends_early: the loop ends before its last iteration because of it.
-        in_loop: the loop runs and reads `requested`; before and after the loop SIGTERM ends the run at once.
+        in_loop: the loop runs and reads `requested`; before and after the loop a signal ends the run at once.
     """
 
     def __init__(self, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._is_over = False
+        self._signum: int = signal.SIGTERM
+        self._raised: Terminated | None = None
+        self._shutdown = threading.Timer(_SHUTDOWN_S, self._cut_off)
+        self._shutdown.daemon = True
+        self._requested_s = -_SAME_REQUEST_S
         self.requested = False
         self.ends_early = False
         self.in_loop = False
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle SIGTERM in the block.
+        """Handle the signals in the block.
 
-        A second SIGTERM, or the end of the grace period, raises `Terminated` in the main thread; one that comes while the run
-        is shut down does nothing.
+        A second SIGTERM or Ctrl-C, or the end of the grace period, raises `Terminated` in the main thread; one that comes while
+        the run is shut down does nothing. A shutdown that hangs is cut off.
         """
-        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
+        before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGALRM)}
         self.install()
         try:
             yield
         finally:
             self._is_over = True
+            self._shutdown.cancel()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            # None where a handler was not set by Python: it cannot be set again
-            signal.signal(signal.SIGTERM, before[0] or signal.SIG_DFL)
-            signal.signal(signal.SIGALRM, before[1] or signal.SIG_DFL)
+            for number, handler in before.items():
+                # None where a handler was not set by Python: it cannot be set again
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def install(self) -> None:
         """Install the handlers (again: Ray takes SIGTERM when it starts, and ends in SIGABRT and a dump of native stacks)."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_deadline)
 
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_over:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_repeated = self.requested and (signum == signal.SIGHUP or now - self._requested_s < _SAME_REQUEST_S)
+        if self._is_over or is_repeated:
             return
+        self._signum, self._requested_s = signum, now
         if self.requested or not self.in_loop or not self._grace_s:
-            self._raise("SIGTERM: all workers were ended.")
+            self._raise("all workers were ended.")
         self.requested = True
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-        print(f"SIGTERM: the run ends after this iteration, or in {self._grace_s:g} s (sigterm_grace_s).", flush=True)
+        text = f"the run ends after this iteration, or in {self._grace_s:g} s (sigterm_grace_s)"
+        print(f"{_SIGNALS[signal.Signals(signum)]}: {text}; the same again ends it at once.", flush=True)
 
     def _on_deadline(self, signum: int, frame: FrameType | None) -> None:
         if not self._is_over:
-            text = f"SIGTERM: the iteration did not end within {self._grace_s:g} s (sigterm_grace_s); all workers were ended."
-            self._raise(text)
+            self._raise(f"the iteration did not end within {self._grace_s:g} s (sigterm_grace_s); all workers were ended.")
+
+    def _cut_off(self) -> None:
+        print(f"error: the run could not be shut down within {_SHUTDOWN_S:g} s.", file=sys.stderr, flush=True)
+        remove_scratch_folders()
+        # Ray's processes and the fork server end with this one
+        os._exit(128 + self._signum)
 
     def _raise(self, text: str) -> None:
         self._is_over = True
-        raise Terminated(text)
+        if self._raised is None:
+            # a thread: the main one may be in a call of Ray, which no signal interrupts
+            self._shutdown.start()
+        self._raised = Terminated(f"{_SIGNALS[signal.Signals(self._signum)]}: {text}", self._signum)
+        raise self._raised
 
     def raise_if_early(self) -> None:
         """Call after the last iteration that runs.
@@ -82,4 +119,19 @@ class Termination:
             Terminated: iterations are left.
         """
         if self.ends_early:
-            self._raise("SIGTERM: the run ended after an iteration.")
+            self._raise("the run ended after an iteration.")
+
+    @contextlib.contextmanager
+    def explain_failures(self) -> Iterator[None]:
+        """Raise `Terminated` in place of failures of workers, of Ray's calls, or of Ray's own handler, for the same signal."""
+        try:
+            yield
+        except BaseException as error:
+            if self._raised is not None:  # in a call of Ray, which may raise an error of its own for it
+                raise self._raised from error
+            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+                self._signum = signal.SIGTERM
+                self._raise("all workers were ended.")
+            if self.requested and isinstance(error, (RuntimeError, TimeoutError)):
+                self._raise(f"the run ended before the iteration did: {error}")
+            raise

@@ -21,7 +21,13 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service, is_own_cluster
+from mindspeed_rl.runtime.cluster import (
+    build_runtime_env,
+    build_worker_environment,
+    find_dead_service,
+    find_stopped_services,
+    is_own_cluster,
+)
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files
@@ -165,6 +171,7 @@ class RemoteGroup:
 
     def close(self) -> None:
         """Terminate all worker processes."""
+        find_stopped_services(resumes=True)
         for process in self.processes:
             ray.kill(process)
         terminate_processes(self._folder, self.names)
@@ -238,4 +245,3 @@ def start_group(
         check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,
     )
-

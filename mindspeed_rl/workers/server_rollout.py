@@ -230,7 +230,7 @@ class ServerRollout:
                 # the plane may be lost too, and its error must not hide this one
                 with contextlib.suppress(Exception):
                     self._plane.abort(f"{phase.name} failed: {error}")
-            if isinstance(error, (WorkerError, KeyboardInterrupt)):
+            if isinstance(error, WorkerError) or not isinstance(error, Exception):  # a signal ends the run
                 raise
             raise WorkerError(f"rollout failed in {phase.name}: {type(error).__name__}: {error}") from error
 
