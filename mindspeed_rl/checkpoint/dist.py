@@ -1,7 +1,8 @@
 """Megatron's ``torch_dist`` checkpoints: whole tensors that load under any layout, in torch.distributed.checkpoint's files.
 
-DCP's classes are the index, but FileSystemReader unpickles ``.metadata`` unchecked and copies every chunk (0.9 GB per second of
-processor time; records 4.2), and FileSystemWriter cannot leave holes, so neither workers nor a resumed run could fill them.
+DCP's classes are the index, but its FileSystemReader unpickles ``.metadata`` and objects unchecked and copies every chunk (0.9
+GB per second of processor time; records 4.2), so `DistReader` replaces it where Megatron loads. FileSystemWriter cannot leave
+holes, so neither workers nor a resumed run could fill them.
 """
 
 from __future__ import annotations
@@ -19,16 +20,26 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.futures import Future
 
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
-from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_part_with_records, load_with_records, save_with_holes
+from mindspeed_rl.checkpoint.torch_file import (
+    UNREADABLE,
+    Inert,
+    SafeUnpickler,
+    load_part_with_records,
+    load_with_records,
+    save_with_holes,
+)
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
@@ -39,6 +50,8 @@ METADATA_FILE = ".metadata"
 
 #: Holds the one object that stands for every layer's empty extra state.
 _EXTRA_STATE_FILE = "__0_extra_state.distcp"
+#: first letters of the names of linear layers
+_LINEAR = ("linear_", "in_proj", "out_proj")
 
 _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
@@ -50,8 +63,6 @@ _METADATA_CLASSES = {
     "TensorStorageMetadata",
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
-#: first letters of the names of linear layers
-_LINEAR = ("linear_", "in_proj", "out_proj")
     "TensorProperties",
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
@@ -73,15 +84,94 @@ class _MetadataUnpickler(SafeUnpickler):
         return super().find_class(module, name)
 
 
+def _check_index(metadata: dcp.Metadata) -> None:
+    """Raise one of UNREADABLE where a part of an index is missing or of another kind, or leads out of its folder."""
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            for numbers in (entry.size, *((*chunk.offsets, *chunk.sizes) for chunk in entry.chunks)):
+                # raises for any other kind
+                math.prod(torch.Size(numbers))
+        elif not isinstance(entry, dcp.BytesStorageMetadata):
+            raise TypeError(f"{type(entry).__name__} is neither a tensor nor an object")
+    for index, info in metadata.storage_data.items():
+        name, start, length = info.relative_path, info.offset, info.length
+        if not isinstance(index.fqn, str) or os.path.basename(name) != name or min(start, length) < 0:
+            raise ValueError(f"its entry {index.fqn!r} is at bytes {start} to {start} + {length} of {name!r}")
+
+
 def read_metadata(path: Path) -> dcp.Metadata:
-    """Read the index of a ``torch_dist`` checkpoint; ValueError if it is missing or damaged."""
+    """Read the index of a ``torch_dist`` checkpoint; ValueError if it is missing, damaged, or refers to code."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
         with path.open("rb") as file:
-            return _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+            metadata = _MetadataUnpickler(file).load()
+        _check_index(metadata)
+        return metadata
+    except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _load_part(path: str, start: int, length: int, *, as_tensors: bool = False) -> Any:
+    """Load what was saved into a part of a file; see `load_part_with_records`.
+
+    Raises:
+        ValueError: the file is truncated or damaged, or refers to code.
+    """
+    found = os.path.getsize(path) - start
+    if found < length:
+        raise ValueError(f"{path} is truncated: {length} bytes expected at {start}, {max(found, 0)} found")
+    with open(path, "rb") as file:
+        view = cast(IO[bytes], _create_file_view(file, start, length))  # declared as its base class
+        # many zip files lie in one .distcp, and torch's reader takes its stream for a whole one
+        return load_part_with_records(path, view, start, as_tensors=as_tensors)
+
+
+class DistReader(FileSystemReader):
+    """torch.distributed.checkpoint's reader of a folder, for Megatron's load: all is unpickled by `SafeUnpickler`."""
+
+    _index: dcp.Metadata | None = None
+
+    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
+        """Read the index, once.
+
+        Raises:
+            ValueError: see the function of this name.
+        """
+        if self._index is None:
+            self._index = read_metadata(Path(self.path, METADATA_FILE))
+            self._index.storage_meta = dcp.StorageMeta(load_id=self.load_id)
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan names into the tensors and the state of the planner.
+
+        Raises:
+            ValueError: a file is truncated or damaged, refers to code, or has a tensor of another shape.
+        """
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            path = os.path.join(self.path, info.relative_path)
+            if item.type == LoadItemType.BYTE_IO:
+                # the planner unpickles unchecked, so it gets the bytes of what was checked
+                content = io.BytesIO()
+                torch.save(_load_part(path, info.offset, info.length, as_tensors=True), content)
+                content.seek(0)
+                planner.load_bytes(item, content)
+                continue
+            found = _load_part(path, info.offset, info.length)
+            tensor = narrow_tensor_by_index(
+                found.read() if isinstance(found, TensorRecord) else found, item.storage_offsets, item.lengths
+            )
+            target = planner.resolve_tensor(item).detach()
+            if tensor.shape != target.shape:
+                shapes = f"{list(tensor.shape)}, not {list(target.shape)}"
+                raise ValueError(f"{path}: {item.storage_index.fqn} has the shape {shapes}")
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 @dataclass(frozen=True)
@@ -100,13 +190,9 @@ class Chunk:
         Raises:
             ValueError: the file is truncated or damaged.
         """
-        found = os.path.getsize(self.path) - self.start
-        if found < self.length:
-            raise ValueError(f"{self.path} is truncated: {self.length} bytes expected at {self.start}, {max(found, 0)} found")
-        with open(self.path, "rb") as file:
-            view = cast(IO[bytes], _create_file_view(file, self.start, self.length))  # declared as its base class
-            # many zip files lie in one .distcp, and torch's reader takes its stream for a whole one
-            piece = load_part_with_records(self.path, view, self.start)
+        piece = _load_part(self.path, self.start, self.length)
+        if not isinstance(piece, (TensorRecord, Tensor)) or math.prod(piece.shape) != math.prod(self.sizes):
+            raise ValueError(f"{self.path}: no tensor of shape {list(self.sizes)} is at byte {self.start}")
         return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
 
     def part(self, index: tuple[int, ...]) -> Tensor:
@@ -127,11 +213,12 @@ def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
         entry = metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(entry, dcp.TensorStorageMetadata):
             continue
-        # the bare name: an index from elsewhere must not lead out of the folder
-        path = folder / os.path.basename(info.relative_path)
+        path = folder / info.relative_path
         if index.fqn not in sizes:
             sizes[index.fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
         offsets = tuple(index.offset or (0,) * len(entry.size))
+        if offsets not in sizes[index.fqn]:
+            raise ValueError(f"{folder / METADATA_FILE}: {index.fqn} has no slice at {list(offsets)}")
         chunk = Chunk(str(path), info.offset, info.length, offsets, sizes[index.fqn][offsets])
         chunks.setdefault(index.fqn, []).append(chunk)
     return chunks

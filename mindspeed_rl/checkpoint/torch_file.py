@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import math
 import pickle
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ _SAFE: dict[tuple[str, str], Any] = {
     # pickle up to protocol 2 writes Python 2's names
     ("__builtin__", "set"): set,
     ("_codecs", "encode"): None,  # filled below
+    # Megatron keeps the states of TransformerEngine's layers so
+    ("_io", "BytesIO"): io.BytesIO,
     ("pathlib", "PosixPath"): Path,
     ("pathlib", "Path"): Path,
     ("torch", "Size"): torch.Size,
@@ -72,6 +75,21 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
 
 
 _SAFE["_codecs", "encode"] = _encode_latin1
+
+#: what an unpickler raises at bytes that are no pickle, or another one than expected
+UNREADABLE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Inert:
@@ -178,16 +196,31 @@ class _RecordUnpickler(SafeUnpickler):
     ) -> TensorRecord | Tensor:
         shape, width = tuple(size), storage.dtype.itemsize
         if tuple(stride) == contiguous_strides(shape) or 0 in shape:
+            if start < 0 or min(shape, default=0) < 0 or (start + math.prod(shape)) * width > storage.num_bytes:
+                raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} does not fit its {storage.num_bytes} bytes")
             return TensorRecord(self._path, storage.offset + start * width, shape, storage.dtype)
         # a view with other strides, such as a transposed weight, is no run of bytes
         whole = TensorRecord(self._path, storage.offset, (storage.num_bytes // width,), storage.dtype).read()
         return whole.as_strided(shape, tuple(stride), start).contiguous()
 
 
-def load_with_records(path: str | Path) -> Any:
+class _TensorUnpickler(_RecordUnpickler):
+    """Reads every tensor instead of leaving a record."""
+
+    def _record(
+        self, storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: object
+    ) -> TensorRecord | Tensor:
+        found = super()._record(storage, start, size, stride)
+        return found.read().clone() if isinstance(found, TensorRecord) else found
+
+
+def load_with_records(path: str | Path, *, as_tensors: bool = False) -> Any:
     """Load the content of a torch zip file with a :class:`TensorRecord` in place of every tensor.
 
     A tensor that is not stored contiguously, and a file in torch's format from before 1.6, is loaded as a tensor.
+
+    Args:
+        as_tensors: every tensor is loaded.
 
     Raises:
         ValueError: the file is missing, truncated or damaged, or refers to code that is not on the safe list.
@@ -198,15 +231,15 @@ def load_with_records(path: str | Path) -> Any:
     with path.open("rb") as file:
         # the mark of a zip file, which torch writes since 1.6
         if file.read(4) == b"PK\x03\x04":
-            return load_part_with_records(str(path), path, 0)
+            return load_part_with_records(str(path), path, 0, as_tensors=as_tensors)
     try:
         # weights_only takes no pickle_module; the module's list of names is what keeps this safe
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_safe_pickle)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except UNREADABLE as error:
         raise _unreadable(str(path), 0, error) from error
 
 
-def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int) -> Any:
+def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int, *, as_tensors: bool = False) -> Any:
     """Load the content of a torch zip file inside another file, with records in place of tensors.
 
     Args:
@@ -219,9 +252,33 @@ def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int) ->
     """
     try:
         archive = torch._C.PyTorchFileReader(str(zip_file) if isinstance(zip_file, Path) else zip_file)
-        return _RecordUnpickler(archive, path, start).load()
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        return (_TensorUnpickler if as_tensors else _RecordUnpickler)(archive, path, start).load()
+    except UNREADABLE as error:
         raise _unreadable(path, start, error) from error
+
+
+class _CheckingUnpickler(SafeUnpickler):
+    """Reads a pickle for its names alone: what torch.distributed defines is not loaded, which would take a second."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Inert if module.startswith("torch.distributed.") else super().find_class(module, name)
+
+
+def check_small_files(folder: Path) -> None:
+    """Check that index and common state of a ``torch_dist`` checkpoint can be read, and name no code.
+
+    Raises:
+        ValueError: one cannot, or does.
+    """
+    for path in (folder / ".metadata", folder / "common.pt"):
+        if path.is_file() and path.suffix:
+            load_with_records(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                try:
+                    _CheckingUnpickler(file).load()
+                except UNREADABLE as error:
+                    raise _unreadable(str(path), 0, error) from error
 
 
 def _unreadable(path: str, start: int, error: Exception) -> ValueError:

@@ -32,10 +32,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mindspeed_rl.adaptors.megatron_loads import reading_with
 from mindspeed_rl.checkpoint import checksums
+from mindspeed_rl.checkpoint.dist import DistReader
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.engine.disks import (
     RANDOM,
     CheckpointFiles,
@@ -554,7 +557,8 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         if files.lost and dist.get_rank() == 0:
             _log.warning("load: no machine has %s; random generators start anew.", path / min(files.lost))
         files.fetch(list_needed_files(path, sharded) | ({_get_random_name(dist.get_rank())} if restores_random else set()))
-    with _explaining_failures(f"load: {path} does not fit this run"):
+    load_common = functools.partial(load_with_records, as_tensors=True)
+    with _explaining_failures(f"load: {path} does not fit this run"), reading_with(DistReader, load_common):
         # a tuple is returned only where keys may be missing
         state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
     for index, model in enumerate(engine.model.models):

@@ -22,6 +22,7 @@ from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, lacks_export, newest_checkpoint
+from mindspeed_rl.checkpoint.torch_file import check_small_files
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
 from mindspeed_rl.config.rules.resume_rules import KeyChange, describe_changes, find_changes
@@ -140,7 +141,7 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
     """Return the record of a checkpoint, after a check of its files that reads none of the large ones.
 
     Raises:
-        ValueError: a file is missing, its size has changed since it was written, or the record is invalid.
+        ValueError: a file is missing or refers to code, its size has changed since it was written, or the record is invalid.
     """
     folder = iteration_folder(source.weights, source.iteration)
     path = folder / "run_state.json"
@@ -149,11 +150,12 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
         if sums is not None:
             checksums.check_sizes(folder, sums, checksums.elsewhere(folder))
         checksums.verify(folder, only=lambda name: name == path.name)
+        check_small_files(folder)
         record = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
             raise DamagedCheckpointError(f"{path} is no record of a run")
     except (OSError, ValueError) as error:
-        reason = error if isinstance(error, DamagedCheckpointError) else f"{path}: {error}"
+        reason = error if str(folder) in str(error) else f"{path}: {error}"
         advice = "load_previous: true resumes from the one before, load_iteration names another"
         raise ValueError(f"{group}.load: {reason}; {advice}.") from None
     return record

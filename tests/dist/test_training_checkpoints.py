@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 import checkpoint_jobs as jobs
 import numpy as np
 import pytest
+import torch
 from comparison import assert_same_training, losses
 from ranks import RankFailureError, Ranks
 from slow_layouts import EP, PP, VPP
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from training_jobs import Setting
 
 from mindspeed_rl.engine.checkpoint import _find_latest_iteration
@@ -207,6 +213,52 @@ def test_a_damaged_file_is_refused_by_name_on_every_rank(
         assert f"load: {largest} is damaged: its checksum is" in said and "load_previous: true" in said
     report = ranks(2).run(jobs.load_then_train, setting=setting, folder=str(tmp_path), steps=1, iteration=1)
     assert report[0]["loaded"]["iteration"] == 1
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def add_sums(folder: Path) -> None:
+    """The checksums are those of the files as they are now."""
+    names = json.loads((folder / "checksums.json").read_text())
+    contents = {name: (folder / name).read_bytes() for name in names}
+    (folder / "checksums.json").write_text(json.dumps({name: [len(has), zlib.crc32(has)] for name, has in contents.items()}))
+
+
+@pytest.mark.parametrize("place", [".metadata", "common.pt", "object", "tensor"])
+def test_code_in_a_checkpoint_is_refused_by_its_file_and_never_runs(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path, place: str
+) -> None:
+    setting = Setting(str(models["moe" if place == "object" else "tied"]), ZERO if place == "object" else {})
+    ranks(1).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[1])
+    folder, index, bomb = tmp_path / "iter_0000001", tmp_path / "iter_0000001/.metadata", Bomb(tmp_path / "exploded")
+    if place == ".metadata":
+        index.write_bytes(pickle.dumps(bomb))
+    elif place == "common.pt":
+        torch.save({"optimizer": bomb}, folder / place)
+    else:
+        metadata = FileSystemReader(folder).read_metadata()
+        kind = BytesStorageMetadata if place == "object" else TensorStorageMetadata
+        entries = [key for key in metadata.storage_data if isinstance(metadata.state_dict_metadata[key.fqn], kind)]
+        assert entries
+        place = metadata.storage_data[entries[0]].relative_path
+        with (folder / place).open("ab") as file:
+            start = file.tell()
+            torch.save(bomb, file)
+            for key in entries:
+                metadata.storage_data[key] = _StorageInfo(place, start, file.tell() - start)
+        index.write_bytes(pickle.dumps(metadata))
+    add_sums(folder)
+    said = ranks(1).run(jobs.refusal, setting=setting, folder=str(tmp_path))[0]
+    assert f"{folder / place}" in said and "refusing to load" in said, said
+    assert not bomb.path.exists()
 
 
 @pytest.mark.parametrize("background", [False, True])
