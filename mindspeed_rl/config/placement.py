@@ -135,6 +135,8 @@ class RolloutLayout:
 
 #: matrices of at least so many elements are stored a second time by the CPU's engine, packed for its kernel, while it generates
 PACKED_ELEMENTS = 1 << 13
+#: rows of a 16-bit head that are converted to float32 at a time (`Platform.float32_product`)
+HEAD_ROWS = 8192
 
 #: ranks of adapters that vLLM has room for
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

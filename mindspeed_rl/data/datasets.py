@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns, check_sample_lengths
+from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns
 
 
 class InstructionSample(TypedDict):
@@ -32,11 +32,11 @@ class InstructionDataset:
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: rows longer than this are cut at the end when read; None reads full rows.
-        splits_packs: keep the samples of a plain pack separate.
+        splits_packs: keep the samples of a plain pack separate; `check_sample_lengths` has passed.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
 
     Raises:
-        ValueError: see `IndexedColumns`; a plain pack does not say where its samples begin, or says it wrongly.
+        ValueError: see `IndexedColumns`.
     """
 
     def __init__(
@@ -54,8 +54,6 @@ class InstructionDataset:
         self._splits_packs = splits_packs
         #: [rows] int32: stored tokens per row, padding included, without reading the rows
         self.lengths = self._rows.lengths("input_ids")
-        if splits_packs:
-            check_sample_lengths(prefix)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -13,8 +13,6 @@ from mindspeed_rl.models.model_config import ModelConfig
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
 _MAX_DERIVED_BYTES = 8 << 30
-#: rows of a 16-bit head that are converted to float32 at a time (`Platform.float32_product`)
-HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)

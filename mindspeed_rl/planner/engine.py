@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_rl.config.placement import PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import HEAD_ROWS, cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB

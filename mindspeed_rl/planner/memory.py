@@ -19,8 +19,8 @@ from typing import ClassVar
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.models.costs import HEAD_ROWS
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device

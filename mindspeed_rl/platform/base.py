@@ -16,13 +16,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
 
 GIB = float(1 << 30)
 #: bytes between the starts of tensors in one copy, the alignment of device allocators
 _ALIGNMENT = 512
-#: rows of a 16-bit matrix that `float32_product` converts at a time; planned memory counts them (`models.costs.HEAD_ROWS`)
-FLOAT32_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class Platform(ABC):
         """Return [n, v] float32 x @ weight^T of 16-bit [n, h] and [v, h]: exact products, added up in float32; no gradient."""
         wide, out = x.float(), torch.empty(x.size(0), weight.size(0), dtype=torch.float32, device=x.device)
         # a float32 copy of a few rows at a time
-        for start in range(0, weight.size(0), FLOAT32_ROWS):
-            rows = slice(start, start + FLOAT32_ROWS)
+        for start in range(0, weight.size(0), HEAD_ROWS):
+            rows = slice(start, start + HEAD_ROWS)
             torch.mm(wide, weight[rows].float().t(), out=out[:, rows])
         return out
 

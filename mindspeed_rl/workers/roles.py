@@ -150,8 +150,7 @@ class Role:
             ),
             temperature=passes.temperature,
         )
-        if moves_slowly:
-            self.engine.float32_weights = Float32Weights(self.model)
+        self._moves_slowly = moves_slowly
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream = WeightStream(self.model)
@@ -170,6 +169,8 @@ class Role:
             # before the checkpoint: its optimizer state needs an optimizer that takes it
             self.engine.start_training(steps_per_iteration)
         if source.kind == "training":
+            if self._moves_slowly and self.engine.float32_weights is None:
+                self.engine.float32_weights = Float32Weights(self.model)
             loaded = load_checkpoint(self.engine, source.weights, iteration)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
@@ -205,7 +206,7 @@ class Role:
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
-        if self.engine.float32_weights is not None:
+        if self._moves_slowly:
             self.engine.float32_weights = Float32Weights(self.model)
 
     def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:

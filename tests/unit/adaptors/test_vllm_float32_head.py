@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.models.costs import HEAD_ROWS
-from mindspeed_rl.platform.base import FLOAT32_ROWS
-
 
 def _sample(folder: Path, head: str, tied: str) -> dict[str, float]:
     program = Path(__file__).with_name("float32_head.py")
@@ -30,7 +27,3 @@ def test_log_probs_of_the_engine_are_those_of_unrounded_logits(tmp_path: Path, t
 def test_without_it_logits_are_rounded_to_bfloat16(tmp_path: Path) -> None:
     found = _sample(tmp_path, "bfloat16", "untied")
     assert found["logits"] > 0.01
-
-
-def test_planned_memory_counts_the_rows_that_are_converted() -> None:
-    assert HEAD_ROWS == FLOAT32_ROWS

@@ -14,7 +14,7 @@ from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import indexed
 from mindspeed_rl.data.datasets import BatchSampler, InstructionDataset, PreferenceDataset, ProcessRewardDataset
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, check_token_ids, open_indexed
+from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, check_sample_lengths, check_token_ids, open_indexed
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
@@ -103,11 +103,11 @@ def test_a_plain_pack_is_split_where_its_samples_begin_and_nowhere_else(write_pa
 def test_a_plain_pack_that_does_not_show_where_its_samples_begin_is_refused(write_packed):
     prefix = write_packed(**PLAIN_PACK)
     with pytest.raises(ValueError, match=r"has no .*d_packed_sample_lengths_document\.bin, .*; run preprocess --pack again"):
-        InstructionDataset(prefix, splits_packs=True)
+        check_sample_lengths(prefix)
     assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [9]
     write_packed(sample_lengths=[[5, 5]])
     with pytest.raises(ValueError, match=r"sample_lengths_document\.bin, row 0: samples of \[5, 5\] tokens in a row of 9"):
-        InstructionDataset(prefix, splits_packs=True)
+        check_sample_lengths(prefix)
 
 
 def test_cut_rows_and_those_without_a_label_left_are_counted(write_packed):
