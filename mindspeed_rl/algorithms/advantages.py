@@ -62,17 +62,17 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
 
     Raises:
-        ValueError: one row with scale "batch": the std is undefined.
+        ValueError: a batch of one row with scale "batch": the std is undefined.
     """
     scores = _compute_sequence_rewards(inputs)
     mean, std, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
     centred = scores - mean
     if objective.scale_rewards == "group":
-        centred = centred / (std + objective.adv_epsilon)
+        centred = _scale(centred, std, objective.adv_epsilon)
     elif objective.scale_rewards == "batch":
-        if inputs.valid.sum() < 2:
-            raise ValueError("adv_estimator group_norm with scale_rewards batch needs at least 2 scored responses in the batch")
-        centred = centred / (scores[inputs.valid].std() + objective.adv_epsilon)
+        if len(scores) < 2:
+            raise ValueError("adv_estimator group_norm with scale_rewards batch needs at least 2 responses in the batch")
+        centred = _scale(centred, _compute_batch_std(scores[inputs.valid]), objective.adv_epsilon)
     elif objective.scale_rewards != "none":
         raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which group_norm does not have")
     advantages = _finish(centred, inputs)
@@ -156,7 +156,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
         raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = combine_components(inputs, objective)
     scored = total[inputs.valid]
-    advantages = _finish((total - scored.mean()) / (scored.std() + objective.adv_epsilon), inputs)
+    advantages = _finish(_scale(total - scored.mean(), _compute_batch_std(scored), objective.adv_epsilon), inputs)
     return advantages, advantages
 
 
@@ -178,7 +178,7 @@ def combine_components(inputs: AdvantageInputs, objective: Objective) -> Tensor:
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
         has_opinion = inputs.valid & ~column.isnan()
         mean, std, _ = _compute_group_statistics(column, has_opinion, inputs.group_size)
-        total += torch.where(has_opinion, weight * (column - mean) / (std + objective.adv_epsilon), 0.0)
+        total += torch.where(has_opinion, weight * _scale(column - mean, std, objective.adv_epsilon), 0.0)
     return total
 
 
@@ -210,9 +210,17 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
         ValueError: fewer than two tokens: the variance is undefined.
     """
     sampled = values[mask]
-    if sampled.numel() < 2:
-        raise ValueError(f"whitening needs at least 2 response tokens in the batch, not {sampled.numel()}")
-    return (values - sampled.mean()) * torch.rsqrt(sampled.var() + _WHITEN_EPS)
+    return (values - sampled.mean()) * torch.rsqrt(_compute_batch_std(sampled).square() + _WHITEN_EPS)
+
+
+def _compute_batch_std(scored: Tensor) -> Tensor:
+    """Return the unbiased std; 0 of fewer than two numbers, as in an iteration in which scoring failed."""
+    return scored.std() if len(scored) > 1 else scored.new_zeros(())
+
+
+def _scale(centred: Tensor, std: Tensor, eps: float) -> Tensor:
+    """Return centred / (std + eps), and 0 where that is 0 / 0."""
+    return torch.where(centred == 0, 0.0, centred / (std + eps))
 
 
 def _compute_group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

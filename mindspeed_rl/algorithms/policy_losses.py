@@ -184,8 +184,10 @@ def value_loss(
         if old_values is None:
             raise ValueError("cliprange_value needs old_values, which the batch does not have")
         old_values = torch.where(response_mask, old_values, 0)
-        bounded = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
-        terms["critic/vf_clipfrac"] = masked_mean(bounded > losses, response_mask)
+        moved = values - old_values
+        bounded = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
+        # within the range the two differ by rounding alone
+        terms["critic/vf_clipfrac"] = masked_mean((bounded > losses) & (moved.abs() > clip_range), response_mask)
         # the worse of the two: clipping never makes a step look better than it is
         losses = torch.maximum(losses, bounded)
     loss_sum, count = aggregate(0.5 * losses, response_mask, response_mask, "token", None)

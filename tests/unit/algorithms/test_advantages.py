@@ -250,6 +250,24 @@ def test_scaling_by_the_batch_needs_two_responses():
 
 def test_rows_that_do_not_fill_groups_are_refused():
     with pytest.raises(ValueError, match="3 rows do not divide into groups of 2"):
+_EVERY_SCALE = [("group_norm", {"scale": scale}) for scale in ("group", "batch", "none")]
+
+
+@pytest.mark.parametrize("num_scored", [0, 1])
+@pytest.mark.parametrize(("name", "numbers"), [*_EVERY_SCALE, *((name, {}) for name in sorted(ADVANTAGES) if name != "group_norm")])
+def test_a_batch_whose_scores_failed_but_one_has_finite_advantages(name, numbers, num_scored):
+    others = {"reward_components": torch.ones(2, 1), "values": torch.zeros(2, 2), "greedy_rewards": torch.zeros(2)}
+    inputs = simple([1.0, 0.0], 2, scored=torch.arange(2) < num_scored, **others)
+    advantages = compute_advantages(name, inputs, **numbers)[0]
+    assert torch.isfinite(advantages).all() and not advantages[num_scored:].any()
+
+
+def test_a_group_without_spread_has_advantages_of_0_without_an_epsilon():
+    for scale in ("group", "batch"):
+        advantages = compute_advantages("group_norm", simple([1.0, 1.0], 2), scale=scale, eps=0.0)[0]
+        assert not advantages.any()
+
+
         simple([1.0, 0.0, 1.0], 2)
 
 
@@ -258,9 +276,8 @@ def test_a_reward_that_is_not_a_number_names_its_row():
         simple([1.0, float("nan")], 2)
 
 
-def test_whitening_a_single_token_is_refused():
-    with pytest.raises(ValueError, match="at least 2 response tokens"):
-        whiten(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
+def test_whitening_a_single_token_gives_0():
+    assert whiten(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)).item() == 0.0
 
 
 @pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo"])

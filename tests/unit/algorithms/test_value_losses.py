@@ -51,6 +51,14 @@ def test_value_loss_by_hand():
     assert output.metrics["critic/values/max"].result() == 2.0
 
 
+def test_values_within_the_range_are_not_counted_as_clipped():
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(1, 1000, generator=generator)
+    values, mask = old + 0.1 * torch.rand(1, 1000, generator=generator), torch.ones(1, 1000, dtype=torch.bool)
+    output = value_loss(values, torch.randn(1, 1000, generator=generator), mask, old_values=old, clip_range=0.3)
+    assert output.metrics["critic/vf_clipfrac"].result() == 0.0
+
+
 def test_value_loss_does_not_depend_on_the_cut():
     generator = torch.Generator().manual_seed(0)
     values, old, returns = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
