@@ -295,6 +295,27 @@ def read_count(name: str, value: object) -> int:
     return value
 
 
+def build_rollout_batch(group: int, step: int, rollout: int) -> dict[str, object]:
+    """Return the keys of a batch that another project counts in completions.
+
+    Args:
+        group: responses of a prompt.
+        step: completions of an optimizer step.
+        rollout: completions of a rollout.
+    """
+    if step % group:
+        return {
+            "rl_config.num_generations": group,
+            "megatron_training.global_batch_size": step,
+            "rl_config.generation_batch_size": rollout,
+        }
+    return {
+        "rl_config.n_samples_per_prompt": group,
+        "rl_config.mini_batch_size": step // group,
+        "megatron_training.global_batch_size": rollout // group,
+    }
+
+
 def find_lora_targets(names: Iterable[str]) -> list[str]:
     """Return Megatron's layers for the projections that PEFT names; "all-linear" is all of them."""
     layers = {

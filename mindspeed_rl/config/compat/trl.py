@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 import yaml
 
 from mindspeed_rl.catalogue.records import Level
-from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_count, read_scalar
+from mindspeed_rl.config.compat.importer import (
+    RECOMPUTE_LAYERS,
+    Import,
+    build_rollout_batch,
+    find_lora_targets,
+    read_count,
+    read_scalar,
+)
 from mindspeed_rl.config.compat.options import (
     Option,
     SourceCommand,
@@ -214,6 +221,10 @@ def _server(run: Import, option: str, value: object) -> None:
     run.translate(option, values, "a server that mindspeed-rl rollout has started")
 
 
+def _regex(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{_SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
+
+
 def _template_arguments(run: Import, option: str, value: object) -> None:
     values = _as_mapping(option, value)
     if set(values) - {"enable_thinking"}:
@@ -325,8 +336,7 @@ _SHARED: dict[str, Option] = {
     ),
     **dict.fromkeys(
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-        "local_rank "
-        "use_cpu no_cuda use_mps_device tpu_num_cores tpu_metrics_debug mp_parameters ray_scope".split(),
+        "local_rank use_cpu no_cuda use_mps_device tpu_num_cores tpu_metrics_debug mp_parameters ray_scope".split(),
         no_effect("platform, processes and their groups follow from the run file"),
     ),
     **dict.fromkeys(
@@ -337,10 +347,9 @@ _SHARED: dict[str, Option] = {
     ),
     **dict.fromkeys(
         "eval_strategy eval_steps eval_delay per_device_eval_batch_size per_gpu_eval_batch_size prediction_loss_only "
-        "eval_on_start "
-        "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
-        "bf16_full_eval fp16_full_eval metric_for_best_model greater_is_better dataset_test_split include_inputs_for_metrics "
-        "use_legacy_prediction_loop do_train do_eval do_predict".split(),
+        "eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics "
+        "batch_eval_metrics bf16_full_eval fp16_full_eval metric_for_best_model greater_is_better dataset_test_split "
+        "include_inputs_for_metrics use_legacy_prediction_loop do_train do_eval do_predict".split(),
         no_effect("a run evaluates on megatron_training.eval_data_path, every eval_interval iterations"),
     ),
     **dict.fromkeys(
@@ -359,9 +368,8 @@ _SHARED: dict[str, Option] = {
     "full_determinism": no_effect("write npu_deterministic or deterministic: the seeds are the same, kernels may not be"),
     **dict.fromkeys("use_cache past_index".split(), no_effect("the rollout engine has its own cache")),
     **dict.fromkeys(
-        "torch_empty_cache_steps gradient_checkpointing_kwargs half_precision_backend fp16_backend "
-        "fp16_opt_level debug lora_task_type bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage "
-        "pad_to_multiple_of".split(),
+        "torch_empty_cache_steps gradient_checkpointing_kwargs half_precision_backend fp16_backend fp16_opt_level debug "
+        "lora_task_type bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage pad_to_multiple_of".split(),
         no_effect("it changes memory or speed, or belongs to a feature that is off"),
     ),
     "per_gpu_train_batch_size": refused("the name of old releases; write per_device_train_batch_size"),
@@ -374,9 +382,9 @@ _ROLLOUT: dict[str, Option] = {
     "top_p": to(f"{_SAMPLING}.top_p", default=1.0),
     "top_k": with_others("top_k, where 0 is -1"),
     "min_p": to(f"{_SAMPLING}.min_p"),
-    "repetition_penalty": refused("a repetition penalty", unless=(1, 1.0)),
+    "repetition_penalty": to(f"{_SAMPLING}.repetition_penalty"),
     "generation_kwargs": refused("further arguments of generation"),
-    "vllm_structured_outputs_regex": refused("structured output"),
+    "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
     "shuffle_dataset": _not(f"{_ACTOR}.no_shuffle"),
     "chat_template_kwargs": by(_template_arguments, "enable_thinking"),
     "mask_truncated_completions": to(f"{_RL}.overlong_filter"),
@@ -709,11 +717,7 @@ def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
         run.set(f"{_ACTOR}.num_npus", command.devices)
     else:
         run.set(f"{_RL}.actor_resource.num_npus", command.devices)
-        values |= {
-            f"{_RL}.num_generations": sizes.group,
-            f"{_RL}.generation_batch_size": sizes.rollout,
-            f"{_RL}.epochs": sizes.iterations,
-        }
+        values |= build_rollout_batch(sizes.group, sizes.step, sizes.rollout) | {f"{_RL}.epochs": sizes.iterations}
         note += f", {sizes.steps} steps of a rollout"
     run.translate("--per_device_train_batch_size", values, note)
     for name in (
