@@ -91,6 +91,66 @@ def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
     return advantages, advantages
 
 
+def opo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Subtract the group's mean reward weighted by length, the baseline of least variance (OPO, arXiv:2505.23585).
+
+    A_i = R_i - sum_j |o_j| R_j / sum_j |o_j| over the group.
+    """
+    scores, lengths = _compute_sequence_rewards(inputs), inputs.mask.sum(dim=1).double()
+    shape = (-1, inputs.group_size)
+    weighted, total = ((lengths * values).view(shape).sum(dim=1, keepdim=True) for values in (scores, torch.ones_like(scores)))
+    advantages = _finish((scores.view(shape) - weighted / total.clamp(min=1)).view(-1), inputs)
+    return advantages, advantages
+
+
+def pass_at_k(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Credit the best response of a group alone, with its lead over the second (Pass@k as verl has it, arXiv:2503.19595).
+
+    A = (R_best - R_second) / (std_group R + eps) for the best response of a group, without the division where scale_rewards is
+    "none", and 0 for all others, also where two are best.
+    """
+    scores = _compute_sequence_rewards(inputs)
+    _, std, count = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
+    groups = torch.where(inputs.valid, scores, float("-inf")).view(-1, inputs.group_size)
+    best = groups.topk(2, dim=1)
+    lead = torch.zeros_like(groups).scatter_(1, best.indices[:, :1], best.values[:, :1] - best.values[:, 1:]).view(-1)
+    lead = torch.where(count > 1, lead, 0.0)  # a single scored response leads no other
+    if objective.scale_rewards not in ("group", "none"):
+        raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which pass_at_k does not have: only group and none")
+    if objective.scale_rewards == "group":
+        lead = lead / (std + objective.adv_epsilon)
+    advantages = _finish(lead, inputs)
+    return advantages, advantages
+
+
+def gpg_advantage(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Centre rewards on their group, and make up for responses without one (GPG as verl has it, arXiv:2504.02546).
+
+    A_i = N / N_1 * (R_i - mean_group R); N scored responses of the batch, N_1 of them with a reward other than 0.
+    """
+    scores = _compute_sequence_rewards(inputs)
+    mean, _, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
+    rewarded = (inputs.valid & (scores != 0)).sum().clamp(min=1)
+    advantages = _finish(inputs.valid.sum() / rewarded * (scores - mean), inputs)
+    return advantages, advantages
+
+
+def max_rl(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Divide centred rewards by the group's mean: the gradient of the likelihood of success (MaxRL, arXiv:2602.02710).
+
+    A_i = (R_i - mean_group R) / mean_group R; 0 in a group without success. Derived for rewards of 0 and 1.
+
+    Raises:
+        ValueError: a negative reward, for which the mean is no rate of success.
+    """
+    scores = _compute_sequence_rewards(inputs)
+    if (scores < 0).any():
+        raise ValueError(f"adv_estimator max_rl needs rewards that are not negative, such as 0 and 1, not {scores.min():g}")
+    mean, _, _ = _compute_group_statistics(scores, inputs.valid, inputs.group_size)
+    advantages = _finish(torch.where(mean > 0, (scores - mean) / mean.clamp(min=torch.finfo(mean.dtype).tiny), 0.0), inputs)
+    return advantages, advantages
+
+
 def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
 
@@ -150,10 +210,8 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
     A_i = (a_i - mean_batch a) / (std_batch a + eps), a of `combine_components`.
 
     Raises:
-        ValueError: the numbers of weights and components differ, or fewer than 2 scored responses.
+        ValueError: the numbers of weights and components differ.
     """
-    if inputs.valid.sum() < 2:
-        raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = combine_components(inputs, objective)
     scored = total[inputs.valid]
     advantages = _finish(_scale(total - scored.mean(), _compute_batch_std(scored), objective.adv_epsilon), inputs)
@@ -204,11 +262,7 @@ def _compute_token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
-
-    Raises:
-        ValueError: fewer than two tokens: the variance is undefined.
-    """
+    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens; 0 for a single one."""
     sampled = values[mask]
     return (values - sampled.mean()) * torch.rsqrt(_compute_batch_std(sampled).square() + _WHITEN_EPS)
 

@@ -6,9 +6,10 @@ Policy, KL and entropy terms of a token are added first and share the normalizer
     sequence  sum_i 1/|o_i| sum_t m L   / N             mean over sequences of token means (GRPO)
     token     sum_i sum_t m L           / sum_i |o_i|   mean over tokens (DAPO, BNPO)
     constant  sum_i sum_t m L           / (N * L_max)   fixed length (Dr. GRPO)
+    summed    sum_i sum_t m L           / N             mean over sequences of token sums (LUSPO)
 
-N counts rows whose response_mask has a token, so a response that the overlong filter emptied still counts in "sequence" and
-"constant" (as in TRL), and a filler row added to even out a batch does not.
+N counts rows whose response_mask has a token, so a response that the overlong filter emptied still counts in "sequence",
+"constant" and "summed" (as in TRL), and a filler row added to even out a batch does not.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def aggregate(
         # a row that a filter emptied gives 0 / 1
         lengths = loss_mask.sum(dim=1).clamp(min=1)
         return (masked.sum(dim=1) / lengths).sum(), num_sequences
+    if normalizer == "summed":
+        return masked.sum(), num_sequences
     assert normalizer == "constant", normalizer
     if max_response_length is None or max_response_length < 1:
         raise ValueError(f"max_response_length must be a positive length in tokens for this loss, not {max_response_length}")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them:
 #: e^99 is infinite in float32, and infinity times 0 is not a gradient
-_LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
 
 
 def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -104,12 +104,12 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
-    log_ratio = drift.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     policy, clipped = objective.loss.load()(inputs, objective)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
         "actor/ppo_kl": masked_mean(-drift, mask),
-        "actor/log_ratio_clamped": masked_mean(drift.abs() > _LOG_RATIO_LIMIT, mask),
+        "actor/log_ratio_clamped": masked_mean(drift.abs() > LOG_RATIO_LIMIT, mask),
     }
     if batch.entropy_threshold is not None:
         ranked = batch.entropy if batch.old_entropy is None else batch.old_entropy
@@ -214,7 +214,7 @@ def _build_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
     log_probs = torch.where(mask, batch.log_probs, 0)
     # exactly on-policy the ratio is 1, and carries the gradient of log pi
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
-    log_ratio = (log_probs - old_log_probs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return PolicyInputs(
         ratio=_compute_importance_ratio(log_ratio, mask, objective.level),
         log_probs=log_probs,

@@ -36,6 +36,14 @@ SETTINGS: dict[str, Bounds] = {
     "kl_target": _POSITIVE,
     "kl_horizon": Bounds(1),
     "top_entropy_quantile": Bounds(0, 1, excludes_low=True),
+    "vespo_k_pos": _NOT_NEGATIVE,
+    "vespo_lambda_pos": _POSITIVE,
+    "vespo_k_neg": _NOT_NEGATIVE,
+    "vespo_lambda_neg": _POSITIVE,
+    "fipo_decay_rate": _POSITIVE,
+    "fipo_clip_range": _POSITIVE,
+    "fipo_safety_threshold": _POSITIVE,
+    "dro_beta": _POSITIVE,
     "rollout_importance_sampling_threshold": _POSITIVE,
     "rollout_importance_sampling_threshold_min": _NOT_NEGATIVE,
 }
@@ -54,6 +62,7 @@ NORMALIZERS: dict[str, str] = {
     "sequence": "mean over sequences of the mean over each sequence's tokens",
     "token": "mean over all response tokens of the mini-batch",
     "constant": "sum over response tokens / (sequences x {max_response_length})",
+    "summed": "mean over sequences of the sum over each sequence's tokens",
 }
 
 _LOSSES = "mindspeed_rl.algorithms.policy_losses"
@@ -66,6 +75,15 @@ _CLIP = PolicyLoss(
         "unclipped": Choice("delta", {None: "r"}, "min(r, {delta:g})"),
         "dual": Choice("clip_ratio_c", {None: ""}, ", at most -{clip_ratio_c:g} * A where A < 0"),
     },
+)
+_PAPERS = "mindspeed_rl.algorithms.paper_losses"
+_DPPO = PolicyLoss(
+    target=f"{_PAPERS}:dppo_tv",
+    levels=("token",),
+    reads=_BOUNDED_RATIO | {"clip_ratio_c"},
+    formula="-sg[{weight}] * A * log pi * near, near = pi - pi_old <= {clip_ratio_high:g} if A > 0, "
+    "else pi - pi_old >= -{clip_ratio_low:g}",
+    choices={"weight": Choice("clip_ratio_c", {None: "r"}, "min(r, {clip_ratio_c:g})")},
 )
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -97,6 +115,53 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         formula="-(4 / tau) * sigmoid(tau * (r - 1)) * A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
     ),
     "gspo": replace(_CLIP, normalizer="sequence", level="sequence", levels=("sequence", "sequence_token")),
+    "luspo": replace(_CLIP, normalizer="summed", level="sequence"),
+    "gmpo": PolicyLoss(
+        target=f"{_PAPERS}:gmpo",
+        normalizer="sequence",
+        levels=("token",),
+        reads=_BOUNDED_RATIO,
+        formula="-A * exp(mean_t(c)), c = min(log(r), {clip_ratio_high:g}) if A > 0, else max(log(r), -{clip_ratio_low:g})",
+    ),
+    "gpg": PolicyLoss(target=f"{_PAPERS}:gpg", levels=("token",), formula="-A * log pi"),
+    "dppo_tv": _DPPO,
+    "dppo_kl": replace(
+        _DPPO,
+        target=f"{_PAPERS}:dppo_kl",
+        # KL_b: of the distributions token or not
+        formula="-sg[{weight}] * A * log pi * near, near = KL_b <= {clip_ratio_high:g} or pi < pi_old if A > 0, "
+        "else KL_b <= {clip_ratio_low:g} or pi > pi_old",
+    ),
+    "vespo": PolicyLoss(
+        target=f"{_PAPERS}:vespo",
+        levels=("token",),
+        reads=frozenset(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
+        formula="-sg[phi] * A * log pi, phi = (prod r)^{vespo_k_pos:g} * exp({vespo_lambda_pos:g} * (1 - prod r)) if A >= 0, "
+        "else (prod r)^{vespo_k_neg:g} * exp({vespo_lambda_neg:g} * (1 - prod r))",
+    ),
+    "fipo": replace(
+        _CLIP,
+        target=f"{_PAPERS}:fipo",
+        levels=("token",),
+        reads=_BOUNDED_RATIO
+        | {"clip_ratio_c", "delta", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"},
+        # D: sum of log r from the token on, each as much less as it is further on
+        formula="sg[f] * -min({unclipped} * A, clip(r, {lower:g}, {upper:g}) * A){dual}, f = g{safety}, g = clip(exp(D), "
+        "{least}, 1 + {fipo_clip_range:g})",
+        choices={
+            **_CLIP.choices,
+            "least": Choice("fipo_clip_high_only", {True: "1"}, "1 - {fipo_clip_range:g}"),
+            "safety": Choice(
+                "fipo_safety_threshold", {None: ""}, " if A >= 0 or r <= {fipo_safety_threshold:g}, else clip(g, 0.8, 1)"
+            ),
+        },
+    ),
+    "dro": PolicyLoss(
+        target=f"{_PAPERS}:dro",
+        levels=("token",),
+        reads=frozenset(("dro_beta",)),
+        formula="-A * log pi + {dro_beta:g} / 2 * (log pi - log pi_old)^2",
+    ),
 }
 
 
@@ -150,6 +215,30 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
         target=f"{_ADVANTAGES}:rloo",
         min_group_size=2,
         formula="r - mean of the other {others} samples of the prompt",
+    ),
+    "opo": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:opo",
+        min_group_size=2,
+        formula="r - mean_{group_size}(r), weighted by length",
+    ),
+    "pass_at_k": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:pass_at_k",
+        reads=frozenset(("scale_rewards", "adv_epsilon")),
+        idle={"adv_epsilon": ("scale_rewards", "none")},
+        min_group_size=2,
+        formula="(best r - second r){scaled} for the best of {group_size}, else 0",
+        choices={"scaled": Choice("scale_rewards", {"none": ""}, " / (std_{group_size}(r) + {adv_epsilon:g})")},
+    ),
+    "gpg": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:gpg_advantage",
+        min_group_size=2,
+        formula="(responses / responses with r other than 0) * (r - mean_{group_size}(r))",
+    ),
+    "max_rl": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:max_rl",
+        min_group_size=2,
+        kl_in_reward=False,
+        formula="(r - mean_{group_size}(r)) / mean_{group_size}(r), 0 where that is 0",
     ),
     "reinforce_plus_plus": AdvantageEstimator(
         target=f"{_ADVANTAGES}:reinforce_plus_plus",

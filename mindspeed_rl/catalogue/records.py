@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from mindspeed_rl import registry
 
 Level = Literal["token", "sequence", "sequence_token"]
-Normalizer = Literal["sequence", "token", "constant"]
+Normalizer = Literal["sequence", "token", "constant", "summed"]
 Scale = Literal["group", "batch", "none", "gdpo"]
 
 #: inputs that an algorithm may need beyond rewards, masks and the log-probs of the policy that is trained

@@ -60,6 +60,15 @@ class Objective:
     delta: float | None
     tau_pos: float
     tau_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    fipo_decay_rate: float
+    fipo_clip_range: float
+    fipo_clip_high_only: bool
+    fipo_safety_threshold: float | None
+    dro_beta: float
     max_response_length: int | None
     entropy_coeff: float
     top_entropy_quantile: float
@@ -249,6 +258,15 @@ def build_objective(
         delta=rl.delta,
         tau_pos=rl.tau_pos,
         tau_neg=rl.tau_neg,
+        vespo_k_pos=rl.vespo_k_pos,
+        vespo_lambda_pos=rl.vespo_lambda_pos,
+        vespo_k_neg=rl.vespo_k_neg,
+        vespo_lambda_neg=rl.vespo_lambda_neg,
+        fipo_decay_rate=rl.fipo_decay_rate,
+        fipo_clip_range=rl.fipo_clip_range,
+        fipo_clip_high_only=rl.fipo_clip_high_only,
+        fipo_safety_threshold=rl.fipo_safety_threshold,
+        dro_beta=rl.dro_beta,
         max_response_length=max_response_length,
         entropy_coeff=rl.entropy_coeff,
         top_entropy_quantile=rl.top_entropy_quantile,

@@ -99,6 +99,7 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "reinforce++": "reinforce_plus_plus",
         "reinforce++-baseline": "reinforce_plus_plus_baseline",
         "reinforce_baseline": "reinforce_plus_plus_baseline",
+        "grpo_passk": "pass_at_k",
     },
     "loss_type": {
         "token-mean": "dapo",
@@ -106,6 +107,7 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "seq-mean-token-sum": "dr_grpo",
         "seq-mean-token-sum-norm": "dr_grpo",
         "vanilla": "grpo",
+        "geo_mean": "gmpo",
     },
     "stage": {
         "grpo": "ray_grpo",

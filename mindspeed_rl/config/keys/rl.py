@@ -252,6 +252,28 @@ class _LossKeys:
         needs=_read_by(POLICY_LOSSES, "tau_pos"), on_resume="exact")
     tau_neg: float = key(1.05, "sapo: temperature for negative advantages", "sapo：负优势的温度",
         needs=_read_by(POLICY_LOSSES, "tau_neg"), on_resume="exact")
+    vespo_k_pos: float = key(2.0, "vespo: exponent of the weight where the advantage is not negative",
+        "vespo：优势非负时权重的指数", needs=_read_by(POLICY_LOSSES, "vespo_k_pos"), on_resume="exact")
+    vespo_lambda_pos: float = key(3.0, "vespo: decay of the weight where the advantage is not negative",
+        "vespo：优势非负时权重的衰减率", needs=_read_by(POLICY_LOSSES, "vespo_lambda_pos"), on_resume="exact")
+    vespo_k_neg: float = key(3.0, "vespo: exponent of the weight for negative advantages", "vespo：负优势时权重的指数",
+        needs=_read_by(POLICY_LOSSES, "vespo_k_neg"), on_resume="exact")
+    vespo_lambda_neg: float = key(2.0, "vespo: decay of the weight for negative advantages", "vespo：负优势时权重的衰减率",
+        needs=_read_by(POLICY_LOSSES, "vespo_lambda_neg"), on_resume="exact")
+    fipo_decay_rate: float = key(32.0, "fipo: tokens after which the drift of a later token counts half",
+        "fipo：相隔多少 token 时，后面 token 的偏移只计一半", needs=_read_by(POLICY_LOSSES, "fipo_decay_rate"),
+        on_resume="exact")
+    fipo_clip_range: float = key(0.2, "fipo: the weight is at most 1 + this", "fipo：权重最多为 1 + 此值",
+        needs=_read_by(POLICY_LOSSES, "fipo_clip_range"), on_resume="exact")
+    fipo_clip_high_only: bool = key(True, "fipo: the weight is at least 1; false: at least 1 - fipo_clip_range",
+        "fipo：权重至少为 1；false：至少为 1 - fipo_clip_range", needs=_read_by(POLICY_LOSSES, "fipo_clip_high_only"),
+        on_resume="exact")
+    fipo_safety_threshold: float | None = key(4.0,
+        "fipo: tokens with negative advantage and a ratio above this have a weight of at most 1; unset: no limit",
+        "fipo：优势为负且比值超过此值的 token，权重最多为 1；不设则不限",
+        needs=_read_by(POLICY_LOSSES, "fipo_safety_threshold"), on_resume="exact")
+    dro_beta: float = key(1.0, "dro: weight of the squared log-ratio", "dro：对数比平方项的权重",
+        needs=_read_by(POLICY_LOSSES, "dro_beta"), on_resume="exact")
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", "熵奖励的权重", range=Range.WEIGHT,
         elsewhere="entropy_coef entropy_loss_coef", on_resume="exact")
     top_entropy_quantile: float = key(1.0, "fraction of tokens, those of highest entropy, that enter the policy term",

@@ -72,6 +72,29 @@ def advantages(name, *, rewards, mask, size, kl, kl_coef, values, greedy, compon
             for j, score in enumerate(group):
                 out.append(score - _mean(group[:j] + group[j + 1 :]))
         return _spread(out, mask)
+    if name == "opo":
+        out = []
+        for first in range(0, len(scores), size):
+            rows = range(first, first + size)
+            length = sum(int(mask[i].sum()) for i in rows)
+            baseline = sum(int(mask[i].sum()) * scores[i] for i in rows) / length
+            out += [scores[i] - baseline for i in rows]
+        return _spread(out, mask)
+    if name == "pass_at_k":
+        out = []
+        for group in _groups(scores, size):
+            first, second = sorted(group, reverse=True)[:2]
+            lead = (first - second) / (_std(group) + eps if scale == "group" else 1.0)
+            out += [lead if score == first else 0.0 for score in group]
+        return _spread(out, mask)
+    if name == "gpg":
+        factor = len(scores) / sum(score != 0 for score in scores)
+        return _spread([factor * (score - _mean(group)) for group in _groups(scores, size) for score in group], mask)
+    if name == "max_rl":
+        out = []
+        for group in _groups(scores, size):
+            out += [(score - _mean(group)) / _mean(group) if _mean(group) else 0.0 for score in group]
+        return _spread(out, mask)
     if name == "reinforce_plus_plus":
         return _whiten(_returns(rewards, mask, kl, kl_coef, gamma), mask)
     if name == "reinforce_plus_plus_baseline":
@@ -141,7 +164,7 @@ def rollout_weight(differences, mode, high, low):
     return out
 
 
-OBJECTIVE = {name: "clip" for name in ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")} | {
+OBJECTIVE = {name: "clip" for name in ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo")} | {
     "cispo": "cispo",
     "cispo_cap": "cispo_cap",
     "sapo": "sapo",
@@ -155,6 +178,9 @@ NORMALIZER = {
     "cispo": "token",
     "cispo_cap": "token",
     "dr_grpo": "constant",
+    "luspo": "summed",
+    "gmpo": "sequence",
+    **{name: "token" for name in ("gpg", "dppo_tv", "dppo_kl", "vespo", "fipo", "dro")},
 }
 
 
@@ -174,6 +200,51 @@ def objective(name, r, r_fixed, log_prob, a, s):
     return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
 
 
+def paper_losses(name, new, at, old, advantages, s):
+    """Losses of the tokens of one row; `at`: the log-probs at which the gradient is taken; lists of positions or None."""
+    low, high = s.get("clip_ratio_low", 0.2), s.get("clip_ratio_high", 0.2)
+    here = [t for t, value in enumerate(new) if value is not None]
+    if name == "gmpo":
+        a = _mean([advantages[t] for t in here])
+        logs = [min(new[t] - old[t], high) if a > 0 else max(new[t] - old[t], -low) for t in here]
+        return {t: -a * math.exp(_mean(logs)) for t in here}
+    if name == "vespo":
+        w = math.exp(min(max(sum(at[t] - old[t] for t in here), math.log(1e-8)), 20.0))
+        out = {}
+        for t in here:
+            k, rate = (2.0, 3.0) if advantages[t] >= 0 else (3.0, 2.0)
+            out[t] = -(w**k) * math.exp(rate * (1 - w)) * advantages[t] * new[t]
+        return out
+    out = {}
+    for t in here:
+        a, p, q = advantages[t], math.exp(at[t]), math.exp(old[t])
+        if name == "gpg":
+            out[t] = -a * new[t]
+        elif name == "dro":
+            out[t] = -a * new[t] + s.get("dro_beta", 1.0) / 2 * (new[t] - old[t]) ** 2
+        elif name == "dppo_tv":
+            far = p - q > high if a > 0 else q - p > low
+            out[t] = 0.0 if far else -min(p / q, s.get("clip_ratio_c") or math.inf) * a * new[t]
+        elif name == "dppo_kl":
+            kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            far = kl > high and p > q if a > 0 else kl > low and p < q
+            out[t] = 0.0 if far else -min(p / q, s.get("clip_ratio_c") or math.inf) * a * new[t]
+        else:
+            assert name == "fipo", name
+            decay = 0.5 ** (1 / s.get("fipo_decay_rate", 32.0))
+            ahead = 0.0
+            for k in here:
+                counts = s.get("delta") is None or math.exp(at[k] - old[k]) <= s["delta"]
+                ahead += decay ** (k - t) * (at[k] - old[k]) if k >= t and counts else 0.0
+            weight, span = math.exp(ahead), s.get("fipo_clip_range", 0.2)
+            if span < math.inf:
+                weight = min(max(weight, 1.0 if s.get("fipo_clip_high_only", True) else 1 - span), 1 + span)
+            if a < 0 and p / q > s.get("fipo_safety_threshold", 4.0):
+                weight = min(max(weight, 0.8), 1.0)
+            out[t] = weight * objective("clip", math.exp(new[t] - old[t]), None, new[t], a, s)
+    return out
+
+
 def policy_loss(log_probs, fixed, b, s):
     """The loss of a whole batch, divided.
 
@@ -181,7 +252,7 @@ def policy_loss(log_probs, fixed, b, s):
     b: arrays by name (advantages, response_mask, loss_mask, old, ref, rollout, entropy) and entropy_threshold.
     """
     loss_type = s["loss_type"]
-    level = s.get("importance_sampling_level") or ("sequence" if loss_type == "gspo" else "token")
+    level = s.get("importance_sampling_level") or ("sequence" if loss_type in ("gspo", "luspo") else "token")
     numerator, tokens, rows = 0.0, 0, 0
     for i in range(log_probs.shape[0]):
         if not b["response_mask"][i].any():
@@ -213,7 +284,11 @@ def policy_loss(log_probs, fixed, b, s):
                 "sequence": (math.exp(mean_ratio), math.exp(mean_fixed)),
                 "sequence_token": (math.exp(log_prob - at + mean_fixed), math.exp(mean_fixed)),
             }[level]
-            loss = weight * objective(OBJECTIVE[loss_type], r, r_fixed, log_prob, b["advantages"][i, t], s)
+            if loss_type in OBJECTIVE:
+                loss = weight * objective(OBJECTIVE[loss_type], r, r_fixed, log_prob, b["advantages"][i, t], s)
+            else:
+                new = [log_probs[i, k] if k in where else None for k in range(log_probs.shape[1])]
+                loss = weight * paper_losses(loss_type, new, fixed[i], old, b["advantages"][i], s)[t]
             if dropped or (b["entropy_threshold"] is not None and b["entropy"][i, t] < b["entropy_threshold"]):
                 loss = 0.0
             if s.get("kl_coef"):
@@ -226,7 +301,7 @@ def policy_loss(log_probs, fixed, b, s):
                 loss -= s["entropy_coeff"] * b["entropy"][i, t]
             row += loss
         numerator += row / len(where) if NORMALIZER[loss_type] == "sequence" else row
-    denominator = {"sequence": rows, "token": tokens, "constant": rows * s.get("max_response_length", 1)}
+    denominator = {"sequence": rows, "token": tokens, "constant": rows * s.get("max_response_length", 1), "summed": rows}
     return numerator / denominator[NORMALIZER[loss_type]]
 
 

@@ -64,7 +64,7 @@ def random_arrays(seed=0, threshold=None, on_policy=False):
         "advantages": rng.normal(size=shape),
         "response_mask": response,
         "loss_mask": loss,
-        "old": None if on_policy else log_probs + 0.3 * rng.normal(size=shape),
+        "old": None if on_policy else np.minimum(log_probs + 0.3 * rng.normal(size=shape), -1e-3),
         "ref": log_probs + rng.normal(size=shape),
         "rollout": log_probs + 0.3 * rng.normal(size=shape),
         "entropy": rng.random(shape),
@@ -109,10 +109,35 @@ def assert_equals_naive(log_probs, arrays, options):
     assert np.abs(gradient).max() > 0
 
 
-@pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
-@pytest.mark.parametrize("option", OPTIONS)
+def supports(loss_type, option):
+    return OPTIONS[option].get("importance_sampling_level", "token") in POLICY_LOSSES[loss_type].levels
+
+
+CASES = [(name, option) for name in sorted(POLICY_LOSSES) for option in OPTIONS if supports(name, option)]
+
+
+@pytest.mark.parametrize(("loss_type", "option"), CASES)
 def test_value_and_gradient_equal_the_naive_loops_and_finite_differences(loss_type, option):
     assert_equals_naive(*random_arrays(), settings_for(loss_type, **OPTIONS[option]))
+
+
+PAPER_OPTIONS = [
+    ("dppo_tv", dict(clip_ratio_c=1.1, clip_ratio_low=0.02, clip_ratio_high=0.03)),
+    ("dppo_kl", dict(clip_ratio_c=1.1, clip_ratio_low=0.002, clip_ratio_high=0.004)),
+    ("fipo", dict(delta=1.4, fipo_decay_rate=1.5)),
+    ("fipo", dict(fipo_clip_range=1e9, fipo_clip_high_only=False, fipo_safety_threshold=1.1)),
+    ("fipo", dict(fipo_clip_high_only=False, fipo_clip_range=0.1)),
+    ("dro", dict(dro_beta=0.3)),
+    ("gmpo", dict(clip_ratio_low=0.05, clip_ratio_high=0.1)),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "options"), PAPER_OPTIONS)
+def test_the_numbers_of_a_loss_act_as_its_formula_has_them(loss_type, options):
+    log_probs, arrays = random_arrays(3)
+    assert_equals_naive(log_probs, arrays, settings_for(loss_type, **options))
+    changed, _ = loss_and_gradient(log_probs, arrays, settings_for(loss_type, **options))
+    assert changed != pytest.approx(loss_and_gradient(log_probs, arrays, settings_for(loss_type))[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("bound", [dict(clip_ratio_c=1.3), dict(delta=1.3)])
@@ -142,8 +167,10 @@ def test_the_entropy_mask_drops_the_policy_term_and_keeps_the_denominator(loss_t
     assert_equals_naive(*random_arrays(threshold=threshold), settings_for(loss_type, kl_coef=0.3))
 
 
-@pytest.mark.parametrize("option", ["plain", "everything", "sequence_ratio", "sequence_token_ratio"])
-@pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize(
+    ("loss_type", "option"),
+    [case for case in CASES if case[1] in ("plain", "everything", "sequence_ratio", "sequence_token_ratio")],
+)
 def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_order_or_padding(loss_type, option):
     log_probs, arrays = random_arrays(threshold=0.4)
     settings = objective(**settings_for(loss_type, **OPTIONS[option]))
@@ -481,7 +508,8 @@ def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
 @pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
 def test_the_count_is_known_before_the_model_has_run(loss_type):
     log_probs, arrays = random_arrays(threshold=0.4)
-    for options in (*OPTIONS.values(), *(dict(rollout_correction=mode, rollout_threshold=1.2) for mode in CORRECTIONS)):
+    supported = [options for name, options in OPTIONS.items() if supports(loss_type, name)]
+    for options in (*supported, *(dict(rollout_correction=mode, rollout_threshold=1.2) for mode in CORRECTIONS)):
         settings = objective(**settings_for(loss_type, **options))
         counts = [
             policy_loss(as_batch(outputs, arrays | {"entropy": entropy}), settings).count.item()

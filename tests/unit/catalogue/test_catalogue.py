@@ -68,15 +68,13 @@ def test_defaults_of_stages_and_stand_ins_are_names_of_the_catalogue() -> None:
 
 def test_only_the_catalogue_spells_the_names() -> None:
     names = set().union(*FAMILIES) - {"abs", "kl", "grpo", "dapo"}  # words with other meanings too: a metric's prefix, ...
-    # the defaults of the keys; what other projects' words are called here, which test_other_projects.py checks
+    # the defaults of the keys
     known = {
         "config/keys/rl.py": {"group_norm", "low_var_kl"},
-        "config/compat/__init__.py": names,
-        "config/compat/verl.py": {"gae"},
     }
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name == "catalogue":
+        if path.parent.name in ("catalogue", "compat"):  # importers: what other projects' names are called here
             continue
         where = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -97,21 +95,26 @@ def test_the_catalogue_loads_neither_torch_nor_the_configuration() -> None:
 
 def value_of(text: str, **names: Any) -> float:
     """The number that a formula's text stands for."""
-    where = re.split(r", (\w+) = ", text)
-    if len(where) == 3:
-        text, name, inner = where
+    text, *where = re.split(r", (\w+) = ", text)
+    while where:  # the last name is defined without the others
+        name, inner = where[-2:]
         names[name] = value_of(inner, **names)
+        where = where[:-2]
     python = text.replace("[", "(").replace("]", ")").replace("^", "**").replace(", else", " else")
     python = re.sub(r"\|(.*)\|", r"abs(\1)", python)
-    for phrase, name in (("log pi_ref", "log_ref"), ("log pi", "log_pi"), ("prod w", "prod"), ("geo w", "geo")):
+    phrases = {"log pi_ref": "log_ref", "log pi_old": "log_old", "log pi": "log_pi"}  # the longer ones first
+    phrases |= {"prod w": "prod", "prod r": "r", "geo w": "geo"}
+    for phrase, name in phrases.items():
         python = python.replace(phrase, name)
     known = {
         "exp": math.exp,
+        "log": math.log,
+        "mean_t": float,  # of one token
         "sg": float,
         "clip": lambda x, low, high: min(max(x, low), high),
         "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
     }
-    return eval(python, {"__builtins__": {"min": min, "abs": abs}}, known | names)
+    return eval(python, {"__builtins__": {"min": min, "max": max, "abs": abs}}, known | names)
 
 
 @pytest.mark.parametrize("loss_type", catalogue.POLICY_LOSSES)
@@ -126,11 +129,18 @@ def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: s
         for advantage in (-1.5, 2.0):
             tensors = {
                 name: torch.tensor([[value]], dtype=torch.float64)
-                for name, value in (("ratio", ratio), ("log_probs", -0.7), ("advantages", advantage))
+                for name, value in (("ratio", ratio), ("advantages", advantage))
             }
             mask = torch.ones(1, 1, dtype=torch.bool)
-            losses, _ = made.loss.load()(PolicyInputs(**tensors, mask=mask, old_log_probs=tensors["log_probs"]), made)
-            assert losses.item() == pytest.approx(value_of(text, r=ratio, A=advantage, log_pi=-0.7))
+            old = math.log(p := math.exp(-1.2)) - math.log(ratio)
+            tensors["log_probs"] = torch.tensor([[-1.2]], dtype=torch.float64)
+            inputs = PolicyInputs(**tensors, mask=mask, old_log_probs=torch.tensor([[old]], dtype=torch.float64))
+            losses, _ = made.loss.load()(inputs, made)
+            q = math.exp(old)
+            divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            ahead = math.log(ratio) if ratio <= (made.delta or 9.0) else 0.0
+            names = {"pi": p, "pi_old": q, "log_pi": -1.2, "log_old": old, "D": ahead, "KL_b": divergence}
+            assert losses.item() == pytest.approx(value_of(text, r=ratio, A=advantage, **names))
 
 
 @pytest.mark.parametrize("name", catalogue.KL_ESTIMATORS)
