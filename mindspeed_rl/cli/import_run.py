@@ -6,24 +6,22 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
-from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, Import, ImportSettings, import_command
-from mindspeed_rl.config.compat.legacy_importer import Import as LegacyImport
+from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, ImportSettings, import_command
 from mindspeed_rl.config.compat.options import SourceProject
-from mindspeed_rl.config.compat.swift import from_swift
+from mindspeed_rl.config.compat.swift import PROJECT as SWIFT
 from mindspeed_rl.config.compat.trl import PROJECT as TRL
-from mindspeed_rl.config.compat.verl import from_verl
+from mindspeed_rl.config.compat.verl import PROJECT as VERL
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import write_file
 from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
-PROJECTS: dict[str, SourceProject] = {"trl": TRL}
-_LEGACY: dict[str, Callable[[str, Collection[str], int | None], LegacyImport]] = {"swift": from_swift, "verl": from_verl}
+PROJECTS: dict[str, SourceProject] = {"swift": SWIFT, "trl": TRL, "verl": VERL}
 
 #: longer texts are commands, not names of files
 _MAX_PATH = 1024
@@ -31,7 +29,7 @@ _MAX_PATH = 1024
 
 def main(argv: list[str]) -> int:
     """Write the run file and print the result of every option; return 2 for a command that cannot be imported."""
-    names = sorted({*PROJECTS, *_LEGACY})
+    names = sorted(PROJECTS)
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl import",
         description="Write a run file from a command or script of another project. Nothing of it is executed. Options that "
@@ -99,19 +97,13 @@ def write_import(
         ConfigError: the command cannot be imported, or another file is at `path`.
     """
     settings = settings or ImportSettings()
-    imported: Import | LegacyImport
-    if project in PROJECTS:
-        here: Mapping[str, str] = {name: value for name in ("HOME", "PWD") if (value := os.environ.get(name))}
-        complete = replace(settings, variables={**here, **settings.variables}, rewards=REWARDS)
-        imported = import_command(PROJECTS[project], command, complete)
-        following = imported.next_command
-    else:
-        imported = _LEGACY[project](command, REWARDS, settings.devices)
-        following = "mindspeed-rl explain --config-name"
+    here: Mapping[str, str] = {name: value for name in ("HOME", "PWD") if (value := os.environ.get(name))}
+    complete = replace(settings, variables={**here, **settings.variables}, rewards=REWARDS)
+    imported = import_command(PROJECTS[project], command, complete)
     text = imported.render(command)
     path = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
     if path.exists() and not may_replace and path.read_text(encoding="utf-8") != text:
         raise ConfigError([f"{path} already exists with other content; choose another file, or --force"])
     write_file(path, text, makes_folder=True)
     print(imported.summarize())
-    return path, following
+    return path, imported.next_command

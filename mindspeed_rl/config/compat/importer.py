@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -182,6 +182,8 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
     command = project.read(read_script(text, settings.variables, settings.folder), settings.devices)
+    # what the user says is known to the formulas of the plan too
+    command = replace(command, environment={**command.environment, **settings.variables})
     run = Import(project.title, settings)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]
@@ -303,7 +305,7 @@ def build_rollout_batch(group: int, step: int, rollout: int) -> dict[str, object
         step: completions of an optimizer step.
         rollout: completions of a rollout.
     """
-    if step % group:
+    if step > group and step % group:
         return {
             "rl_config.num_generations": group,
             "megatron_training.global_batch_size": step,
@@ -311,7 +313,8 @@ def build_rollout_batch(group: int, step: int, rollout: int) -> dict[str, object
         }
     return {
         "rl_config.n_samples_per_prompt": group,
-        "rl_config.mini_batch_size": step // group,
+        # a step of less than a prompt is not available: the plans differ, and name the numbers
+        "rl_config.mini_batch_size": max(1, step // group),
         "megatron_training.global_batch_size": rollout // group,
     }
 

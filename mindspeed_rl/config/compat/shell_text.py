@@ -126,9 +126,9 @@ class _Reader:
                 if match.group(1) in ("<<", "<<-"):
                     documents.append(target.strip("'\"\\"))
             elif not brackets and self.text.startswith("((", self.place):
-                tokens.append(_Token("((" + self._read_balanced("((", "))") + "))", line))
+                tokens.append(_Token(f"({self._read_balanced('(', ')')})", line))
             elif (found := next((item for item in _OPERATORS if self.text.startswith(item, self.place)), None)) and not (
-                brackets and found != "\n"
+                brackets and found not in ("\n", ";")
             ):
                 self._skip(len(found))
                 tokens.append(_Token(found, line, is_operator=True))
@@ -175,7 +175,7 @@ class _Reader:
                 self._read_balanced(char := self.text[self.place], ")" if char == "(" else "}")
             elif char == "(" and self.place > start and self.text[self.place - 1] == "=":
                 self._read_balanced("(", ")")  # an array
-            elif char in " \t\n" or (char in ";&|()<>" and not in_test):
+            elif char in " \t\n;" or (char in "&|()<>" and not in_test):
                 break
             else:
                 self._skip(1)
@@ -664,8 +664,8 @@ class _Interpreter:
             return [self._substitute(text[place + 1 : end])], False, end + 1
         reader.place = place + 1
         if text.startswith("$((", place):
-            inner = reader._read_balanced("((", "))")
-            return [self._compute(inner)], False, reader.place
+            inner = reader._read_balanced("(", ")")
+            return [self._compute(inner[1:-1])], False, reader.place
         if text.startswith("$(", place):
             return [self._substitute(reader._read_balanced("(", ")"))], False, reader.place
         if text.startswith("${", place):
@@ -761,6 +761,8 @@ class _Interpreter:
         programs = [item[0] for item in words]
         if len(words) == 1 and programs[0] in ("echo", "printf"):
             return " ".join(word for word in words[0][1:] if word not in ("-n", "-e"))
+        if len(words) == 1 and programs[0] == "expr":
+            return self._compute(" ".join(words[0][1:]))
         if len(words) == 1 and programs[0] in ("basename", "dirname") and len(words[0]) > 1:
             head, _, tail = words[0][1].rstrip("/").rpartition("/")
             return (head or ".") if programs[0] == "dirname" else tail.removesuffix(words[0][2] if len(words[0]) > 2 else "")
