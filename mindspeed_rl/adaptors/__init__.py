@@ -35,6 +35,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
+        "mindspeed_rl.adaptors.vllm_cpu_vision",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_float32_head",
     ),

@@ -2,6 +2,7 @@
 
 - live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
   and `reload_weights` is silently wrong for tied embeddings;
+- live convolutions of gated delta nets (gdn_attention._causal_conv1d_*): their weights are packed at load too, in place;
 - bfloat16 without AVX-512 (_custom_ops.create_onednn_mm): "could not create a primitive descriptor for the matmul primitive".
   There the packed copy is in float32, and so is the product (see `cpu_halves`).
 
@@ -88,9 +89,31 @@ def apply() -> None:
     import vllm.model_executor.layers.utils as layer_utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.dim() == 3:  # experts, which have kernels of their own, or a convolution
+            if layer.weight.size(1) == 1:
+                layer._cpu_unpacked_conv_weight = layer.weight.data.squeeze(1)
+                _pack_convolutions_in_each_step()
+            return
         layer.cpu_linear = _LiveLinear()
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+@functools.cache
+def _pack_convolutions_in_each_step() -> None:
+    """Give the kernels of gated delta nets the weights as they were loaded; they pack these few numbers at each call."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    def replace(name: str) -> None:
+        kernel: Any = getattr(gdn_attention, name)
+
+        def convolve(*, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
+            return kernel(weight=weight.view(weight.size(0), -1), is_weight_packed=False, **named)
+
+        setattr(gdn_attention, name, convolve)
+
+    replace("_causal_conv1d_fwd_cpu")
+    replace("_causal_conv1d_update_cpu")
 
 
 def live_layers(model: nn.Module) -> Iterator[_LiveLinear]:

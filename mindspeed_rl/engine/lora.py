@@ -3,9 +3,9 @@
 W x becomes W x + (alpha / r) B A x (LoRA, arXiv:2106.09685). The layers keep their parameter names; an adapter adds
 `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r] next to `<layer>.weight`:
 
-- linear_qkv and linear_fc1 (column parallel): B is split along dim 0, A replicated. The gradients of A x are summed over the
-  tensor-parallel ranks; with sequence parallelism A x is gathered.
-- linear_proj and linear_fc2 (row parallel): A is split along dim 1, B replicated. The partial sums A x are reduced, or
+- linear_qkv (in a gated delta net in_proj) and linear_fc1 (column parallel): B is split along dim 0, A replicated. The gradients
+  of A x are summed over the tensor-parallel ranks; with sequence parallelism A x is gathered.
+- linear_proj (in a gated delta net out_proj) and linear_fc2 (row parallel): A is split along dim 1, B replicated. The partial sums A x are reduced, or
   reduce-scattered with sequence parallelism.
 - the same layers of an expert: split in the same way over the expert tensor ranks; the token dispatcher moves activations, so
   only the gradient of the replicated matrix is summed.
@@ -46,6 +46,7 @@ from mindspeed_rl.engine.lora_layers import (
 from mindspeed_rl.models import specs
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.specs import Part
 from mindspeed_rl.models.weights import WeightOp
 
@@ -89,12 +90,13 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
     Raises:
         ValueError: a target is built from a class that has no adapted form.
     """
+    adapted = list_adapted_modules(settings.targets)
 
     def adapt(name: str, part: specs.Part) -> specs.Part:
         module = specs.get_class(part)
         if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
             return _add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
-        if name not in settings.targets or not isinstance(part, type):
+        if name not in adapted or not isinstance(part, type):
             return part
         if part not in _ADAPTED:
             raise ValueError(f"lora_target_modules: {name} is a {part.__name__} here, which has no adapted form.")

@@ -55,6 +55,12 @@ def get_transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: s
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
 
 
+def list_adapted_modules(targets: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules that adapters on these targets adapt: a gated delta net has its projections under other names."""
+    others = {"linear_qkv": "in_proj", "linear_proj": "out_proj"}
+    return *targets, *(others[target] for target in targets if target in others)
+
+
 # names of MindSpeed-LLM's first converter; the last is that of its checkpoints with prediction layers
 _READ_ALIASES = (
     ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),

@@ -12,6 +12,7 @@ from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
+from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model, read_model
 from mindspeed_rl.models.weights import WeightOp
 
@@ -108,7 +109,7 @@ def _count_by_section(
 
 
 def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]) -> Elements:
-    adapted = rank if any(f".{target}." in op.mcore for target in targets) else 0
+    adapted = rank if any(f".{name}." in op.mcore for name in list_adapted_modules(targets)) else 0
     if op.axis == "tp":
         shape = op.shard_shape(tp)
         if op.buffer:

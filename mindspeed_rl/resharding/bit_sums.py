@@ -62,6 +62,8 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
         count = group + 1
         for tensor_slice, view in parts:
             elements += view.numel()
+            if view.dim() == 3:  # of a convolution of single channels, whose middle dimension is 1
+                tensor_slice, view = (tensor_slice[0], tensor_slice[2]), view.squeeze(1)
             compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)
             (by_loops if compiled else by_torch).add(group, tensor_slice, view)
     totals = by_loops.totals(count)

@@ -53,7 +53,7 @@ class _Entry:
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the elements of the slice in the engine's memory, in the slice's shape."""
-        return self.view_plane(parameter if self.plane is None else parameter[self.plane])
+        return self.view_plane(_squeeze(parameter) if self.plane is None else parameter[self.plane])
 
     def view_plane(self, plane: Tensor) -> Tensor:
         """Return the elements of the slice in its matrix, in the slice's shape: a view, but where lines are scattered."""
@@ -106,6 +106,7 @@ class Destinations:
         for entry in (*self.entries, *self.scattered):
             by_plane.setdefault((entry.parameter, entry.plane), []).append(entry)
         for name, parameter in parameters.items():
+            parameter = _squeeze(parameter)
             stacked = parameter.dim() == 3
             for index, plane in enumerate(parameter) if stacked else [(None, parameter)]:
                 entries = by_plane.get((name, index), [])
@@ -235,7 +236,7 @@ class _Reader:
     ) -> None:
         self._load, self._dtype, self._shapes = load, dtype, shapes
         self._names = list(shapes)
-        parameters = {name: value.data for name, value in model.named_parameters() if not name.endswith(skip)}
+        parameters = {name: _squeeze(value.data) for name, value in model.named_parameters() if not name.endswith(skip)}
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
         self._device = next(iter(self._parameters.values())).device
         self._planes: list[_Plane] = [
@@ -300,7 +301,8 @@ class _Reader:
                 else:
                     codes = _mix_indexes(kind, salt, index, rows, columns)
                 elements = _encode(codes.to(self._device), self._dtype)
-                yield name, elements.expand(rows, columns).view(shape) if len(shape) == 2 else elements.expand(rows, 1)[:, 0]
+                full = elements.expand(rows, columns)
+                yield name, full[:, 0] if len(shape) == 1 else full.unsqueeze(1) if len(shape) == 3 else full
 
         self._load(tensors())
 
@@ -388,7 +390,7 @@ class _Reader:
                 entries.append(
                     _Entry(
                         tensor,
-                        tuple(sides[: len(shape)]),
+                        _fit_slice(shape, sides),
                         name,
                         plane,
                         tuple(index[:1] if vector else index),
@@ -429,7 +431,7 @@ class _Reader:
         if any(stop > size for (_, stop), size in zip(tensor_slice, _matrix(shape))):
             return None
         index = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
-        return _Entry(name, tensor_slice[: len(shape)], *plane, index, transposed and len(index) == 2)
+        return _Entry(name, _fit_slice(shape, tensor_slice), *plane, index, transposed and len(index) == 2)
 
     # ------------------------------------------------------------------ proving
 
@@ -449,8 +451,9 @@ class _Reader:
                 for entry in some:
                     rows, columns = _matrix(self._shapes[entry.tensor])
                     expected = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns).expand(rows, columns)
-                    expected = expected[tuple(slice(*side) for side in entry.tensor_slice)]
-                    if not _equal_codes(entry.view(parameter), expected.to(self._device)):
+                    sides = entry.tensor_slice
+                    expected = expected[tuple(slice(*side) for side in (sides[::2] if len(sides) == 3 else sides))]
+                    if not _equal_codes(_squeeze(entry.view(parameter)), expected.to(self._device)):
                         wrong.add(name)
         return wrong
 
@@ -470,8 +473,18 @@ def _find_consecutive(indexes: Tensor) -> list[Tensor]:
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    assert 1 <= len(shape) <= 2, f"an HF tensor of shape {shape}"
-    return shape[0], shape[1] if len(shape) == 2 else 1
+    assert len(shape) < 3 or len(shape) == 3 and shape[1] == 1, f"an HF tensor of shape {shape}"
+    return shape[0], shape[-1] if len(shape) > 1 else 1
+
+
+def _squeeze(parameter: Tensor) -> Tensor:
+    """Return the weights of a convolution of single channels [channels, 1, kernel] as a matrix, others as they are."""
+    return parameter.squeeze(1) if parameter.dim() == 3 and parameter.size(1) == 1 else parameter
+
+
+def _fit_slice(shape: tuple[int, ...], sides: Sequence[tuple[int, int]]) -> Slice:
+    """Return a slice of a tensor of this shape from that of its matrix."""
+    return (sides[0], (0, 1), sides[1]) if len(shape) == 3 else tuple(sides[: len(shape)])
 
 
 def _index_elements(kind: _Kind, tensor: int, rows: int, columns: int) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
 _DENSE = {
     "vocab_size": 131,
@@ -18,6 +19,16 @@ _DENSE = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "bos_token_id": None,
+}
+
+#: vLLM's CPU kernel of gated delta nets takes heads of 64 and more
+_HYBRID = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "full_attention_interval": 2,
 }
 
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
@@ -66,6 +77,17 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
+    "hybrid": transformers.Qwen3_5TextConfig(**_DENSE, **_HYBRID, tie_word_embeddings=True),
+    "hybrid_moe": transformers.Qwen3NextConfig(
+        **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        **_HYBRID,
+        router_aux_loss_coef=0.0,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
     "mixtral": transformers.MixtralConfig(
         **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
         router_aux_loss_coef=0.0,
@@ -102,3 +124,10 @@ def save(name: str, folder: Path) -> Path:
     """Writes the model as a Hugging Face folder and returns the folder."""
     build(name).save_pretrained(folder)
     return folder
+
+
+def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of as many words as the smaller vocabulary has."""
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, 128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -41,8 +42,18 @@ _SIZES = {
     "bos_token_id": None,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-#: models of four experts, by name
-EXPERT_MODELS = {
+#: models by name: those with four experts, and one with gated delta nets
+OTHER_MODELS = {
+    # vLLM's CPU kernel takes heads of 64 and more in the gated delta nets
+    "qwen3.5": lambda: Qwen3_5TextConfig(
+        **_SIZES,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
     # its latent sizes are those that vLLM's CPU kernel is built for
     "deepseek-v3": lambda: DeepseekV3Config(
@@ -72,9 +83,9 @@ def make_task(folder: Path) -> Path:
     return folder
 
 
-def make_expert_task(folder: Path, name: str) -> Path:
-    """The same task for a model of EXPERT_MODELS; without a reward model."""
-    _write(folder, lambda: AutoModelForCausalLM.from_config(EXPERT_MODELS[name](), dtype=torch.float32))
+def make_other_task(folder: Path, name: str) -> Path:
+    """The same task for a model of OTHER_MODELS; without a reward model."""
+    _write(folder, lambda: AutoModelForCausalLM.from_config(OTHER_MODELS[name](), dtype=torch.float32))
     return folder
 
 

@@ -1,0 +1,86 @@
+"""Text models of vLLM whose modules import torchvision (ModelRegistry; vLLM 0.32): Qwen3.5 runs on the CPU without it.
+
+The file of the text class also has the classes for images, and imports their processors from transformers; these import
+torchvision, whose published build is for CUDA and does not import next to a CPU build of torch. The text class uses none of
+it. So the module is imported while a stand-in of torchvision is there, which has every name and can do nothing; afterwards it
+is gone, so that code which looks for torchvision does not find it. vLLM would inspect the class in a new process, which would
+lack the stand-in: here this process does it.
+
+It can go when the text classes are in a module of their own; `tests/unit/adaptors` fails once they import without torchvision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: classes of text models, all of vLLM's module `qwen3_5`
+_CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_PACKAGE = "torchvision"
+
+
+class _Names(ModuleType):
+    """A module that has every name; each is a class of no use."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _StandIn(MetaPathFinder, Loader):
+    """Finds the package and all modules inside."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == _PACKAGE else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Names(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are made when they are asked for."""
+
+
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Have the stand-in inside the block, unless torchvision itself is imported already."""
+    if _PACKAGE in sys.modules:
+        yield
+        return
+    finder = _StandIn()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+            del sys.modules[name]
+
+
+def apply() -> None:
+    """Let vLLM import these classes here, when a model needs one; idempotent."""
+    from vllm.model_executor.models import registry
+
+    base: Any = registry._LazyRegisteredModel
+
+    class ImportedHere(base):
+        """A class that is imported in this process, with the stand-in."""
+
+        def inspect_model_cls(self) -> object:
+            return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+        def load_model_cls(self) -> Any:
+            with _without_torchvision():
+                return super().load_model_cls()
+
+    for name in _CLASSES:
+        known = registry.ModelRegistry.models.get(name)
+        if type(known) is base:
+            registry.ModelRegistry.models[name] = ImportedHere(known.module_name, known.class_name)
