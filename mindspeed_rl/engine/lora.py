@@ -3,10 +3,10 @@
 W x becomes W x + (alpha / r) B A x (LoRA, arXiv:2106.09685). The layers keep their parameter names; an adapter adds
 `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r] next to `<layer>.weight`:
 
-- linear_qkv (in a gated delta net in_proj) and linear_fc1 (column parallel): B is split along dim 0, A replicated. The gradients
+- linear_qkv (a gated delta net: in_proj) and linear_fc1 (column parallel): B is split along dim 0, A replicated. The gradients
   of A x are summed over the tensor-parallel ranks; with sequence parallelism A x is gathered.
-- linear_proj (in a gated delta net out_proj) and linear_fc2 (row parallel): A is split along dim 1, B replicated. The partial sums A x are reduced, or
-  reduce-scattered with sequence parallelism.
+- linear_proj (a gated delta net: out_proj) and linear_fc2 (row parallel): A is split along dim 1, B replicated. The partial
+  sums A x are reduced, or reduce-scattered with sequence parallelism.
 - the same layers of an expert: split in the same way over the expert tensor ranks; the token dispatcher moves activations, so
   only the gradient of the replicated matrix is summed.
 

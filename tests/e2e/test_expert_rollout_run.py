@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import finished, running
-from tiny_task import make_expert_task
+from tiny_task import make_other_task
 
 SHARED = [
     "rl_config.actor_resource.num_npus=2",
@@ -31,7 +31,7 @@ MORE = {
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """(model) -> the folder of its task, made once."""
-    return functools.cache(lambda name: make_expert_task(tmp_path_factory.mktemp(name), name))
+    return functools.cache(lambda name: make_other_task(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
-from tiny_task import make_expert_task, make_task
+from tiny_task import make_other_task, make_task
 
 from mindspeed_rl.rollout.expert_counts import sum_counts
 
@@ -23,7 +23,7 @@ _STAGES = [
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_expert_task(tmp_path_factory.mktemp("experts"), "qwen3-moe")
+    return make_other_task(tmp_path_factory.mktemp("experts"), "qwen3-moe")
 
 
 def _check(command: Command, replays: bool) -> None:

@@ -101,9 +101,9 @@ def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_experts_split_in_training(tmp_path: Path) -> None:
-    from tiny_task import make_expert_task
+    from tiny_task import make_other_task
 
-    task = make_expert_task(tmp_path / "task", "qwen3-moe")
+    task = make_other_task(tmp_path / "task", "qwen3-moe")
     changes = (*layout(2, expert_model_parallel_size=2), "+model.tiny_qwen25.num_experts=4")
     check(finished(task, tmp_path / "command", *COMMON, *changes, timeout_s=LIMIT_S))
 
@@ -111,9 +111,9 @@ def test_experts_split_in_training(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 2), ("qwen3-moe", 1), ("deepseek-v3", 2)])
 def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sharing: int) -> None:
-    from tiny_task import make_expert_task
+    from tiny_task import make_other_task
 
-    task = make_expert_task(tmp_path / "task", name)
+    task = make_other_task(tmp_path / "task", name)
     changes = (
         *layout(2, rollout=2 // sharing, expert_model_parallel_size=2),
         "+model.tiny_qwen25.num_experts=4",
