@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl import registry
+from mindspeed_rl.catalogue.guide import NOT_AVAILABLE
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
 
@@ -128,6 +129,9 @@ def unknown_value(path: str, value: object, allowed: Iterable[object]) -> str:
     """Return the sentence for a value that is not among the allowed ones."""
     allowed = list(allowed)
     likely = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {}).get(str(value).lower())
+    missing = NOT_AVAILABLE.get(path.rpartition(".")[2], {}).get(str(value).lower())
+    if missing and not likely:
+        return f"{path} is {value!r}, which is not available: {missing}"
     likely = likely or suggest_name(value, [item for item in allowed if isinstance(item, str)])
     hint = f"; did you mean {likely!r}?" if likely else ""
     listed = ", ".join("null" if item is None else str(item) for item in allowed)

@@ -100,6 +100,8 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "reinforce++-baseline": "reinforce_plus_plus_baseline",
         "reinforce_baseline": "reinforce_plus_plus_baseline",
         "grpo_passk": "pass_at_k",
+        "grpo_vectorized": "group_norm",
+        "rloo_vectorized": "rloo",
     },
     "loss_type": {
         "token-mean": "dapo",

@@ -1,0 +1,233 @@
+"""When to use which algorithm, its paper and its names in other projects; and what other projects have that this one has not.
+
+`config.explain.algorithm_page` makes docs/which_algorithm.md of it. Names in other projects are those of verl 0.9.1, ms-swift
+4.6 and TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Advice:
+    """When to use an algorithm.
+
+    Attributes:
+        paper: arXiv number; "" where there is none.
+        use: a sentence in English and one in Chinese.
+        verl, swift, trl: its names there; "" where it is missing.
+    """
+
+    paper: str
+    use: tuple[str, str]
+    verl: str = ""
+    swift: str = ""
+    trl: str = ""
+
+
+#: key of rl_config -> name -> advice
+ADVICE: dict[str, dict[str, Advice]] = {
+    "loss_type": {
+        "grpo": Advice(
+            "2402.03300",
+            ("the original; long responses weigh as much as short ones", "最初的形式；长回答与短回答权重相同"),
+            "vanilla with seq-mean-token-mean",
+            "grpo",
+            "grpo",
+        ),
+        "dapo": Advice(
+            "2503.14476",
+            (
+                "the default: every token weighs the same; with clip_higher_enable it keeps entropy up",
+                "默认：每个 token 权重相同；配 clip_higher_enable 可保持熵",
+            ),
+            "vanilla with token-mean",
+            "dapo",
+            "dapo",
+        ),
+        "bnpo": Advice(
+            "",
+            ("another name of dapo, for run files of TRL and ms-swift", "dapo 的别名，供 TRL 与 ms-swift 的配置使用"),
+            "",
+            "bnpo",
+            "bnpo",
+        ),
+        "dr_grpo": Advice(
+            "2503.20783",
+            (
+                "when wrong answers grow longer and longer; with scale_rewards: none",
+                "错误回答越来越长时；配 scale_rewards: none",
+            ),
+            "vanilla with seq-mean-token-sum-norm",
+            "dr_grpo",
+            "dr_grpo",
+        ),
+        "gspo": Advice(
+            "2507.18071",
+            (
+                "models with experts, where ratios of tokens are noisy; choose the clip about a thousand times narrower",
+                "MoE 模型，token 比值噪声大时；截断范围约取千分之一",
+            ),
+            "gspo (the form sequence_token)",
+            "grpo with importance_sampling_level sequence",
+            "grpo with importance_sampling_level sequence",
+        ),
+        "luspo": Advice(
+            "2602.05261",
+            ("gspo whose responses shrink in training", "用 gspo 而回答越来越短时"),
+            "",
+            "",
+            "luspo",
+        ),
+        "cispo": Advice(
+            "2506.13585",
+            (
+                "rare, decisive tokens are clipped away by dapo: here clipped tokens keep their gradient",
+                "dapo 把少见而关键的 token 截掉时：这里被截断的 token 保留梯度",
+            ),
+            "cispo",
+            "",
+            "",
+        ),
+        "cispo_cap": Advice(
+            "2510.13786",
+            ("the same with one cap, for long asynchronous runs", "同上，只有一个上限，用于长时间的异步训练"),
+            "",
+            "cispo",
+            "cispo",
+        ),
+        "sapo": Advice(
+            "2511.20347",
+            ("a smooth gate in place of the clip; models with experts", "用平滑的门代替截断；MoE 模型"),
+            "sapo",
+            "sapo",
+            "sapo",
+        ),
+        "gmpo": Advice(
+            "2507.20673",
+            ("single tokens with extreme ratios make updates jump", "个别 token 的极端比值使更新跳动时"),
+            "geo_mean",
+            "",
+            "GMPOTrainer",
+        ),
+        "gpg": Advice(
+            "2504.02546",
+            ("one update a rollout: nothing to clip, nothing to tune", "每次 rollout 只更新一步：无需截断，也没有要调的"),
+            "gpg",
+        ),
+        "dppo_tv": Advice(
+            "2602.04879",
+            (
+                "large vocabularies: bounds the change of the probability itself, so rare tokens may change",
+                "词表大时：界定概率本身的变化，少见 token 仍可变化",
+            ),
+            "dppo_tv",
+        ),
+        "dppo_kl": Advice("2602.04879", ("the same with a KL as the bound", "同上，以 KL 为界"), "dppo_kl"),
+        "vespo": Advice(
+            "2602.10693",
+            (
+                "responses several versions old: old sequences fade instead of being clipped",
+                "回答旧了好几个版本时：旧序列的权重衰减而不是截断",
+            ),
+            "",
+            "",
+            "vespo",
+        ),
+        "fipo": Advice(
+            "2603.19835",
+            (
+                "long chains of thought, where later tokens tell which earlier ones mattered",
+                "长思维链，后面的 token 说明前面哪些重要",
+            ),
+            "",
+            "fipo",
+        ),
+        "dro": Advice(
+            "2405.19107",
+            (
+                "data of another policy; no clip, a quadratic pull towards the old policy",
+                "数据来自别的策略；不截断，以二次项拉向旧策略",
+            ),
+            "dro",
+        ),
+    },
+    "adv_estimator": {
+        "group_norm": Advice(
+            "2402.03300",
+            ("the default for rewards that can be checked", "默认；用于可验证的奖励"),
+            "grpo, grpo_vectorized",
+            "grpo",
+            "GRPOTrainer",
+        ),
+        "rloo": Advice(
+            "2402.14740",
+            ("an unbiased baseline from the group; reward models", "由组得到的无偏基线；配奖励模型"),
+            "rloo, rloo_vectorized",
+            "rloo",
+            "RLOOTrainer",
+        ),
+        "opo": Advice(
+            "2505.23585",
+            ("lengths differ much within a group; one update a rollout", "组内长度差别大；每次 rollout 只更新一步"),
+            "opo",
+        ),
+        "pass_at_k": Advice(
+            "2503.19595", ("what counts is that one of k answers is right", "只要 k 个回答中有一个对"), "grpo_passk"
+        ),
+        "gpg": Advice(
+            "2504.02546", ("with loss_type gpg; few responses have a reward", "配 loss_type gpg；有奖励的回答很少"), "gpg"
+        ),
+        "max_rl": Advice("2602.02710", ("hard prompts: rewards of 0 and 1, rarely 1", "难题：奖励为 0 或 1，且很少为 1")),
+        "reinforce_plus_plus": Advice(
+            "2501.03262", ("one response a prompt, many prompts", "每个 prompt 一个回答，prompt 很多"), "reinforce_plus_plus"
+        ),
+        "reinforce_plus_plus_baseline": Advice(
+            "2501.03262",
+            ("groups, with one scale for the whole batch", "有组，但整批用同一尺度"),
+            "reinforce_plus_plus_baseline",
+            "reinforce_plus_plus",
+        ),
+        "remax": Advice(
+            "2310.10505",
+            ("one response a prompt, with a greedy one as its baseline", "每个 prompt 一个回答，以贪心回答为基线"),
+            "remax",
+        ),
+        "gae": Advice(
+            "1506.02438",
+            (
+                "PPO: credit for each token from a critic, which costs a second model",
+                "PPO：critic 给出每个 token 的功劳，代价是第二个模型",
+            ),
+            "gae",
+            "ppo",
+            "PPOTrainer",
+        ),
+        "gdpo": Advice(
+            "2601.05242",
+            ("several rewards of different size and spread", "多个大小、方差不同的奖励"),
+            "gdpo",
+            "scale_rewards gdpo",
+            "multi_objective_aggregation normalize_then_sum",
+        ),
+    },
+}
+
+#: key of rl_config -> name elsewhere -> what it is, and the nearest that is here
+NOT_AVAILABLE: dict[str, dict[str, str]] = {
+    "loss_type": {
+        "clip_cov": "Clip-Cov (2505.22617) picks tokens by covariance in a micro-batch; nearest: dapo with top_entropy_quantile",
+        "kl_cov": "KL-Cov (2505.22617) ranks tokens by covariance in a micro-batch; nearest: dapo with top_entropy_quantile",
+        "real": "REAL (2602.05630) compares all responses of a group in one loss, which micro-batches split; nearest: sapo",
+        "bypass_mode": "rollout log-probs are taken as old ones; nearest: rollout_importance_sampling_mode with dapo",
+        "chord": "CHORD mixes expert data into the loss; nearest: a stage sft before",
+    },
+    "adv_estimator": {
+        "optimal_token_baseline": "it needs the sum of squared probabilities of every token; nearest: opo",
+        "tir_optimal_token_baseline": "it needs the sum of squared probabilities of every token; nearest: opo",
+        "a2po": "A*-PO estimates optimal values before training; nearest: max_rl",
+        "tpo": "triple preference optimization trains on preference data; nearest: stage simpo",
+        "rlsd": "self-distillation weighs tokens by a teacher; nearest: group_norm",
+    },
+}
