@@ -12,7 +12,9 @@ from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.config.compat.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.config.compat.options import SourceProject
+from mindspeed_rl.config.compat.slime import PROJECT as SLIME
 from mindspeed_rl.config.compat.swift import PROJECT as SWIFT
 from mindspeed_rl.config.compat.trl import PROJECT as TRL
 from mindspeed_rl.config.compat.verl import PROJECT as VERL
@@ -21,7 +23,13 @@ from mindspeed_rl.files import write_file
 from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
-PROJECTS: dict[str, SourceProject] = {"swift": SWIFT, "trl": TRL, "verl": VERL}
+PROJECTS: dict[str, SourceProject] = {
+    "mindspeed-llm": MINDSPEED_LLM,
+    "slime": SLIME,
+    "swift": SWIFT,
+    "trl": TRL,
+    "verl": VERL,
+}
 
 #: longer texts are commands, not names of files
 _MAX_PATH = 1024
@@ -43,7 +51,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--allow-unknown", action="store_true", help="leave out options that no release table has")
     parser.add_argument(
-        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, named as in the table"
+        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, by its name"
     )
     parser.add_argument(
         "--rows", type=int, default=ASSUMED_ROWS, help="rows of the data, over which a length in epochs is compared"

@@ -9,7 +9,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 
 #: deprecated name -> present one, in the groups of engines and in model blocks
-_ENGINE_NAMES: dict[str, str] = {
+ENGINE_NAMES: dict[str, str] = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "multi_head_latent_attention": "multi_latent_attention",
     "qk_nope_head_dim": "qk_head_dim",
@@ -49,7 +49,7 @@ def rename_deprecated(group: str, keys: Mapping[str, object], errors: list[str])
         errors: receives a sentence where a key is written by both of its names with different values.
     """
     is_engine = group in _ENGINE_GROUPS or group.startswith("model.")
-    renamed, dropped = _ENGINE_NAMES if is_engine else _NAMES.get(group, {}), _DROPPED.get(group, {})
+    renamed, dropped = ENGINE_NAMES if is_engine else _NAMES.get(group, {}), _DROPPED.get(group, {})
     result = {name: value for name, value in keys.items() if name not in renamed and name not in dropped}
     notes: dict[str, str] = {}
     for name, value in keys.items():

@@ -17,7 +17,7 @@ _KEYS = (
     "context_parallel_size dataloader_type ddp_bucket_size distributed_backend eval_interval eval_iters "
     "expert_model_parallel_size expert_tensor_parallel_size finetune global_batch_size initial_loss_scale load log_interval "
     "log_throughput lr_warmup_init make_vocab_size_divisible_by micro_batch_size moe_aux_loss_coeff moe_grouped_gemm "
-    "moe_router_load_balancing_type moe_token_dispatcher_type moe_z_loss_coeff no_bias_dropout_fusion "
+    "moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
     "no_check_for_nan_in_loss_and_grad no_gradient_accumulation_fusion no_load_optim no_load_rng no_masked_softmax_fusion "
     "no_save_optim no_save_rng num_layers_per_virtual_pipeline_stage num_workers overlap_grad_reduce overlap_param_gather "
     "pipeline_model_parallel_size pretrained_checkpoint recompute_granularity recompute_method recompute_modules "
@@ -183,6 +183,10 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "lr_wsd_decay_iters": refused("another length of the last part of WSD"),
         "lr_wsd_decay_style": same("the last part of WSD is exponential there", "exponential"),
         "weight_decay_incr_style": refused("a weight decay that changes", unless=("constant",)),
+        "moe_token_dispatcher_type": to(
+            f"{_ACTOR}.moe_token_dispatcher_type",
+            values={"alltoall": "alltoall", "alltoall_seq": "alltoall_seq", "allgather": "allgather", "flex": "alltoall"},
+        ),
         "optimizer": to(f"{_ACTOR}.optimizer", values={"adam": "adam"}),
         "optimizer_cpu_offload": to(f"{_ACTOR}.swap_optimizer"),
         **dict.fromkeys(
@@ -202,7 +206,9 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "profile_step_start": to(f"{_PROFILER}.profile_step_start"),
         "profile_step_end": to(f"{_PROFILER}.profile_step_end"),
         "profile_ranks": by(_profiled_ranks, "profile_ranks, where -1 is all"),
-        "tokenizer_type": same("tokenizers are Hugging Face folders", "PretrainedFromHF", "HuggingFaceTokenizer"),
+        "tokenizer_type": same(
+            "tokenizers are Hugging Face folders", "PretrainedFromHF", "HuggingFaceTokenizer", "Llama2Tokenizer"
+        ),
         "tokenizer_model": with_others("tokenizer_name_or_path, the folder of the file"),
         "vocab_size": no_effect("the tokenizer and padded_vocab_size decide"),
         "no_position_embedding": no_effect("rotary positions have no embedding"),

@@ -696,7 +696,10 @@ class _Interpreter:
             items = ([self._mark(name)] if value is None else [str(value)]) if items is None else items
             return ([str(len(items))], False) if flag == "#" else (items, True)
         if isinstance(value, list):
-            place = int(self._compute(index or "0"))
+            computed = self._compute(index or "0")
+            if list_unknown(computed):
+                return [computed], False
+            place = int(computed)
             value = value[place] if -len(value) <= place < len(value) else ""
         if name in ("BASH_SOURCE", "0") and value is None:
             value = "script.sh"
