@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mindspeed_rl.rollout.protocol import Finish, Generated
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: chunks are collected for this time, then sent together
 _COLLECT_S = 0.02
+#: longest time that a poll is kept open, whatever its client asks for
+_MAX_WAIT_S = 60.0
 
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
 _OWN_CALLS = ("describe", "submit", "news", "drop", "health")
@@ -52,6 +55,56 @@ class _Request(TypedDict):
     sampling: dict[str, Any]
     seed: int
     begun: dict[str, list[Any]] | None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A request in the types of the engine."""
+
+    key: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int
+    partial: Generated | None
+
+
+#: annotation of a field of `Sampling` -> JSON types of its values
+_SAMPLING_KINDS: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "int": (int,),
+    "str": (str,),
+    "tuple[int, ...]": (list, tuple),
+    "tuple[str, ...]": (list, tuple),
+}
+
+
+def _read_request(request: _Request) -> _Work:
+    """Convert a request of a client.
+
+    Raises:
+        ValueError: it lacks a field, or a value has another type; the message has its key.
+    """
+    if not isinstance(request, dict) or not isinstance(request.get("key"), str):
+        raise ValueError("a request is a JSON object with a text as its key")
+    try:
+        values, sampling = dict(request["sampling"]), {}
+        for field in fields(Sampling):
+            value = values.pop(field.name, field.default)
+            if not isinstance(value, _SAMPLING_KINDS[str(field.type)]) or isinstance(value, bool):
+                raise ValueError(f"sampling has no {field.name} of type {field.type}")
+            sampling[field.name] = tuple(value) if isinstance(value, list) else value
+        if values:
+            raise ValueError(f"sampling has no field {', '.join(map(repr, values))}")
+        part, lists, partial = request.get("begun"), [list(request["prompt_ids"])], None
+        if part is not None:
+            partial = Generated(tuple(part["token_ids"]), tuple(part["log_probs"]), tuple(part["versions"]), finish="aborted")
+            lists += [list(partial.token_ids), list(partial.versions)]
+        if set(map(type, itertools.chain([request["seed"]], *lists))) != {int}:
+            raise ValueError("token ids, versions and the seed are integers")
+        return _Work(request["key"], lists[0], Sampling(**sampling), request["seed"], partial)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"request {request['key'][:100]!r}: {problem}") from None
 
 
 class RolloutService:
@@ -100,31 +153,30 @@ class RolloutService:
         return {"running": len(self._tasks), "version": self._engine.version}
 
     async def submit(self, requests: Sequence[_Request]) -> None:
-        """Start the requests. One with a known key is the same request, sent again."""
-        for request in requests:
-            key = request["key"]
-            if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._generate(key, request))
+        """Start the requests. One with a known key is the same request, sent again.
 
-    async def _generate(self, key: str, request: _Request) -> None:
-        fields = request["sampling"]
-        lists = {name: tuple(fields[name]) for name in ("stop_token_ids", "stop") if name in fields}
-        sampling = Sampling(**(fields | lists))
-        partial = None
-        if (part := request.get("begun")) is not None:
-            partial = Generated(*(tuple(part[name]) for name in ("token_ids", "log_probs", "versions")), finish="aborted")
+        Raises:
+            ValueError: one is incomplete, or a field has another type; nothing is started.
+        """
+        # all of them before any is started, so that a call with a wrong one starts nothing
+        works = [_read_request(request) for request in requests]
+        for work in works:
+            if work.key not in self._tasks:
+                self._tasks[work.key] = asyncio.create_task(self._generate(work))
+
+    async def _generate(self, work: _Work) -> None:
         try:
-            async for chunk in self._engine.stream(request["prompt_ids"], sampling, request["seed"], partial):
+            async for chunk in self._engine.stream(work.prompt_ids, work.sampling, work.seed, work.partial):
                 if chunk.finish is not None:
-                    self._tasks.pop(key, None)
-                self._add_event(cast("Event", {"key": key} | asdict(chunk)))
+                    self._tasks.pop(work.key, None)
+                self._add_event(cast("Event", {"key": work.key} | asdict(chunk)))
         except Exception as error:  # noqa: BLE001 - any failure is reported to the client, which would wait forever otherwise
             kind = "request" if isinstance(error, ValueError) else "server"
-            self._add_event({"key": key, "error": f"{type(error).__name__}: {error}", "kind": kind})
+            self._add_event({"key": work.key, "error": f"{type(error).__name__}: {error}", "kind": kind})
         finally:
             # a request that was dropped may have been sent again with its key, and be another task by now
-            if self._tasks.get(key) is asyncio.current_task():
-                del self._tasks[key]
+            if self._tasks.get(work.key) is asyncio.current_task():
+                del self._tasks[work.key]
 
     def _add_event(self, event: Event) -> None:
         self._num_events += 1
@@ -139,11 +191,13 @@ class RolloutService:
             events: chunks with key, token_ids, log_probs, version and finish, or key and error; each has its number.
             running: number of running requests.
         """
+        if type(after) is not int or isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)):
+            raise ValueError(f"after is the number of an event and wait_s a number of seconds, not {after!r} and {wait_s!r}")
         self._events = [event for event in self._events if event["number"] > after]
         if not self._events:
             self._has_events.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_events.wait(), wait_s)
+                await asyncio.wait_for(self._has_events.wait(), min(wait_s, _MAX_WAIT_S))
                 await asyncio.sleep(_COLLECT_S)
         return {"events": list(self._events), "running": len(self._tasks), "version": self._engine.version}
 

@@ -9,9 +9,11 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +36,10 @@ _LOG = logging.getLogger(__name__)
 _ENGINE = "mindspeed_rl.serving.async_engine"
 #: size limit of a call: a rollout's prompts as JSON
 _MAX_BYTES = 256 << 20
+#: longest time for which the rest of a larger one is read
+_DROP_S = 30.0
+#: longest wait for the next part of one
+_MAX_SILENCE_S = 60.0
 
 # of ASGI
 _Scope = Mapping[str, Any]
@@ -120,7 +126,7 @@ class _GuardedApp:
             return
         # takes equally long for every wrong token, which a comparison of bytes does not
         if not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):
-            await _respond(send, 401, {"error": "this server asks for its token: Authorization: Bearer <token>"})
+            await _respond(send, 401, {"error": "this server asks for its token: Authorization: Bearer <token>"}, scope)
         elif scope["type"] == "http" and scope["path"].startswith(self._prefix):
             await self._answer_call(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].rstrip("/") == "/health":
@@ -128,26 +134,21 @@ class _GuardedApp:
         elif self._inner is not None:
             await self._inner(scope, receive, send)
         else:
-            await _respond(send, 404, {"error": f"there is no {scope['path']}"})
+            await _respond(send, 404, {"error": f"there is no {scope['path']}"}, scope)
 
     async def _answer_call(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        name, body, has_more = scope["path"].removeprefix(self._prefix).rstrip("/"), b"", True
+        name = scope["path"].removeprefix(self._prefix).rstrip("/")
         if scope["method"] != "POST":
             await _respond(send, 405, {"error": f"{scope['path']} is called by POST"})
             return
-        while has_more:
-            message = await receive()
-            body += message.get("body", b"")
-            has_more = message.get("more_body", False)
-            # checked for each part, so that no caller can fill the memory
-            if len(body) > _MAX_BYTES:
-                await _respond(send, 413, {"error": f"a call has at most {_MAX_BYTES} bytes"})
-                return
         try:
-            arguments = json.loads(body or b"{}")
+            arguments = json.loads(await _read_body(receive) or b"{}")
             if not isinstance(arguments, dict):
                 raise ValueError("arguments are a JSON object")
-        except ValueError as error:
+        except _BodyError as error:
+            await _respond(send, error.status, {"error": f"{name}: {error}"})
+            return
+        except (ValueError, RecursionError) as error:  # the latter where lists are too deep
             await _respond(send, 400, {"error": f"{name}: {error}"})
             return
         await self._run(send, name, arguments)
@@ -164,8 +165,55 @@ class _GuardedApp:
             await _respond(send, 200, result)
 
 
-async def _respond(send: _Send, status: int, value: object) -> None:
+class _BodyError(Exception):
+    """A body that is not complete, or too large; the status says which."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+async def _read_body(receive: _Receive) -> bytes:
+    """Return the body of a call.
+
+    The rest of one that is too large is read and dropped for some time: a client that is still sending reads no response.
+
+    Raises:
+        _BodyError: it is too large, or did not arrive.
+    """
+    chunks: list[bytes] = []
+    size, has_more, stop_s = 0, True, math.inf
+    while has_more and time.monotonic() < stop_s:
+        try:
+            message = await asyncio.wait_for(receive(), _MAX_SILENCE_S)
+        except TimeoutError:
+            raise _BodyError(408, f"nothing arrived for {_MAX_SILENCE_S:.0f} s") from None
+        if message["type"] == "http.disconnect":
+            raise _BodyError(400, "the connection ended before the body did")
+        has_more = message.get("more_body", False)
+        size += len(message.get("body", b""))
+        if size <= _MAX_BYTES:
+            chunks.append(message.get("body", b""))
+        elif chunks:
+            chunks, stop_s = [], time.monotonic() + _DROP_S
+    if size > _MAX_BYTES:
+        raise _BodyError(413, f"a call has at most {_MAX_BYTES} bytes")
+    return b"".join(chunks)
+
+
+async def _respond(send: _Send, status: int, value: object, scope: _Scope | None = None) -> None:
+    """Respond with JSON.
+
+    Args:
+        scope: of the connection where it may be a websocket, which is refused before it is opened.
+    """
+    kind = "http"
+    if scope is not None and scope["type"] == "websocket":
+        if "websocket.http.response" not in (scope.get("extensions") or {}):
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        kind = "websocket.http"
     body = json.dumps(value).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.response.start", "status": status, "headers": headers})
+    await send({"type": f"{kind}.response.body", "body": body})
