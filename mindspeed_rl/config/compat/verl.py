@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
 from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, by, no_effect, refused, to, with_others
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.config.compat.source_plan import Rates, Schedule, SourcePlan
-from mindspeed_rl.config.compat.verl_options import GENERATE, MEGATRON, RL, SAMPLING, TABLES, TRANSFORMER
+from mindspeed_rl.config.compat.verl_options import GENERATE, MEGATRON, RL, TABLES, TRANSFORMER
 from mindspeed_rl.config.errors import ConfigError
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout", "model"))
@@ -314,7 +315,7 @@ class _Loss:
 
     loss_type: str
     name: str
-    level: str
+    level: Literal["token", "sequence_token"]
     aggregation: str
     low: float | None
     high: float | None
@@ -702,7 +703,13 @@ def _set_objective(run: Import, command: SourceCommand, *, has_critic: bool) -> 
         }
         names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "clip_ratio")
         values = {f"{RL}.{name}": value for name, value in clips.items() if value is not None}
-        _put(run, command, [f"{_ACTOR}{name}" for name in names], values, "clip_ratio alone decides nothing in this release")
+        _put(
+            run,
+            command,
+            [f"{_ACTOR}{name}" for name in names],
+            values,
+            "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
+        )
     else:
         for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "clip_ratio"):
             if command.has(f"{_ACTOR}{name}"):
@@ -1030,7 +1037,7 @@ def _plan_rollout(shared: SourcePlan, command: SourceCommand, batch: _Batch) -> 
         rollout_completions=batch.rollout * batch.group,
         step_samples=min(batch.mini, batch.trained) * batch.group,
         loss=loss.name,
-        level=loss.level,  # type: ignore[arg-type]
+        level=loss.level,
         clip_low=loss.low,
         clip_high=loss.high,
         clip_c=loss.dual,

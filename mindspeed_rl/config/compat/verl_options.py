@@ -75,7 +75,8 @@ _MCORE: tuple[tuple[str, Option], ...] = (
         no_effect("the model is read from its Hugging Face folder, and checkpoints load under any layout"),
     ),
     (
-        f"entropy_from_logits_chunk_size entropy_from_logits_with_chunking {_PADDED} pad_bshd_to_minibatch_max use_remove_padding max_seqlen_per_dp_cp_rank",
+        f"entropy_from_logits_chunk_size entropy_from_logits_with_chunking {_PADDED} pad_bshd_to_minibatch_max "
+        f"use_remove_padding max_seqlen_per_dp_cp_rank",
         _MEMORY,
     ),
     ("dynamic_context_parallel", refused("context parallel sizes that change from batch to batch")),
@@ -96,7 +97,8 @@ TRANSFORMER: dict[str, Option] = {
         for name in (
             "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_aux_loss_coeff moe_z_loss_coeff "
             "moe_router_load_balancing_type moe_grouped_gemm moe_router_topk moe_router_score_function moe_router_num_groups "
-            "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias swap_attention attention_dropout "
+            "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias swap_attention "
+            "attention_dropout "
             "hidden_dropout qk_layernorm"
         ).split()
     },
@@ -125,7 +127,8 @@ _TORCHTITAN = (
     "activation_checkpoint attn_type context_parallel_size data_parallel_replicate_size data_parallel_shard_size "
     "data_parallel_size dtype entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking "
     "expert_parallel_size forward_only forward_prefetch full_determinism max_seq_len mixed_precision optimizer_offload "
-    "param_offload pipeline_parallel_size reshard_after_forward seed spmd_backend strategy tensor_parallel_size use_orig_params "
+    "param_offload pipeline_parallel_size reshard_after_forward seed spmd_backend strategy tensor_parallel_size "
+    "use_orig_params "
     "use_torch_compile wrap_policy.min_num_params"
 )
 _VEOMNI = (
@@ -153,7 +156,8 @@ _AUTOMODEL = (
 
 _OPTIMIZER: tuple[tuple[str, Option], ...] = (
     (
-        "lr lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style lr_decay_steps min_lr min_lr_ratio "
+        "lr lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style lr_decay_steps "
+        "min_lr min_lr_ratio "
         "lr_warmup_init clip_grad weight_decay betas",
         with_others("the schedule and the step"),
     ),
@@ -368,7 +372,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
 _OBJECTIVE = with_others("the objective")
 _ACTOR: tuple[tuple[str, Option], ...] = (
     (
-        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low loss_agg_mode loss_scale_factor policy_loss.loss_mode tau_pos tau_neg "
+        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low loss_agg_mode loss_scale_factor "
+        "policy_loss.loss_mode tau_pos tau_neg "
         "use_kl_loss kl_loss_coef kl_loss_type",
         _OBJECTIVE,
     ),
@@ -480,7 +485,8 @@ _TRAINER: tuple[tuple[str, Option], ...] = (
     ("val_only", refused("evaluation without training; see mindspeed-rl evaluate")),
     ("device", no_effect("the platform is found, or set by the key platform")),
     (
-        "default_hdfs_dir esi_redundant_time checkpoint_callback_class del_local_ckpt_after_load ray_wait_register_center_timeout",
+        "default_hdfs_dir esi_redundant_time checkpoint_callback_class del_local_ckpt_after_load "
+        "ray_wait_register_center_timeout",
         no_effect("checkpoints are folders of this run"),
     ),
     ("use_v1 v1.sync", no_effect("verl's own loop")),
@@ -559,13 +565,15 @@ def _build_ppo() -> dict[str, Option]:
         table |= {role + name[1:]: option for name, option in optimizer.items()}
     table |= _under(
         f"{ref}optim.",
-        [("betas clip_grad decay_type eps lr lr_warmup_steps lr_warmup_steps_ratio min_lr_factor name total_training_steps weight_decay",
+        [("betas clip_grad decay_type eps lr lr_warmup_steps lr_warmup_steps_ratio min_lr_factor name "
+          "total_training_steps weight_decay",
           no_effect("a reference does not train"))],
     )  # fmt: skip
     table |= _under(actor, _ACTOR) | _under(ref, _REF) | _under("critic.", _CRITIC) | _under(rollout, _ROLLOUT)
     table |= _under(f"{model} critic.model.", _MODEL)
     table |= _under("critic.model.", [
-        ("tokenizer_path enable_gradient_checkpointing lora_rank lora_alpha target_modules lora.rank lora.alpha lora.target_modules lora.dropout",
+        ("tokenizer_path enable_gradient_checkpointing lora_rank lora_alpha target_modules lora.rank lora.alpha "
+         "lora.target_modules lora.dropout",
          no_effect("the critic has the actor's tokenizer, recomputation and adapters"))])  # fmt: skip
     table |= {
         "critic.model.path": to("critic_config.load"),
@@ -581,7 +589,8 @@ def _build_ppo() -> dict[str, Option]:
     table |= _under(rollout, [
         ("log_prob_micro_batch_size_per_gpu", to(f"{RL}.actor_forward_micro_batch_size")),
         ("log_prob_micro_batch_size", _MEMORY),
-        ("log_prob_max_token_len_per_gpu", with_others("rl_config.actor_max_packing_token_size, times the context parallel size")),
+        ("log_prob_max_token_len_per_gpu", with_others("rl_config.actor_max_packing_token_size, times the "
+            "context parallel size")),
         ("log_prob_use_dynamic_bsz", no_effect("rl_config.use_dynamic_bsz holds for all passes"))])  # fmt: skip
     table |= {
         f"{a}hybrid_engine": with_others("false is the one-step-off trainer"),
@@ -610,7 +619,8 @@ def _build_global() -> dict[str, Option]:
             ("filter_groups.max_inflight_gen_batches", _MEMORY),
             ("use_pf_ppo", refused("PF-PPO")),
             ("pf_ppo.reweight_method pf_ppo.weight_pow", _BY_SWITCH),
-            ("rollout_correction.rollout_is rollout_correction.rollout_is_threshold", with_others("rollout_importance_sampling_*")),
+            ("rollout_correction.rollout_is "
+             "rollout_correction.rollout_is_threshold", with_others("rollout_importance_sampling_*")),
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
             ("rollout_correction.rollout_rs_threshold rollout_correction.loss_type", _BY_SWITCH),
             ("rollout_correction.bypass_mode", refused("old log-probs of the rollout engine (bypass_mode)")),
@@ -622,7 +632,8 @@ def _build_global() -> dict[str, Option]:
              "reward_model.enable reward_model.model_path", with_others("the reward")),
             ("reward_manager.module.path", refused("your own reward manager")),
             ("reward_manager.module.name", _BY_SWITCH),
-            ("reward_model.enable_resource_pool", refused("dedicated devices of the reward model; see rl_config.reward_resource")),
+            ("reward_model.enable_resource_pool", refused("dedicated devices of the reward model; see "
+                "rl_config.reward_resource")),
             ("reward_model.n_gpus_per_node reward_model.nnodes", _BY_SWITCH),
             ("sandbox_fusion.url", refused("the sandbox of sandbox_fusion; the reward `code` has one of its own")),
             ("sandbox_fusion.max_concurrent sandbox_fusion.memory_limit_mb", _BY_SWITCH)]),
@@ -647,7 +658,8 @@ def _build_global() -> dict[str, Option]:
         **_under("distillation.", [(
             "n_gpus_per_node nnodes teacher_key teacher_models.teacher_model.key teacher_models.teacher_model.model_path "
             "teacher_models.teacher_model.num_replicas "
-            + _put("clip_ratio clip_ratio_high clip_ratio_low distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode "
+            + _put("clip_ratio clip_ratio_high clip_ratio_low distillation_loss_coef log_prob_min_clamp "
+                   "loss_max_clamp loss_mode "
                    "policy_loss_mode topk use_policy_gradient use_task_rewards", "distillation_loss.")
             + " " + _put(f"{_ENGINE} limit_images temperature", "teacher_models.teacher_model.inference."), _BY_SWITCH)]),
         "transfer_queue.enable": by(
@@ -686,7 +698,8 @@ def _build_global() -> dict[str, Option]:
 def _build_sft() -> dict[str, Option]:
     """Return the table of sft_trainer."""
     table = _under("engine.", [
-        (f"{_TORCHTITAN} {_VEOMNI} {_AUTOMODEL}", _OTHER_ENGINE), *_FSDP, *_MCORE, ("seed param_offload optimizer_offload", _MEMORY),
+        (f"{_TORCHTITAN} {_VEOMNI} {_AUTOMODEL}", _OTHER_ENGINE), *_FSDP, *_MCORE, ("seed param_offload "
+            "optimizer_offload", _MEMORY),
         ("ulysses_sequence_parallel_size strategy", with_others("the engine's layout")),
         ("sequence_parallel", with_others("sequence_parallel, with tensor parallelism")),
         ("use_distributed_optimizer", to(f"{MEGATRON}.use_distributed_optimizer")),
