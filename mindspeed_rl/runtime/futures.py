@@ -271,6 +271,9 @@ def wait_all(
                 if failed:
                     failed += _wait_for_cause(failed, pending, name_by_future)
                     name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
+                    if _distance_from_cause(error) == 0 and (stopped := find_stopped_services()):
+                        text = "a signal has stopped it, so Ray took the workers for lost"
+                        raise WorkerError(f"Ray's {stopped[0]} failed in {phase}: {text}.") from error
                     if pending and _distance_from_cause(error) > 1:  # it waited in vain for one that has not failed
                         text = wait.describe(f"ended: {name} reports {_describe_cause(error)}")
                         raise WorkerError(text) from error
