@@ -29,6 +29,7 @@ REWARDS: dict[str, str | RewardFunction] = {
     "retool_reward": "mindspeed_rl.rewards.math_scores:retool_reward",
     # ms-swift's and TRL's (`format` is above)
     "accuracy": "mindspeed_rl.rewards.math_scores:accuracy",
+    "think_answer_alone": "mindspeed_rl.rewards.text_scores:think_answer_alone",
     "cosine": "mindspeed_rl.rewards.shaping:cosine",
     "repetition": "mindspeed_rl.rewards.shaping:repetition",
     "soft_overlong": "mindspeed_rl.rewards.shaping:soft_overlong",

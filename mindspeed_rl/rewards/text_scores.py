@@ -115,6 +115,14 @@ def think_answer(response: str, prompt: str = "", truncated: bool = False) -> fl
     return 1.0 if _ANSWER_CLOSES.search(text, opening.end()) else 0.0
 
 
+def think_answer_alone(response: str) -> float:
+    """Return 1.0 if the response is <think>..</think>, blanks, <answer>..</answer> and nothing else: `format` of ms-swift."""
+    if not response.startswith("<think>") or not response.endswith("</answer>"):
+        return 0.0
+    # the answer may open after any end of a thought that only blanks separate from it
+    return 1.0 if re.search(r"</think>\s*<answer>", response[len("<think>") :]) else 0.0
+
+
 def strict_format(response: str, prompt: str = "", truncated: bool = False) -> float:
     r"""Return 1.0 if the four tags and one \boxed{} occur once each, in order, with nothing around them; else -0.5.
 

@@ -1,347 +1,965 @@
-"""GRPO command lines of ms-swift and Megatron-SWIFT as run files."""
+"""Commands of ms-swift: `swift` and `megatron` rlhf (grpo, dpo, ppo, rm, simpo), sft, pt; `swift rollout`, deploy, infer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, cast
+from urllib.parse import urlsplit
 
-from mindspeed_rl.config.compat.legacy_importer import (
-    RECOMPUTE_LAYERS,
-    Import,
-    find_lora_targets,
-    read_count,
-    read_scalar,
-    split_command,
+from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
+from mindspeed_rl.config.compat.options import SourceCommand, SourceProject
+from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
+from mindspeed_rl.config.compat.swift_options import (
+    ACTOR,
+    ENGINE,
+    OPTIONS,
+    RL,
+    SAMPLING,
+    SERVING_OPTIONS,
+    SUPERVISED_OPTIONS,
 )
 from mindspeed_rl.config.errors import ConfigError
 
-ACTOR, RL, _SAMPLING = "megatron_training", "rl_config", "generate_config.sampling_config"
-
-#: key -> the default of ms-swift's option, where it differs from ours
-_DEFAULTS: dict[str, object] = {
-    "rl_config.init_kl_coef": 0.04,
-    "rl_config.loss_type": "grpo",
-    "rl_config.adv_epsilon": 1e-4,
-    "rl_config.max_prompt_length": 2048,
-    "generate_config.sampling_config.max_tokens": 512,
-    "generate_config.sampling_config.temperature": 0.9,
-    "generate_config.sampling_config.top_k": -1,
-    "generate_config.gpu_memory_utilization": 0.9,
-    "generate_config.enable_prefix_caching": True,
-    "megatron_training.lr_decay_style": "cosine",
-    "megatron_training.clip_grad": 1.0,
-    "megatron_training.weight_decay": 0.1,
+#: program -> stage here; others only generate
+_STAGES = {
+    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "rm": "orm", "sft": "sft", "pt": "pretrain",
+}  # fmt: skip
+_MEGATRON = "megatron "
+_SERVING = {
+    "rollout": "mindspeed-rl rollout --config-name",
+    "deploy": "mindspeed-rl rollout --config-name",
+    "infer": "mindspeed-rl generate --load",
 }
-
-#: dataset -> key of megatron_training.map_keys -> the column that ms-swift takes from it
-_DATASET_COLUMNS: dict[str, dict[str, str]] = {
+#: kinds of `rlhf` without a counterpart
+_OTHER_KINDS = {
+    "kto": "KTO",
+    "cpo": "CPO; simpo is available",
+    "orpo": "ORPO",
+    "gkd": "distillation (GKD)",
+}
+#: programs that train nothing and serve nothing
+_OTHER_PROGRAMS = {
+    "export": "mindspeed-rl convert converts, merges and exports checkpoints",
+    "eval": "mindspeed-rl evaluate",
+    "sample": "mindspeed-rl generate --num-return",
+    "app": "mindspeed-rl chat",
+    "web-ui": "there is no web interface",
+    "merge-lora": "mindspeed-rl convert merges adapters",
+}
+#: earlier names of options that commands still have
+_EARLIER = {
+    "train_type": "tuner_type", "sft_type": "tuner_type", "load": "model", "save": "output_dir", "save_interval": "save_steps",
+    "eval_interval": "eval_steps", "max_epochs": "num_train_epochs",
+}  # fmt: skip
+#: dataset -> column of map_keys -> the column that ms-swift takes from it
+_COLUMNS: dict[str, dict[str, str]] = {
     "AI-MO/NuminaMath-TIR": {"prompt": "problem", "response": "solution", "query": ""},
 }
-#: options of which each is the same number of optimizer steps as the key is of iterations
-_STEPS = {
-    "max_steps": "train_iters",
-    "train_iters": "train_iters",
-    "save_steps": "save_interval",
-    "save_interval": "save_interval",
-    "eval_steps": "eval_interval",
-    "eval_interval": "eval_interval",
+#: owners of datasets and models that only ModelScope has
+_MODELSCOPE = frozenset("AI-ModelScope swift modelscope iic LLM-Research ZhipuAI speech_asr llm-wizard liucong".split())
+_VISION = re.compile(
+    r"(?i)[-_/.](vl|omni|audio|tts|ocr)[-_/.\d]|[-_]vl$|[-_/](omni)$|qwen\d?(\.\d)?-?(vl|omni|audio)|internvl|llava|minicpm-v|"
+    r"clevr_cogen|multimodal|latex_ocr|videochat|chartqa|geoqa|aishell|coco-en|mammoth-vl"
+)
+_EXPERTS = re.compile(r"(?i)-a\d+b|moe|mixtral|deepseek-v[23]")
+#: reward function there -> here
+_FUNCTIONS = {
+    "accuracy": "accuracy",
+    "format": "think_answer_alone",
+    "cosine": "cosine",
+    "repetition": "repetition",
+    "soft_overlong": "soft_overlong",
+}
+_LEVELS = {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}
+#: policy loss there -> here, the name of its formula, its average
+_LOSSES = {
+    "grpo": ("grpo", "grpo", "sequence"),
+    "bnpo": ("bnpo", "grpo", "token"),
+    "dr_grpo": ("dr_grpo", "grpo", "constant"),
+    "dapo": ("dapo", "grpo", "token"),
+    "cispo": ("cispo_cap", "cispo_cap", "token"),
+    "sapo": ("sapo", "sapo", "sequence"),
+    "fipo": ("fipo", "fipo", "token"),
+}
+#: longest prompt where the command has no limit
+_PROMPT_LENGTH = 2048
+
+
+_BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS for name in _STAGES}
+_TABLES = {
+    **_BY_STAGE,
+    **{f"{_MEGATRON}{name}": table for name, table in _BY_STAGE.items()},
+    **dict.fromkeys(_SERVING, SERVING_OPTIONS),
 }
 
 
-class _Command:
-    """The parts of a command line.
-
-    Attributes:
-        environment: NAME=value in front of the command.
-        options: name without dashes, hyphens as underscores -> its values as text; the last one wins.
-        is_megatron: `megatron rlhf`, whose batch sizes have Megatron's names.
-    """
-
-    def __init__(self, command: str) -> None:
-        words = split_command(command)
-        self.environment: dict[str, str] = {}
-        while words and "=" in words[0] and not words[0].startswith("-"):
-            name, _, value = words.pop(0).partition("=")
-            self.environment[name] = value
-        program: list[str] = []
-        while words and not words[0].startswith("-"):
-            program.append(words.pop(0))
-        self.is_megatron = bool(program) and Path(program[0]).name == "megatron"
-        if program and program[-1] != "rlhf":
-            raise ConfigError(
-                [f"the command is {' '.join(program)!r}, but only 'swift rlhf' and 'megatron rlhf' train with GRPO"]
-            )
-        self.options: dict[str, list[str]] = {}
-        name = ""
-        for word in words:
-            if word.startswith("--"):
-                name, equals, value = word[2:].partition("=")
-                name = name.replace("-", "_")
-                self.options[name] = [value] if equals else []
-            elif word.strip() and not name:
-                raise ConfigError([f"{word!r} of the command line follows no --option"])
-            elif word.strip():
-                self.options[name].append(word)
-        if not self.options:
-            raise ConfigError(["the command line has no --options"])
-
-    def read(self, name: str, default: object = None) -> object:
-        """Return the first value of an option; one without a value is true."""
-        values = self.options.get(name)
-        return default if values is None else True if not values else read_scalar(values[0])
-
-    def read_count(self, name: str, default: int) -> int:
-        """Return the value of an option that counts something."""
-        return read_count(f"--{name}", self.read(name, default))
-
-    def count_devices(self) -> int:
-        """Return the processes that train: NPROC_PER_NODE on NNODES, else the visible devices, else 1."""
-        per_node = self.environment.get("NPROC_PER_NODE")
-        if per_node is None:
-            visible = self.environment.get("ASCEND_RT_VISIBLE_DEVICES") or self.environment.get("CUDA_VISIBLE_DEVICES") or ""
-            per_node = str(len([item for item in visible.split(",") if item.strip()]) or 1)
-        nodes = self.environment.get("NNODES", "1")
-        if not (per_node.isdigit() and nodes.isdigit()):
-            raise ConfigError([f"NPROC_PER_NODE={per_node} and NNODES={nodes} must be whole numbers"])
-        return int(per_node) * int(nodes)
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def from_swift(command: str, rewards: Collection[str], num_devices: int | None = None) -> Import:
-    """Return the run file of a command line.
+def _read(commands: list[Command], devices: int | None) -> SourceCommand:
+    """Return the training command among those of a script, else the one that serves or generates."""
+    found: list[tuple[Command, str, Mapping[str, object], tuple[str, ...]]] = []
+    for command in commands:
+        program, words = _find_program(command.words)
+        if not program:
+            continue
+        flags, trailing = read_flags(words)
+        flags = {_EARLIER.get(name, name): value for name, value in flags.items()}
+        if "log_interval" in flags and program not in _SERVING:
+            flags["logging_steps"] = flags.pop("log_interval")
+        options = {name: _read_value(value) for name, value in flags.items()}
+        if program.endswith("rlhf"):
+            kind = str(options.get("rlhf_type", "dpo"))
+            if kind in _OTHER_KINDS:
+                raise ConfigError([f"--rlhf_type {kind}: not available here: {_OTHER_KINDS[kind]}"])
+            program = program.replace("rlhf", kind)
+        if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
+            raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
+        found.append((command, program, options, tuple(trailing)))
+    if not found:
+        raise ConfigError(["there is no command of ms-swift, such as swift rlhf --rlhf_type grpo --model Qwen/Qwen3-4B ..."])
+    training = [item for item in found if item[1] not in _SERVING]
+    different = [item for item in training if item[2] != training[0][2]]
+    if different or (training and training[0][0].uncertain):
+        lines = ", ".join(str(item[0].line) for item in training)
+        raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
+    command, program, options, trailing = (training or found)[0]
+    environment = dict(command.environment)
+    servers = [item for item in found if item[1] == "rollout"] if training else []
+    if servers:
+        # the servers of the script are those of the run
+        environment |= {"SWIFT_SERVERS": str(len(servers))}
+        environment |= {"SWIFT_SERVER_TP": str(servers[0][2].get("vllm_tensor_parallel_size", 1))}
+        environment |= {"SWIFT_SERVER_DP": str(servers[0][2].get("vllm_data_parallel_size", 1))}
+    world = devices or _count_devices(environment, command.words, program)
+    return SourceCommand(program, options, environment, world, _TABLES[program], trailing)
 
-    Args:
-        command: `NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model ...`, over several lines or on one.
-        rewards: names of the reward functions that exist.
-        num_devices: the number of devices, where the environment in front of the command does not set it.
+
+def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the program of a command, "megatron sft" for one of Megatron-SWIFT, and the words after it; "" for other commands.
 
     Raises:
-        ConfigError: the command does not train with GRPO, or a value does not fit.
+        ConfigError: it has no counterpart.
     """
-    parsed, run = _Command(command), Import("ms-swift")
-    if (kind := parsed.read("rlhf_type", "grpo")) != "grpo":
-        raise ConfigError([f"--rlhf_type is {kind!r}, but only grpo can be imported"])
-    run.translate("--rlhf_type", {f"{ACTOR}.stage": "ray_grpo"})
-    _translate_sizes(parsed, run, num_devices or parsed.count_devices())
-    _translate_adapters(parsed, run)
-    _translate_rewards(parsed, run, rewards)
-    for name, words in parsed.options.items():
-        option, value = f"--{name}", parsed.read(name) if len(words) < 2 else [read_scalar(word) for word in words]
-        if name in _BY_OTHERS:
+    for place, word in enumerate(words):
+        name, before = Path(word).name, Path(words[place - 1]).name if place else ""
+        path = Path(word)
+        if path.suffix == ".py" and path.parent.name in ("cli", "_megatron"):
+            name, before = path.stem, "megatron" if path.parent.name == "_megatron" else "swift"
+        if before not in ("swift", "megatron"):
             continue
-        if name in _KEYS:
-            run.translate(option, {_KEYS[name]: value})
-        elif name in _SPECIAL:
-            _SPECIAL[name](run, option, parsed.read(name), words)
-        elif not run.translate_by_name(name, value):
-            run.omit_unknown(name)
-        for table in (run.translated, run.omitted):
-            if name in table:
-                table[option] = table.pop(name)
-    if run.get(f"{RL}.clip_ratio_high") is not None:
-        low = parsed.read("epsilon", 0.2)
-        values = {f"{RL}.clip_higher_enable": True, f"{RL}.clip_ratio_low": low}
-        run.translate("--epsilon", values, "with --epsilon_high")
-    elif "epsilon" in parsed.options:
-        run.translate("--epsilon", {f"{RL}.clip_ratio": parsed.read("epsilon")})
-    for path, default in _DEFAULTS.items():
-        run.add_default(path, default, "the default of ms-swift")
-    run.add_default(f"{ACTOR}.lr", 1e-4 if run.get(f"{ACTOR}.lora_target_modules") else 1e-5, "the default of ms-swift")
-    run.add_default(f"{RL}.use_remove_padding", True, "sequences are packed without padding")
-    prompt, response = run.get(f"{RL}.max_prompt_length"), run.get(f"{_SAMPLING}.max_tokens")
-    length = read_count("--max_length", prompt) + read_count("--max_completion_length", response)
-    limit = run.get("generate_config.max_model_len")
-    if isinstance(limit, int) and limit < length:
-        run.set("generate_config.max_model_len", length)
-        run.added["generate_config.max_model_len"] = f"{length}: longest prompt and response; {limit} would cut them"
-    return run.satisfy_rules()
+        if name in _OTHER_PROGRAMS:
+            raise ConfigError([f"{before} {name}: {_OTHER_PROGRAMS[name]}"])
+        if name in ("rlhf", "sft", "pt", *_SERVING):
+            return (_MEGATRON if before == "megatron" else "") + name, words[place + 1 :]
+    return "", ()
 
 
-def _translate_sizes(parsed: _Command, run: Import, world: int) -> None:
-    """Set devices and batch sizes; ms-swift counts completions, our prompt-level keys count prompts.
+def _read_value(words: list[str]) -> object:
+    """Return the value of an option: true without words, a list of several."""
+    values = [word if list_unknown(word) else read_scalar(word) for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
 
-    Megatron-SWIFT's rules hold for its commands, so that those keep their counts of completions.
+
+def _count_devices(environment: Mapping[str, str], words: tuple[str, ...], program: str) -> int:
+    """Return the processes that train: NPROC_PER_NODE on NNODES, those of torchrun, else the visible devices, else 1."""
+    launcher, _ = read_flags(words)
+    per_node = read_variable(environment, "NPROC_PER_NODE") or next(iter(launcher.get("nproc_per_node", [])), None)
+    nodes = read_variable(environment, "NNODES") or next(iter(launcher.get("nnodes", [])), "1")
+    visible = read_variable(environment, "ASCEND_RT_VISIBLE_DEVICES") or read_variable(environment, "CUDA_VISIBLE_DEVICES")
+    counts_visible = per_node is None and (program in _SERVING or any(Path(word).name == "accelerate" for word in words))
+    if counts_visible:
+        per_node = str(len([item for item in (visible or "").split(",") if item.strip()]) or 1)
+    per_node = per_node or "1"
+    if not (per_node.isdigit() and nodes.isdigit() and int(per_node) and int(nodes)):
+        raise ConfigError([f"NPROC_PER_NODE={per_node} and NNODES={nodes} must be whole numbers; --devices sets their product"])
+    return int(per_node) * int(nodes)
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------------
+
+
+class _Sizes:
+    """The numbers of a batch, by ms-swift's formulas.
+
+    Attributes:
+        tp, pp, cp, ep: layout.
+        dp: replicas.
+        micro: rows of one forward pass.
+        step: rows of an optimizer step: completions, samples or pairs.
+        group: responses of a prompt; 1 without rollouts.
+        iterations: passes over a rollout.
+        steps: optimizer steps of one rollout, over all its iterations; 1 without rollouts.
+        rollout: completions of one rollout; None without rollouts.
     """
-    run.translate("NPROC_PER_NODE", {f"{RL}.actor_resource.num_npus": world}, "training and rollout share these devices")
-    group_size = parsed.read_count("num_generations", 8)
-    if parsed.is_megatron:
-        micro, step = parsed.read_count("micro_batch_size", 1), parsed.read_count("global_batch_size", 16)
-        run.translate("--micro_batch_size", {f"{ACTOR}.micro_batch_size": micro})
-        rollout_steps = parsed.read_count("steps_per_generation", 1)
-    else:
-        # these steps are forward passes, as in TRL, and by default as many as one optimizer step has
-        micro = parsed.read_count("per_device_train_batch_size", 1)
-        accumulated = parsed.read_count("gradient_accumulation_steps", 1)
-        step = micro * accumulated * world
-        run.translate("--per_device_train_batch_size", {f"{ACTOR}.micro_batch_size": micro})
-        rollout_steps = max(1, parsed.read_count("steps_per_generation", accumulated) // accumulated)
-    if "generation_batch_size" in parsed.options:
-        rollout_steps = max(1, parsed.read_count("generation_batch_size", step) // step)
-    if parsed.is_megatron or step % group_size:
-        run.translate("--num_generations", {f"{RL}.num_generations": group_size})
-        run.set(f"{ACTOR}.global_batch_size", step)
-        run.set(f"{RL}.steps_per_generation", rollout_steps)
-        sizes = f"global_batch_size: {step}, steps_per_generation: {rollout_steps}"
-    else:
-        run.translate("--num_generations", {f"{RL}.n_samples_per_prompt": group_size})
-        run.set(f"{RL}.mini_batch_size", step // group_size)
-        run.set(f"{ACTOR}.global_batch_size", step // group_size * rollout_steps)
-        sizes = f"mini_batch_size: {step // group_size}, global_batch_size: {step // group_size * rollout_steps}, in prompts"
-    for name in ("gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size"):
-        if name in parsed.options:
-            run.translated[f"--{name}"] = f"{sizes} ({step} completions of an optimizer step on {world} devices)"
-    # their steps are optimizer steps, our iterations are rollouts
-    steps = rollout_steps * parsed.read_count("num_iterations", 1)
-    for name, key in _STEPS.items():
-        if name in parsed.options:
-            count = parsed.read_count(name, 1)
-            note = "" if steps == 1 else f"{count} optimizer steps, {steps} of them a rollout"
-            run.translate(f"--{name}", {f"{ACTOR}.{key}": -(-count // steps)}, note)
+
+    def __init__(self, command: SourceCommand) -> None:
+        self.is_megatron = command.program.startswith(_MEGATRON)
+        self.kind = command.program.removeprefix(_MEGATRON)
+        world = command.devices
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        self.tp, self.pp, self.cp = (command.count(name, 1) if self.is_megatron else 1 for name in names)
+        self.ep = command.count("expert_model_parallel_size", 1) if self.is_megatron else 1
+        if not self.is_megatron:
+            self.cp = command.count("sequence_parallel_size", 1)
+        self.dp, rest = divmod(world, self.tp * self.pp * self.cp)
+        if rest or not self.dp:
+            raise ConfigError(
+                [f"{world} devices are no whole replicas of {self.tp} x {self.pp} x {self.cp}; --devices says them"]
+            )
+        self.group, self.iterations, self.steps = 1, 1, 1
+        self.rollout: int | None = None
+        if self.is_megatron:
+            self.micro, self.step = command.count("micro_batch_size", 1), command.count("global_batch_size", 16)
+            passes, per_pass = 1, self.step
+        else:
+            self.micro = command.count("per_device_train_batch_size", 1)
+            default = 1 if self.kind == "grpo" else max(1, math.ceil(16 / self.micro / world))
+            accumulated = command.count("gradient_accumulation_steps", default)
+            # a rollout's forward passes count those of all processes, also where several share a sequence
+            per_pass, passes = self.micro * (world if self.kind in ("grpo", "ppo") else self.dp), accumulated
+            self.step = per_pass * accumulated
+        if self.kind == "ppo":
+            parts = command.count("num_mini_batches", 1)
+            self.iterations = command.count("num_ppo_epochs", 4)
+            self.rollout, self.steps = self.step * parts, parts * self.iterations
+        elif self.kind == "grpo":
+            self._set_rollout(command, passes, per_pass)
+
+    def _set_rollout(self, command: SourceCommand, accumulated: int, per_pass: int) -> None:
+        self.group = command.count("num_generations", 8)
+        self.iterations = command.count("num_iterations", 1)
+        total = command.get("generation_batch_size")
+        if total is not None:
+            passes, rest = divmod(command.count("generation_batch_size", 1), per_pass)
+            if rest or not passes:
+                raise ConfigError([f"--generation_batch_size {total} must be a multiple of {per_pass}"])
+        else:
+            passes = command.count("steps_per_generation", accumulated)
+        if passes * per_pass % self.group:
+            raise ConfigError([f"{passes * per_pass} completions of a rollout are no whole groups of {self.group}"])
+        if passes % accumulated == 0:
+            self.rollout, self.steps = passes * per_pass, passes // accumulated * self.iterations
+        elif accumulated % passes == 0 and self.iterations == 1:
+            # the rollouts of one optimizer step are of the same weights, and are one here
+            self.rollout = accumulated * per_pass
+        else:
+            raise ConfigError(
+                [f"--steps_per_generation {passes} and --gradient_accumulation_steps {accumulated}: an optimizer step must be "
+                 "a whole number of rollouts, or a rollout one of steps"]
+            )  # fmt: skip
+
+    def count_steps(self, command: SourceCommand, rows: int) -> int:
+        """Return the optimizer steps of the run over so many rows of data."""
+        limit = command.number("train_iters" if self.is_megatron else "max_steps", -1)
+        epochs = command.get("num_train_epochs")
+        if limit > 0 and (epochs is None or not self.is_megatron):
+            return int(limit)
+        if self.is_megatron:
+            if epochs is None:
+                raise ConfigError(["the command says no length: --num_train_epochs and --train_iters are missing"])
+            unit = self.micro * self.dp
+            return int(rows // unit * unit * self.group * command.number("num_train_epochs", 1) // self.step)
+        number = command.number("num_train_epochs", 3.0)
+        if self.kind == "ppo":
+            assert self.rollout is not None, "PPO has rollouts"
+            return math.ceil(int(number * rows) / self.rollout) * self.steps
+        if self.rollout is not None:
+            return math.ceil(number * max(1, rows // (self.rollout // self.group) * self.steps))
+        batches = math.ceil(rows / (self.micro * self.dp))
+        accumulated = self.step // (self.micro * self.dp)
+        return math.ceil(number * max(1, math.ceil(batches / accumulated)))
 
 
-def _translate_adapters(parsed: _Command, run: Import) -> None:
-    """Set LoRA or all weights; LoRA is the default of ms-swift."""
-    name = next((name for name in ("train_type", "tuner_type") if name in parsed.options), "train_type")
-    kind = parsed.read(name, "full" if parsed.is_megatron else "lora")
-    if kind not in ("lora", "full"):
-        raise ConfigError([f"--{name} is {kind!r}, but must be lora or full"])
-    if kind == "full":
-        if name in parsed.options:
-            run.translated[f"--{name}"] = "full: all weights train, as they do without lora_target_modules"
+def _read_schedule(command: SourceCommand, total: int) -> Schedule:
+    """Return the learning rate over optimizer steps.
+
+    Raises:
+        ConfigError: there is no such form.
+    """
+    is_megatron = command.program.startswith(_MEGATRON)
+    peak = command.number("lr" if is_megatron else "learning_rate", 1e-5 if _read_tuner(command) == "full" else 1e-4)
+    if is_megatron:
+        style = command.text("lr_decay_style", "cosine")
+        decay = command.count("lr_decay_iters", max(total, 1))
+        fraction = command.get("lr_warmup_fraction")
+        share = command.number("lr_warmup_fraction", 0.0)
+        warmup = int(command.number("lr_warmup_iters", 0)) if fraction is None else int(share * decay)
+        return Schedule(peak, style, decay, warmup, command.number("lr_warmup_init", 0.0), command.number("min_lr", 0.0))
+    forms = {
+        "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+        "cosine_with_min_lr": "cosine", "inverse_sqrt": "inverse-square-root",
+    }  # fmt: skip
+    name = command.text("lr_scheduler_type", "cosine")
+    if name not in forms:
+        raise ConfigError([f"--lr_scheduler_type {name}: not available here; available are {', '.join(forms)}"])
+    steps, ratio = command.number("warmup_steps", 0), command.number("warmup_ratio", 0.0)
+    warmup = int(steps) if steps >= 1 else math.ceil(total * (steps or ratio))
+    floor = 0.0
+    if name == "cosine_with_min_lr":
+        least = re.search(r'"(min_lr(?:_rate)?)"\s*:\s*([-+.\deE]+)', command.text("lr_scheduler_kwargs"))
+        if least is None:
+            raise ConfigError(["--lr_scheduler_type cosine_with_min_lr needs --lr_scheduler_kwargs '{\"min_lr\": ...}'"])
+        floor = float(least.group(2)) * (peak if least.group(1) == "min_lr_rate" else 1.0)
+    return Schedule(peak, forms[name], total, warmup, 0.0, floor)
+
+
+def _read_tuner(command: SourceCommand) -> str:
+    return command.text("tuner_type", "full" if command.program.startswith(_MEGATRON) else "lora")
+
+
+def _read_rows(command: SourceCommand, rows: int) -> tuple[int, bool]:
+    """Return the rows of the data, and True where the command says them: name#count."""
+    counts = [name.rpartition("#")[2] for name in command.list_texts("dataset")]
+    if counts and all(count.isdigit() for count in counts):
+        known = sum(int(count) for count in counts)
+        return max(1, round(known * (1 - command.number("split_dataset_ratio", 0.0)))), True
+    return rows, False
+
+
+# --- the run file -------------------------------------------------------------------------------------------------------
+
+
+def _build(run: Import, command: SourceCommand) -> None:
+    kind = command.program.removeprefix(_MEGATRON)
+    for name in ("model", "dataset", "val_dataset"):
+        for text in command.list_texts(name):
+            if _VISION.search(text):
+                run.refuse(f"--{name} {text}", "models and data with images, video or audio")
+    if kind in _SERVING:
+        _build_serving(run, command, kind)
         return
-    modules = parsed.options.get("target_modules", ["all-linear"])
+    sizes, stage = _Sizes(command), _STAGES[kind]
+    run.set(f"{ACTOR}.stage", stage)
+    if command.has("rlhf_type"):
+        run.translated["--rlhf_type"] = f"megatron_training.stage: {stage}"
+    _set_data(run, command, kind)
+    _set_batch(run, command, sizes)
+    _set_rate(run, command, sizes)
+    _set_adapters(run, command, kind)
+    if not sizes.is_megatron:
+        if command.flag("gradient_checkpointing", default=True):
+            for key, value in RECOMPUTE_LAYERS.items():
+                run.add_default(key, value, "ms-swift computes the layers again in the backward pass")
+        if command.has("gradient_checkpointing"):
+            run.translated["--gradient_checkpointing"] = "recomputation of each layer, or none"
+    if command.has("virtual_pipeline_model_parallel_size"):
+        run.refuse(
+            "--virtual_pipeline_model_parallel_size", "chunks by their number; write num_layers_per_virtual_pipeline_stage"
+        )
+    if _EXPERTS.search(command.text("model")) and run.get(f"{ACTOR}.moe_aux_loss_coeff") is None:
+        run.add_default(f"{ACTOR}.moe_aux_loss_coeff", 0.0, "ms-swift trains without a balancing loss")
+    _note_calculation(run, command, kind)
+    if kind in ("grpo", "ppo"):
+        run.add_default(
+            f"{ENGINE}.dtype", "float32" if run.get(f"{ACTOR}.bf16") is False else "bfloat16", "that of the training"
+        )
+        _set_objective(run, command, kind)
+        _set_rewards(run, command, kind)
+        _set_engine(run, command, sizes)
+        if kind == "ppo":
+            run.add_default("critic_config.lr", run.get(f"{ACTOR}.lr"), "policy and critic have one learning rate there")
+    else:
+        run.add_default(f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch")
+        _set_preference(run, command, kind, sizes)
+    if run.get(f"{ACTOR}.load") is None:
+        raise ConfigError(["the command names no model: --model is missing"])
+
+
+def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
+    """Note options that the stage answers: what trains, and how losses are averaged."""
+    if command.has("calculate_per_token_loss"):
+        wanted = kind in ("sft", "pt")
+        if command.flag("calculate_per_token_loss") == wanted:
+            run.note("--calculate_per_token_loss", "as the loss is averaged here", changes_nothing=False)
+        else:
+            run.refuse("--calculate_per_token_loss", "another average of the loss")
+    scale = command.text("loss_scale", "default")
+    if command.has("loss_scale"):
+        fits = {"pt": ("all",), "sft": ("default",), "grpo": ("last_round", "default")}.get(kind, ("last_round", "default"))
+        if scale in fits:
+            run.note("--loss_scale", "these tokens train here", changes_nothing=False)
+        else:
+            run.refuse("--loss_scale", f"the weights of tokens {scale}; available are {', '.join(fits)}")
+    if command.has("use_chat_template"):
+        if command.flag("use_chat_template") == (kind != "pt"):
+            run.note("--use_chat_template", "the stage decides it", changes_nothing=False)
+        else:
+            run.refuse("--use_chat_template", f"in stage {_STAGES[kind]}")
+    for name in ("packing", "packing_length"):
+        if not command.flag("packing") or name == "packing_length":
+            if command.has(name):
+                run.note(f"--{name}", "rows are not joined" if name == "packing" else "--packing reads it")
+        elif kind == "sft":
+            keys = ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")
+            run.translate("--packing", {f"{ACTOR}.{key}": True for key in keys}, "rows that preprocess --neat-pack has joined")
+        else:
+            run.refuse("--packing", f"joined rows in stage {_STAGES[kind]}")
+
+
+def _find_data(command: SourceCommand, option: str = "dataset") -> str:
+    """Return data_path here, or eval_data_path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = command.list_texts(option)
+    if not names:
+        raise ConfigError([f"the command names no data: --{option} is missing"])
+    name, _, count = names[0].partition("#")
+    kind = command.program.removeprefix(_MEGATRON)
+    if kind not in ("grpo", "ppo"):
+        return f"./dataset/{Path(name).stem}{'_and_others' if len(names) > 1 else ''}/data"
+    rows, share = sum(int(item.rpartition("#")[2]) for item in names if "#" in item), command.number("split_dataset_ratio", 0.0)
+    part = f"[:{round(rows * (1 - share))}]" if share and option == "dataset" else ""
+    if len(names) > 1:
+        return f"./dataset/{Path(name).stem}_and_others.jsonl{part}"
+    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of letters alone
+    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or bool(Path(name).suffix[1:].isalpha())
+    is_file = is_file or name.count("/") != 1 or (name.partition("/")[0] in _MODELSCOPE and not command.flag("use_hf"))
+    return (name if is_file else f"hf://{name}") + (part or (f"#{count}" if count else ""))
+
+
+def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
+    for option in ("dataset", "val_dataset"):
+        if option == "val_dataset" and not command.has(option):
+            continue
+        names, path = command.list_texts(option), _find_data(command, option)
+        name, _, count = names[0].partition("#")
+        is_hub = name.count("/") == 1 and not Path(name).expanduser().exists()
+        is_subset = any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names)
+        if is_subset and kind in ("grpo", "ppo"):
+            run.refuse(f"--{option} {' '.join(names)}", "a subset of a dataset: download it, and give its folder")
+        notes = ["the first rows; there a random sample"] if count else []
+        if len(names) > 1 and kind in ("grpo", "ppo"):
+            notes.append(f"a file with the rows of {', '.join(names)}")
+            is_hub = False
+        if is_hub and not path.startswith("hf://"):
+            notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
+        if kind not in ("grpo", "ppo"):
+            handler = "AlpacaStylePairwiseHandler" if kind in ("dpo", "simpo", "rm") else "AlpacaStyleInstructionHandler"
+            words = "" if kind == "pt" else f" --handler-name {handler} --prompt-type hf"
+            rows = f" --max-samples {count}" if count and len(names) == 1 else ""
+            notes.append(
+                f"the prefix that is written by: mindspeed-rl preprocess --input {' + '.join(names)} --output-prefix {path} "
+                f"--tokenizer-name-or-path {command.text('model')}{words}{rows}"
+            )
+        key = "eval_data_path" if option == "val_dataset" else "data_path"
+        run.translate(f"--{option}", {f"{ACTOR}.{key}": path}, "; ".join(notes))
+        for column, source in _COLUMNS.get(name, {}).items():
+            if kind in ("grpo", "ppo"):
+                run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
+    for name in ("model_author", "model_name"):
+        if not command.has(name):
+            continue
+        words, fills = (
+            " / ".join(command.list_texts(name)),
+            any("self-cognition" in item for item in command.list_texts("dataset")),
+        )
+        if fills:
+            place = "AUTHOR" if name == "model_author" else "NAME"
+            run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
+        else:
+            run.note(f"--{name}", "only self-cognition data has places for it")
+    if command.has("split_dataset_ratio"):
+        share = command.number("split_dataset_ratio", 0.0)
+        if not share:
+            run.note("--split_dataset_ratio", "no rows are held back", changes_nothing=False)
+        elif kind in ("grpo", "ppo"):
+            counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
+            path, total = _find_data(command), sum(int(count) for count in counts if count.isdigit())
+            if all(count.isdigit() for count in counts):
+                first = path.rpartition("[:")[2].rstrip("]")
+                held = path.rpartition("[:")[0] + f"[{first}:{total}]"
+                run.translate(
+                    "--split_dataset_ratio", {f"{ACTOR}.eval_data_path": held}, "the last rows; there a random sample"
+                )
+            else:
+                run.refuse("--split_dataset_ratio", "a part of an unknown number of prompts; name a file in --val_dataset")
+        else:
+            run.translate(
+                "--split_dataset_ratio", {f"{ACTOR}.split": f"{100 * (1 - share):g},{100 * share:g},0"},
+                "the last rows; there a random sample",
+            )  # fmt: skip
+
+
+def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
+    note = f"{sizes.step} rows of an optimizer step on {command.devices} devices"
+    run.set(f"{RL}.actor_resource.num_npus" if sizes.rollout else f"{ACTOR}.num_npus", command.devices)
+    values: dict[str, object] = {f"{ACTOR}.micro_batch_size": sizes.micro}
+    if sizes.rollout is None:
+        values[f"{ACTOR}.global_batch_size"] = sizes.step
+    elif sizes.is_megatron or sizes.step % sizes.group:
+        # counts of completions, with Megatron-SWIFT's own rules
+        values |= {f"{ACTOR}.global_batch_size": sizes.step, f"{RL}.num_generations": sizes.group}
+        values |= {f"{RL}.generation_batch_size": sizes.rollout, f"{RL}.epochs": sizes.iterations}
+    else:
+        values |= {f"{ACTOR}.global_batch_size": sizes.rollout // sizes.group, f"{RL}.n_samples_per_prompt": sizes.group}
+        values |= {f"{RL}.mini_batch_size": sizes.step // sizes.group, f"{RL}.epochs": sizes.iterations}
+    if sizes.rollout is not None:
+        note += f", {sizes.steps} steps of a rollout of {sizes.rollout} completions"
+    first = "--global_batch_size" if sizes.is_megatron else "--per_device_train_batch_size"
+    run.translate(first, values, note)
+    for name in (
+        "per_device_train_batch_size gradient_accumulation_steps micro_batch_size global_batch_size num_generations "
+        "generation_batch_size steps_per_generation num_iterations num_ppo_epochs num_mini_batches"
+    ).split():
+        if command.has(name) and f"--{name}" not in run.translated:
+            run.translated[f"--{name}"] = f"see {first}"
+    rows, is_known = _read_rows(command, run.settings.rows)
+    limit = "train_iters" if sizes.is_megatron else "max_steps"
+    total = sizes.count_steps(command, rows)
+    by_limit = command.number(limit, -1) > 0 and (not sizes.is_megatron or not command.has("num_train_epochs"))
+    each = f"{sizes.steps} steps an iteration" if sizes.steps > 1 else ""
+    length = "--num_train_epochs"
+    if by_limit:
+        run.translate(f"--{limit}", {f"{ACTOR}.train_iters": math.ceil(total / sizes.steps)}, each)
+        if command.has("num_train_epochs"):
+            run.note(length, f"--{limit} is read instead")
+    elif is_known or sizes.kind == "pt":
+        if not is_known and sizes.kind == "pt":
+            run.refuse(length, "a length in epochs of documents that are cut into samples; write --max_steps or --train_iters")
+        run.translate(length, {f"{ACTOR}.train_iters": math.ceil(total / sizes.steps)}, f"over {rows} rows")
+    else:
+        run.translate(length, {f"{ACTOR}.train_epochs": command.number("num_train_epochs", 3.0)})
+    if command.has(limit) and f"--{limit}" not in run.translated:
+        run.note(f"--{limit}", f"{length} is read")
+    intervals = {"save_steps": "save_interval", "eval_steps": "eval_interval"}
+    strategy = command.text("save_strategy", "steps")
+    for name, key in intervals.items():
+        interval = command.number(name, 500 if name == "save_steps" else 0)
+        if interval >= 1 and (name == "eval_steps" or strategy == "steps"):
+            run.translate(f"--{name}", {f"{ACTOR}.{key}": math.ceil(interval / sizes.steps)}, each)
+        elif command.has(name):
+            run.note(f"--{name}", "the last checkpoint is always written")
+    if command.has("save_strategy"):
+        run.note("--save_strategy", "see save_interval; the last checkpoint is always written")
+    if command.has("ref_model_sync_steps"):
+        count = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
+        run.translate("--ref_model_sync_steps", {f"{RL}.ref_model_sync_steps": count}, each)
+
+
+def _set_rate(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
+    total = sizes.count_steps(command, _read_rows(command, run.settings.rows)[0])
+    schedule = _read_schedule(command, total)
+    names = ("lr", "lr_decay_style") if sizes.is_megatron else ("learning_rate", "lr_scheduler_type")
+    run.translate(f"--{names[0]}", {f"{ACTOR}.lr": schedule.peak})
+    run.translate(f"--{names[1]}", {f"{ACTOR}.lr_decay_style": schedule.style, f"{ACTOR}.min_lr": schedule.floor})
+    run.add_default(
+        f"{ACTOR}.clip_grad", command.number("clip_grad" if sizes.is_megatron else "max_grad_norm", 1.0), "as there"
+    )
+    if schedule.decay != total:
+        run.translate("--lr_decay_iters", {f"{ACTOR}.lr_decay_iters": math.ceil(schedule.decay / sizes.steps)})
+    if schedule.warmup and schedule.warmup % sizes.steps == 0 and command.has("warmup_steps", "lr_warmup_iters"):
+        run.set(f"{ACTOR}.lr_warmup_iters", schedule.warmup // sizes.steps)
+    elif schedule.warmup:
+        ratio = command.number("lr_warmup_fraction" if sizes.is_megatron else "warmup_ratio", 0.0)
+        is_known = run.get(f"{ACTOR}.train_epochs") is None
+        # rounded up there, and down here
+        exact = (schedule.warmup + 0.01) / (math.ceil(schedule.decay / sizes.steps) * sizes.steps)
+        run.set(f"{ACTOR}.lr_warmup_fraction", exact if is_known or not ratio else ratio)
+    for name in (
+        "warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction lr_decay_iters min_lr lr_scheduler_kwargs max_grad_norm "
+        "clip_grad"
+    ).split():
+        if command.has(name) and f"--{name}" not in run.translated:
+            run.translated[f"--{name}"] = f"{schedule.warmup} steps of warm-up, from {schedule.peak:g} to {schedule.floor:g}"
+
+
+def _set_adapters(run: Import, command: SourceCommand, kind: str) -> None:
+    names = [name for name in ("target_modules", "lora_rank", "lora_alpha", "lora_dropout") if command.has(name)]
+    tuner = _read_tuner(command)
+    if tuner == "full":
+        for name in [*names, *(["tuner_type"] if command.has("tuner_type") else [])]:
+            run.note(f"--{name}", "all weights train", changes_nothing=name != "tuner_type")
+        return
+    if tuner != "lora":
+        run.refuse("--tuner_type", f"{tuner}; lora and full are available")
+        for name in names:
+            run.note(f"--{name}", "see --tuner_type")
+        return
+    modules = command.list_texts("target_modules") or ["all-linear"]
     targets = find_lora_targets(modules)
     if not targets:
         raise ConfigError([f"--target_modules {' '.join(modules)}: none of them is a projection of attention or MLP"])
-    run.translate("--target_modules", {f"{ACTOR}.lora_target_modules": targets})
-    run.translated[f"--{name}"] = "lora: lora_target_modules switches it on"
-    run.add_default(f"{ACTOR}.lora_alpha", parsed.read("lora_alpha", 32), "--lora_alpha, or the default of ms-swift")
-
-
-def _translate_rewards(parsed: _Command, run: Import, known: Collection[str]) -> None:
-    names = parsed.options.get("reward_funcs", [])
-    taken = [name for name in names if name in known]
-    weights = [read_scalar(word) for word in parsed.options.get("reward_weights", [])]
-    has_model = "reward_model" in parsed.options
-    if weights and len(weights) != len(names) + has_model:
-        raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + has_model} rewards"])
-    if taken:
-        run.translate("--reward_funcs", {f"{RL}.reward_funcs": taken})
-        if taken_weights := [weight for name, weight in zip(names, weights) if name in known]:
-            run.translate("--reward_weights", {f"{RL}.reward_weights": taken_weights})
-    elif has_model:
-        run.set(f"{RL}.rule_reward", False)
+    dropout = command.number("lora_dropout", 0.05)
+    values: dict[str, object] = {
+        f"{ACTOR}.lora_target_modules": targets,
+        f"{ACTOR}.lora_r": command.count("lora_rank", 8),
+        f"{ACTOR}.lora_alpha": int(command.number("lora_alpha", 32)),
+        f"{ACTOR}.lora_dropout": dropout,
+    }
+    if dropout and kind in ("grpo", "ppo"):
+        values[f"{RL}.dropout_in_update"] = True
+    run.translate("--tuner_type", values, "the default of swift" if not command.has("tuner_type") else "")
     for name in names:
-        if name not in known:
-            run.omitted[f"--reward_funcs {name}"] = (
-                "no reward function of this name; your own function goes into external_plugins, see docs/rewards.md"
+        run.translated[f"--{name}"] = "see --tuner_type"
+
+
+def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> None:
+    """Set the keys of supervised stages."""
+    run.set(f"{ACTOR}.seq_length", _read_length(command))
+    if command.has("max_length"):
+        run.translated["--max_length"] = f"megatron_training.seq_length: {_read_length(command)}"
+    else:
+        run.added["megatron_training.seq_length"] = (
+            f"{_read_length(command)}: set the longest row; ms-swift has the model's limit"
+        )
+    if kind not in ("dpo", "simpo"):
+        if command.has("loss_type"):
+            run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
+        return
+    forms = command.list_texts("loss_type") or ["sigmoid" if kind == "dpo" else "simpo"]
+    beta = command.number("beta", 0.1 if kind == "dpo" else 2.0)
+    weight = command.number("rpo_alpha", 0.0) if kind == "dpo" else command.number("cpo_alpha", 1.0)
+    if kind == "dpo" and (len(forms) > 1 or forms[0] not in ("sigmoid", "hinge", "ipo")):
+        run.refuse("--loss_type", f"the preference loss {', '.join(forms)}; sigmoid, hinge and ipo are available")
+    elif kind == "simpo" and forms != ["simpo"]:
+        run.refuse("--loss_type", f"the preference loss {', '.join(forms)}")
+    elif kind == "dpo":
+        run.translate("--loss_type", {f"{ACTOR}.dpo_loss_type": forms[0]})
+        run.translate("--beta", {f"{ACTOR}.dpo_beta": beta})
+        run.translate("--label_smoothing", {f"{ACTOR}.dpo_label_smoothing": command.number("label_smoothing", 0.0)})
+    else:
+        margin = command.number("simpo_gamma", 1.0)
+        run.translate("--simpo_gamma", {f"{ACTOR}.simpo_beta": beta, f"{ACTOR}.gamma_beta_ratio": margin / beta})
+        run.translate("--label_smoothing", {f"{ACTOR}.simpo_label_smoothing": command.number("label_smoothing", 0.0)})
+        for name in ("beta", "loss_type"):
+            if command.has(name):
+                run.translated[f"--{name}"] = "see --simpo_gamma"
+    option = "--rpo_alpha" if kind == "dpo" else "--cpo_alpha"
+    if weight and sizes.micro > 1:
+        run.refuse(
+            option, "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available"
+        )
+    elif weight or command.has(option[2:]):
+        run.translate(option, {f"{ACTOR}.pref_ftx": weight})
+    if command.has("ref_model"):
+        run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
+
+
+def _read_length(command: SourceCommand) -> int:
+    return command.count("packing_length" if command.has("packing_length") else "max_length", 2048)
+
+
+def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
+    """Set loss, advantages and KL."""
+    if kind == "ppo":
+        clip, coefficient = command.number("cliprange", 0.2), command.number("kl_coef", 0.05)
+        run.translate("--cliprange", {f"{RL}.clip_ratio": clip, f"{RL}.adv_estimator": "gae", f"{RL}.loss_type": "bnpo"})
+        run.translate(
+            "--kl_coef", {f"{RL}.init_kl_coef": coefficient, f"{RL}.use_kl_in_reward": True, f"{RL}.kl_penalty": "k1"}
+        )
+        run.add_default(f"{RL}.cliprange_value", 0.2, "the default of ms-swift")
+        run.add_default(f"{RL}.n_samples_per_prompt", 1, "PPO has one response a prompt")
+        return
+    form = command.text("loss_type", "grpo")
+    if form not in _LOSSES:
+        run.refuse("--loss_type", f"the policy loss {form}; available are {', '.join(_LOSSES)}")
+    else:
+        run.translate("--loss_type", {f"{RL}.loss_type": _LOSSES[form][0]}, "averaged over an optimizer step")
+    low = command.number("epsilon", 0.2)
+    high = command.number("epsilon_high", low)
+    if form == "sapo":
+        clips: dict[str, object] = {}
+    else:
+        clips = {f"{RL}.clip_higher_enable": True, f"{RL}.clip_ratio_low": low, f"{RL}.clip_ratio_high": high}
+    run.translate("--epsilon", clips, "" if clips else "sapo clips nothing")
+    if command.has("epsilon_high"):
+        run.translated["--epsilon_high"] = "see --epsilon"
+    estimator, scale = _read_estimator(command)
+    if estimator == "rloo" and scale == "none":
+        run.translate("--advantage_estimator", {f"{RL}.adv_estimator": "rloo"})
+    elif estimator == "rloo":
+        run.refuse("--scale_rewards", f"RLOO advantages that are divided by the spread of the {scale}")
+    elif estimator == "reinforce_plus_plus" and scale == "batch":
+        run.refuse("--advantage_estimator", "REINFORCE++ whose centred rewards are divided by their own spread over the batch")
+    elif scale == "gdpo":
+        run.translate("--scale_rewards", {f"{RL}.adv_estimator": "gdpo", f"{RL}.adv_epsilon": 1e-8})
+    else:
+        run.translate("--advantage_estimator", {f"{RL}.adv_estimator": "group_norm", f"{RL}.scale_rewards": scale})
+        run.add_default(f"{RL}.adv_epsilon", 1e-4, "ms-swift adds it to the standard deviation")
+    for name in ("advantage_estimator", "scale_rewards"):
+        if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
+            run.translated[f"--{name}"] = f"rl_config.scale_rewards: {scale}"
+    beta, in_reward = command.number("beta", 0.04), _has_kl_in_reward(command)
+    run.translate("--beta", {f"{RL}.init_kl_coef": beta})
+    if beta:
+        run.set(f"{RL}.kl_penalty", "k1" if in_reward else "k3")
+        run.set(f"{RL}.use_kl_in_reward", in_reward)
+        if in_reward and estimator != "rloo":
+            run.refuse("--kl_in_reward", "a KL that enters a reward which is then divided by a spread")
+    if command.has("kl_in_reward") and "--kl_in_reward" not in run.refused:
+        run.translated["--kl_in_reward"] = f"rl_config.use_kl_in_reward: {str(in_reward and bool(beta)).lower()}"
+    if command.has("ref_model"):
+        run.translate("--ref_model", {f"{RL}.integrated_mode_config.ref_model_load_path": command.text("ref_model")})
+
+
+def _read_estimator(command: SourceCommand) -> tuple[str, str]:
+    """Return estimator and spread, with the default that follows from the estimator."""
+    estimator = command.text("advantage_estimator", "grpo")
+    default = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}.get(estimator)
+    if default is None:
+        raise ConfigError([f"--advantage_estimator {estimator}: not available here"])
+    scale = command.options.get("scale_rewards", default)
+    # it was true or false before, and none is no value elsewhere
+    return estimator, {True: "group", False: "none", None: "none"}.get(cast("bool | None", scale), str(scale))
+
+
+def _has_kl_in_reward(command: SourceCommand) -> bool:
+    return command.flag("kl_in_reward", default=command.text("advantage_estimator", "grpo") != "grpo")
+
+
+def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
+    names, models = command.list_texts("reward_funcs"), command.list_texts("reward_model")
+    value = command.get("reward_weights")
+    weights = value if isinstance(value, list) else [] if value is None else [value]
+    plugins = command.list_texts("reward_model_plugin")
+    if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
+        raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
+    if weights and len(weights) != len(names) + len(models):
+        raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
+    weights = weights or [1.0] * (len(names) + len(models))
+    taken: list[str] = []
+    for name in names:
+        if name in _FUNCTIONS:
+            taken.append(_FUNCTIONS[name])
+        elif command.has("external_plugins"):
+            taken.append(name)
+        else:
+            run.refuse(
+                f"--reward_funcs {name}", "ms-swift's reward function of this name, and no file in --external_plugins has it"
             )
-    if has_model:
-        run.translate("--reward_model", {f"{RL}.reward_model": parsed.read("reward_model")})
-        if weights:
-            run.set(f"{RL}.reward_model_weight", weights[-1])
-    if "external_plugins" in parsed.options:
-        run.omitted["--external_plugins"] = "plug-ins of ms-swift have another form; docs/rewards.md shows ours"
-
-
-# --- options that more than a name separates from a key ---------------------------------------------------------------
-
-
-def _translate_model(run: Import, option: str, value: object, words: list[str]) -> None:
-    note = "" if Path(str(value)).expanduser().exists() else f"a folder: hf download {value} --local-dir {value}"
-    values = {f"{ACTOR}.load": value, f"{ACTOR}.tokenizer_name_or_path": value, f"{ACTOR}.finetune": True}
-    run.translate(option, values, note)
-
-
-def _translate_dataset(run: Import, option: str, value: object, words: list[str]) -> None:
-    key = "eval_data_path" if option == "--val_dataset" else "data_path"
-    if len(words) != 1:
-        run.omitted[f"{option} {' '.join(words[1:])}"] = "prompts come from one source; put the files together"
-    name, _, count = words[0].partition("#")
-    if name.count("/") == 1 and not Path(name).exists():
-        name, _, subset = name.partition(":")
-        if subset:
-            run.omitted[f"{option} {name}:{subset}"] = f"no subsets of a dataset: download it and pass the files of {subset!r}"
-    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of letters alone
-    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or bool(Path(name).suffix[1:].isalpha())
-    path = (name if is_file else f"hf://{name}") + (f"#{count}" if count else "")
-    notes = ["the first rows, not a random sample" if count else "", "" if is_file else "from the Hugging Face hub"]
-    run.translate(option, {f"{ACTOR}.{key}": path}, ", ".join(note for note in notes if note))
-    for column, source in _DATASET_COLUMNS.get(name, {}).items():
-        run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
-
-
-def _translate_system(run: Import, option: str, value: object, words: list[str]) -> None:
-    text = " ".join(words)
-    path = Path(text).expanduser()
-    # a text that is too long for a path would raise
-    if len(text) < 1024 and path.is_file():
-        prompt = path.read_text(encoding="utf-8").strip()
-        run.translate(option, {f"{ACTOR}.system_prompt": prompt}, f"the text of {text}")
-    elif path.suffix == ".txt":
-        run.omitted[option] = f"there is no file {text} here; put its text into {ACTOR}.system_prompt"
+    if taken:
+        values: dict[str, object] = {f"{RL}.reward_funcs": taken, f"{RL}.reward_weights": weights[: len(names)]}
+        run.translate("--reward_funcs", values, "accuracy compares answers by the rules of docs/rewards.md")
+        run.add_default(f"{ACTOR}.dataset_additional_keys", ["labels"], "the reference answers")
     else:
-        run.translate(option, {f"{ACTOR}.system_prompt": text})
+        run.add_default(f"{RL}.rule_reward", False, "the reward model alone scores")
+        if command.has("reward_funcs"):
+            run.note("--reward_funcs", "none")
+    judges = [place for place, plugin in enumerate(plugins) if plugin == "genrm"]
+    others = [place for place in range(len(models)) if place not in judges]
+    if len(others) > 1:
+        run.refuse(f"--reward_model {' '.join(models)}", "several reward models")
+    for plugin in plugins:
+        if plugin not in ("genrm", "default"):
+            run.refuse(
+                f"--reward_model_plugin {plugin}", "code of a plug-in around a reward model; a reward function can call it"
+            )
+    if judges:
+        address = run.settings.variables.get("JUDGE_URL")
+        if address is None:
+            run.refuse(
+                "--reward_model_plugin genrm",
+                f"serve {models[judges[0]]} (mindspeed-rl rollout --model, or vllm serve) and say its address with "
+                "--set JUDGE_URL=http://HOST:PORT/v1",
+            )
+        run.translate(
+            "--reward_model_plugin",
+            {f"{RL}.judge_url": address, f"{RL}.judge_model": models[judges[0]],
+             f"{RL}.judge_parser": "mindspeed_rl.rewards.swift_plugins:read_reward_line",
+             f"{RL}.judge_weight": weights[len(names) + judges[0]]},
+            "the judge of docs/rewards.md; judge_prompt is a file with your own question",
+        )  # fmt: skip
+    if others and models:
+        run.translate("--reward_model", {f"{RL}.reward_model": models[others[0]]})
+        run.set(f"{RL}.reward_model_weight", weights[len(names) + others[0]])
+        if kind == "ppo":
+            run.add_default("critic_config.load", models[others[0]], "the critic starts from the reward model")
+    for name in ("reward_model", "reward_model_plugin", "reward_weights"):
+        if command.has(name) and f"--{name}" not in run.translated:
+            run.translated[f"--{name}"] = "with the rewards"
 
 
-def _translate_trackers(run: Import, option: str, value: object, words: list[str]) -> None:
-    names = [] if words in (["none"], []) else ["tensorboard", "wandb", "swanlab"] if words == ["all"] else words
-    run.translate(option, {f"{RL}.report_to": names})
-
-
-def _translate_deepspeed(run: Import, option: str, value: object, words: list[str]) -> None:
-    note = "optimizer state is spread; weights by tensor_model_parallel_size"
-    run.translate(option, {f"{ACTOR}.use_distributed_optimizer": True}, note)
-
-
-def _translate_dtype(run: Import, option: str, value: object, words: list[str]) -> None:
-    is_bf16 = value if option == "--bf16" else {"float32": False, "bfloat16": True, "bf16": True}.get(str(value))
-    if is_bf16 is None:
-        run.omitted[option] = f"{value}: weights are bfloat16 or float32; bfloat16 is taken"
+def _set_engine(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
+    """Set lengths, servers and the mode of the trainer."""
+    response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_len")
+    for name in ("max_new_tokens", "response_length"):
+        if command.has(name):
+            run.translate(f"--{name}", {f"{SAMPLING}.max_tokens": response})
+    prompt = _read_prompt_length(command)
+    if command.has("max_length"):
+        run.translate("--max_length", {f"{RL}.max_prompt_length": prompt}, "prompts that are longer are left out, not cut")
+    elif prompt is not None:
+        run.add_default(f"{RL}.max_prompt_length", prompt, "--vllm_max_model_len without the response")
     else:
-        run.translate(option, {f"{ACTOR}.bf16": is_bf16, "generate_config.dtype": "bfloat16" if is_bf16 else "float32"})
+        run.add_default(f"{RL}.max_prompt_length", _PROMPT_LENGTH, "ms-swift has no limit here: set your longest prompt")
+    length = cast("int", run.get(f"{RL}.max_prompt_length")) + response
+    if limit is not None:
+        known = command.count("vllm_max_model_len", length)
+        note = "" if known >= length else f"longest prompt and response; {known} would cut responses"
+        run.translate("--vllm_max_model_len", {f"{ENGINE}.max_model_len": max(known, length)}, note)
+    run.add_default(f"{RL}.use_remove_padding", True, "sequences are packed without padding")
+    is_server, is_async = command.text("vllm_mode") == "server", command.flag("async_generate")
+    servers = int(read_variable(command.environment, "SWIFT_SERVERS", "0") or 0)
+    if is_server and servers:
+        tensor, replicas = (int(command.environment[name]) for name in ("SWIFT_SERVER_TP", "SWIFT_SERVER_DP"))
+        values = {f"{RL}.rollout_resource.num_npus": servers * tensor * replicas, f"{RL}.use_integrated_worker": False}
+        run.set(f"{ENGINE}.infer_tensor_parallel_size", tensor)
+        run.translate("--vllm_mode", values, "the servers of the script are the run's own")
+    elif is_server:
+        hosts = command.list_texts("vllm_server_host") or [urlsplit(url).hostname for url in _list_urls(command)]
+        port = command.get("vllm_server_port") or [urlsplit(url).port or 8000 for url in _list_urls(command)] or 8000
+        port = port[0] if isinstance(port, list) and len(port) == 1 else port
+        values = {f"{ENGINE}.vllm_server_host": hosts[0] if len(hosts) == 1 else hosts, f"{ENGINE}.vllm_server_port": port}
+        run.translate("--vllm_mode", values, "standalone servers: mindspeed-rl rollout")
+    if is_async and not is_server:
+        run.refuse("--async_generate", "generation ahead of the update needs servers: --vllm_mode server")
+    elif is_async:
+        run.translate("--async_generate", {f"{RL}.trainer_mode": "one_step_off"})
+    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "async_generate"):
+        if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
+            run.note(f"--{name}", "the engines share the devices of the trainer, or the servers are those of another option")
+    if command.has("multi_turn_scheduler"):
+        name = command.text("multi_turn_scheduler")
+        if ":" not in name and not command.has("external_plugins"):
+            run.refuse("--multi_turn_scheduler", f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
+        run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
+        turns = command.number("max_turns", 0)
+        total = response * int(turns) if turns else response
+        run.add_default(f"{RL}.max_total_response_length", max(total, response), "all turns")
 
 
-def _translate_output(run: Import, option: str, value: object, words: list[str]) -> None:
-    run.translate(option, {"run_dir": str(value), f"{ACTOR}.save": str(Path(str(value), "checkpoints"))})
+def _list_urls(command: SourceCommand) -> list[str]:
+    return [url if "//" in url else f"//{url}" for url in command.list_texts("vllm_server_base_url")]
 
 
-def _translate_checkpointing(run: Import, option: str, value: object, words: list[str]) -> None:
-    if value:
-        run.translate(option, RECOMPUTE_LAYERS)
+def _read_prompt_length(command: SourceCommand) -> int | None:
+    """Return the longest prompt: max_length, else what vllm_max_model_len leaves; None where neither is there."""
+    if command.get("max_length") is not None:
+        return command.count("max_length", 1)
+    limit = command.get("vllm_max_model_len")
+    rest = 0 if limit is None else command.count("vllm_max_model_len", 1) - command.count("max_completion_length", 512)
+    return rest if rest > 0 else None
+
+
+def _build_serving(run: Import, command: SourceCommand, kind: str) -> None:
+    """Set the engine of a command that serves or generates; the command to run is printed."""
+    if command.text("infer_backend", "vllm") != "vllm":
+        run.note("--infer_backend", "the engine is vLLM", changes_nothing=False)
+        run.refused.pop("--infer_backend", None)
+    tensor, model = command.count("vllm_tensor_parallel_size", 1), command.text("model")
+    if not model:
+        raise ConfigError(["the command names no model: --model is missing"])
+    words: list[str] = []
+    for name, option in (("host", "host"), ("port", "port"), ("served_model_name", "served-model-name")):
+        if command.has(name) and kind != "infer":
+            words += [f"--{option}", command.text(name)]
+            run.note(f"--{name}", f"--{option} of the printed command", changes_nothing=False)
+    run.set(f"{ENGINE}.infer_tensor_parallel_size", tensor)
+    for name, key in (("vllm_max_model_len", f"{ENGINE}.max_model_len"), ("max_length", f"{ENGINE}.max_model_len")):
+        if command.has(name):
+            run.translate(f"--{name}", {key: command.count(name, 2048)})
+    for name in ("max_new_tokens", "val_dataset", "multi_turn_scheduler", "external_plugins", "split_dataset_ratio", "gym_env"):
+        if command.has(name):
+            run.refused.pop(f"--{name}", None)
+            run.note(f"--{name}", "an option of the run, or of each request, not of the engine")
+    if kind == "infer":
+        words = [model]
+        for name, option in (("max_new_tokens", "max-new-tokens"), ("temperature", "temperature"), ("val_dataset", "input")):
+            if command.has(name):
+                words += [f"--{option}", command.text(name)]
+        run.next_command = f"{_SERVING[kind]} {' '.join(words)} --tensor-parallel-size {tensor} --hf-chat-template  #"
     else:
-        run.translated[option] = "false: nothing is computed again, as without recompute_granularity"
+        run.next_command = f"mindspeed-rl rollout --model {model} {' '.join(words)} --config-name".replace("  ", " ")
 
 
-#: options that other names or their values do not translate
-_SPECIAL: dict[str, Callable[[Import, str, object, list[str]], None]] = {
-    "model": _translate_model,
-    "load": _translate_model,
-    "dataset": _translate_dataset,
-    "val_dataset": _translate_dataset,
-    "system": _translate_system,
-    "report_to": _translate_trackers,
-    "deepspeed": _translate_deepspeed,
-    "torch_dtype": _translate_dtype,
-    "bf16": _translate_dtype,
-    "output_dir": _translate_output,
-    "save": _translate_output,
-    "gradient_checkpointing": _translate_checkpointing,
-    "dataset_shuffle": lambda run, option, value, words: run.translate(option, {f"{ACTOR}.no_shuffle": not value}),
-    "multi_turn_scheduler": lambda run, option, value, words: run.translate(
-        option, {f"{RL}.multi_turn_scheduler": value, f"{RL}.multi_turn_enable": True}
-    ),
-}
-#: options whose names mean another key elsewhere
-_KEYS: dict[str, str] = {
-    "max_length": f"{RL}.max_prompt_length",
-    "max_epochs": f"{ACTOR}.train_epochs",
-    "max_completion_length": f"{_SAMPLING}.max_tokens",
-    "beta": f"{RL}.init_kl_coef",
-}
+# --- the plan of ms-swift -------------------------------------------------------------------------------------------------
 
-#: options that are read together with others
-_BY_OTHERS = frozenset(
-    "rlhf_type epsilon num_generations per_device_train_batch_size gradient_accumulation_steps micro_batch_size "
-    "global_batch_size generation_batch_size steps_per_generation train_type tuner_type target_modules lora_alpha "
-    "reward_funcs reward_weights reward_model external_plugins".split()
-).union(_STEPS)
+
+def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
+    """Return the numbers of the run by ms-swift's formulas; None for a command that serves or generates."""
+    kind = command.program.removeprefix(_MEGATRON)
+    if kind in _SERVING:
+        return None
+    sizes = _Sizes(command)
+    total = sizes.count_steps(command, _read_rows(command, rows)[0])
+    rates = _read_schedule(command, total).over(total, sizes.steps)
+    forms = command.list_texts("loss_type")
+    losses = {"dpo": (forms or ["sigmoid"])[0], "simpo": "simpo_sigmoid", "rm": "ranking"}
+    plan = SourcePlan(
+        stage=_STAGES[kind],
+        step_samples=sizes.step,
+        steps_per_rollout=sizes.steps,
+        total_steps=total,
+        lr_first=rates.rates[0],
+        lr_10=rates.rates[1],
+        lr_last=rates.rates[2],
+        lr_warmup_steps=rates.warmup,
+        loss=losses.get(kind, "cross_entropy"),
+        beta={"dpo": command.number("beta", 0.1), "simpo": command.number("beta", 2.0)}.get(kind),
+        sequence_length=None if sizes.rollout else _read_length(command),
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        dp=sizes.dp,
+        lora_rank=0 if _read_tuner(command) == "full" else command.count("lora_rank", 8),
+        weight_decay=command.number("weight_decay", 0.1),
+        clip_grad=command.number("clip_grad" if sizes.is_megatron else "max_grad_norm", 1.0),
+        data=(_find_data(command),),
+        model=command.text("mcore_model") or command.text("model"),
+    )
+    return plan if sizes.rollout is None else _plan_rollout(command, sizes, plan)
+
+
+def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> SourcePlan:
+    """Return the plan with the numbers of GRPO or PPO."""
+    assert sizes.rollout is not None, "grpo and ppo have rollouts"
+    is_ppo = sizes.kind == "ppo"
+    form = "bnpo" if is_ppo else command.text("loss_type", "grpo")
+    low = command.number("cliprange" if is_ppo else "epsilon", 0.2)
+    high = low if is_ppo else command.number("epsilon_high", low)
+    beta = command.number("kl_coef", 0.05) if is_ppo else command.number("beta", 0.04)
+    in_reward = is_ppo or _has_kl_in_reward(command)
+    estimator, scale = ("gae", None) if is_ppo else _read_estimator(command)
+    names = {"grpo": "group_norm", "rloo": "rloo", "gae": "gae", "reinforce_plus_plus": "group_norm"}
+    mode = None if is_ppo else command.get("rollout_importance_sampling_mode")
+    level = cast('Literal["token", "sequence", "sequence_token"]', _LEVELS[command.text("importance_sampling_level", "token")])
+    plugins, models = command.list_texts("reward_model_plugin"), command.list_texts("reward_model")
+    scored = [model for place, model in enumerate(models) if plugins[place : place + 1] != ["genrm"]]
+    tensor = int(command.environment.get("SWIFT_SERVER_TP", 0)) or command.count("vllm_tensor_parallel_size", 1)
+    return dataclasses.replace(
+        plan,
+        rollout_prompts=sizes.rollout // sizes.group,
+        rollout_completions=sizes.rollout,
+        loss=_LOSSES[form][1],
+        level=level,
+        clip_low=None if form in ("cispo", "sapo") else low,
+        clip_high=None if form == "sapo" else high,
+        delta=None if command.get("delta") is None else command.number("delta", 0.0),
+        aggregation=_LOSSES[form][2],
+        kl_coef=beta,
+        kl_estimator=None if not beta else "k1" if in_reward else "k3",
+        kl_place=None if not beta else "reward" if in_reward else "loss",
+        advantage="gdpo" if scale == "gdpo" else names[estimator],
+        advantage_scale=None if estimator in ("gae", "rloo") or scale == "gdpo" else scale,
+        gamma=command.number("gamma", 1.0) if is_ppo else None,
+        lam=command.number("lam", 0.95) if is_ppo else None,
+        value_clip=command.number("cliprange_value", 0.2) if is_ppo else None,
+        critic_lr=_read_schedule(command, 1).peak if is_ppo else None,
+        importance_sampling=f"{mode} {command.number('rollout_importance_sampling_threshold', 2.0):g}" if mode else None,
+        temperature=command.number("temperature", 0.9),
+        top_p=command.number("top_p", 1.0),
+        top_k=int(command.number("top_k", -1)),
+        min_p=command.number("min_p", 0.0),
+        prompt_length=_read_prompt_length(command),
+        response_length=_read_response_length(command),
+        infer_tp=tensor,
+        rewards=tuple(sorted([*(_FUNCTIONS.get(name, name) for name in command.list_texts("reward_funcs")), *scored])),
+    )
+
+
+def _read_response_length(command: SourceCommand) -> int:
+    """Return the longest response over all its turns."""
+    one, turns = command.count("max_completion_length", 512), command.number("max_turns", 0)
+    return one * int(turns) if command.has("multi_turn_scheduler") and turns else one
+
+
+PROJECT = SourceProject("swift", "ms-swift", "4.6.0", _TABLES, _read, _build, _plan)
