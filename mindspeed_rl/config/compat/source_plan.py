@@ -37,7 +37,7 @@ class SourcePlan:
             "cross_entropy", "sigmoid", "ranking" and the like.
         level: what the ratio is computed over.
         clip_low, clip_high, clip_c, delta: bounds of the ratio.
-        aggregation: "token", "sequence" or "constant".
+        aggregation: "token", "sequence", "constant" or "summed".
         kl_coef: 0 without a KL; `kl_estimator` and `kl_place` ("loss", "reward") are None then.
         beta: of a preference loss.
         advantage, advantage_scale: estimator, and its divisor: "group", "batch", "none", or None where it has none.
@@ -223,7 +223,7 @@ def _plan_rollout(shared: SourcePlan, cfg: RunConfig, plan: BatchPlan) -> Source
     functions = (rl.verifier_function if rl.reward_funcs is None else rl.reward_funcs) if rl.rule_reward else []
     has_kl, critic = objective.kl_place is not None, cfg.critic_config if objective.has_critic else None
     correction = f"{objective.rollout_importance_sampling_mode} {objective.rollout_importance_sampling_threshold:g}"
-    clip_forms = {"bnpo": "grpo", "dapo": "grpo", "dr_grpo": "grpo", "gspo": "grpo"}
+    clip_forms = dict.fromkeys(("bnpo", "dapo", "dr_grpo", "gspo", "luspo"), "grpo")
     return dataclasses.replace(
         shared,
         rollout_prompts=plan.num_prompts,
@@ -262,17 +262,18 @@ def _plan_rollout(shared: SourcePlan, cfg: RunConfig, plan: BatchPlan) -> Source
 def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[object, object]]:
     """Return the numbers that differ, with the value there and here.
 
-    A warm-up that was rounded to a neighbouring step is no difference, nor are learning rates that differ by that step.
+    A warm-up that was rounded to a neighbouring rollout is no difference, nor are learning rates that differ by that one.
     """
     peak = max(there.lr_first, there.lr_10, there.lr_last, here.lr_first, here.lr_10, here.lr_last)
     shift = abs(there.lr_warmup_steps - here.lr_warmup_steps)
-    slack = peak / max(1, there.lr_warmup_steps) if shift == 1 else 0.0
+    unit = max(there.steps_per_rollout, here.steps_per_rollout)
+    slack = peak * unit / max(1, there.lr_warmup_steps) if 0 < shift <= unit else 0.0
     differences: dict[str, tuple[object, object]] = {}
     for name in PLAN_NUMBERS:
         first, second = getattr(there, name), getattr(here, name)
         if isinstance(first, (int, float)) and isinstance(second, (int, float)):
             is_rate = name.startswith("lr_") and name != "lr_warmup_steps"
-            tolerance = max(slack, 1e-6 * peak) if is_rate else 1.0 if name == "lr_warmup_steps" else 0.0
+            tolerance = max(slack, 1e-6 * peak) if is_rate else unit if name == "lr_warmup_steps" else 0.0
             equal = math.isclose(first, second, rel_tol=1e-6, abs_tol=tolerance)
         else:
             # a project without a limit of prompts: the importer notes the one that it sets

@@ -47,12 +47,16 @@ _ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
     "remax": "remax",
+    "opo": "opo",
+    "grpo_passk": "pass_at_k",
+    "gpg": "gpg",
 }
 #: aggregation of verl -> ours, and the clipped loss that has it
 _AGGREGATIONS = {
     "token-mean": ("token", "dapo"),
     "seq-mean-token-mean": ("sequence", "grpo"),
     "seq-mean-token-sum-norm": ("constant", "dr_grpo"),
+    "seq-mean-token-sum": ("summed", "luspo"),
 }
 #: what verl's default reward computes for a source of data -> reward function here
 _REWARDS = {
@@ -347,15 +351,27 @@ class _Loss:
             raise ConfigError(
                 [f"{_ACTOR}loss_scale_factor={scale}: not available here: another divisor than max_response_length"]
             )
+        dual = command.number(f"{_ACTOR}clip_ratio_c", 3.0)
         if mode == "vanilla":
-            return cls(clipped, "grpo", "token", normalizer, low, high, command.number(f"{_ACTOR}clip_ratio_c", 3.0))
+            return cls(clipped, "grpo", "token", normalizer, low, high, dual)
         if mode == "gspo":
             return cls("gspo" if normalizer == "sequence" else clipped, "grpo", "sequence_token", normalizer, low, high, None)
-        if mode == "cispo" and normalizer == "token":
-            return cls("cispo", "cispo", "token", "token", low, high, None)
+        # these two have an aggregation of their own
         if mode == "sapo":
             return cls("sapo", "sapo", "token", "sequence", None, None, None)
-        feature = f"with {aggregation}" if mode == "cispo" else "this policy loss"
+        if mode == "geo_mean":
+            return cls("gmpo", "gmpo", "token", "sequence", low, high, None)
+        if mode in ("cispo", "dppo_tv", "dppo_kl", "gpg", "dro") and normalizer == "token":
+            clips = mode in ("cispo", "dppo_tv", "dppo_kl")
+            return cls(
+                mode,
+                mode,
+                "token",
+                "token",
+                *((low, high) if clips else (None, None)),
+                dual if mode[0] == "d" and clips else None,
+            )
+        feature = "this policy loss" if mode in ("clip_cov", "kl_cov", "bypass_mode") else f"with {aggregation}"
         raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={mode}: not available here: {feature}"])
 
 
@@ -680,29 +696,30 @@ def _set_objective(run: Import, command: SourceCommand, *, has_critic: bool) -> 
         if command.has(option) and option not in run.translated:
             run.note(option, f"the estimator {estimator} does not read it", changes_nothing=False)
     shapes: dict[str, object] = {f"{RL}.loss_type": loss.loss_type}
-    if loss.level != "token":
+    if loss.level != "token" or loss.loss_type == "luspo":
         shapes[f"{RL}.importance_sampling_level"] = loss.level
     if loss.loss_type == "sapo":
-        shapes |= {
-            f"{RL}.{name}": command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))
-        }
-        if (kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)) and command.text(
-            f"{_ACTOR}loss_agg_mode"
-        ) != "seq-mean-token-mean":
-            run.refuse(
-                f"{_ACTOR}loss_agg_mode", "a KL or entropy with another aggregation than SAPO's, which is the mean of sequences"
-            )
-    names = ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor", "tau_pos", "tau_neg")
+        taus = (("tau_pos", 1.0), ("tau_neg", 1.05))
+        shapes |= {f"{RL}.{name}": command.number(f"{_ACTOR}{name}", value) for name, value in taus}
+    if loss.loss_type == "dro":
+        shapes[f"{RL}.dro_beta"] = command.number(f"{_ACTOR}policy_loss.dro_beta", 0.0)
+    aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
+    adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
+    if loss.loss_type in ("sapo", "gmpo") and adds_terms and aggregation != "seq-mean-token-mean":
+        run.refuse(
+            f"{_ACTOR}loss_agg_mode", f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"
+        )
+    names = ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor", "tau_pos", "tau_neg", "policy_loss.dro_beta")
     _put(run, command, [f"{_ACTOR}{name}" for name in names], shapes, f"{loss.aggregation} mean, ratio of a {loss.level}")
     if loss.low is not None:
-        clips = {
+        bounds = {
             "clip_higher_enable": True,
             "clip_ratio_low": loss.low,
             "clip_ratio_high": loss.high,
             "clip_ratio_c": loss.dual,
         }
         names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "clip_ratio")
-        values = {f"{RL}.{name}": value for name, value in clips.items() if value is not None}
+        values = {f"{RL}.{name}": value for name, value in bounds.items() if value is not None}
         _put(
             run,
             command,
@@ -1046,7 +1063,7 @@ def _plan_rollout(shared: SourcePlan, command: SourceCommand, batch: _Batch) -> 
         kl_estimator=kl.estimator,
         kl_place=kl.place,
         advantage=estimator,
-        advantage_scale=scale if estimator == "group_norm" else None,
+        advantage_scale=scale if "scale_rewards" in reads else None,
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=(1.0 if estimator == "remax" else command.number("algorithm.gamma", 1.0)) if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,

@@ -373,7 +373,7 @@ _OBJECTIVE = with_others("the objective")
 _ACTOR: tuple[tuple[str, Option], ...] = (
     (
         "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low loss_agg_mode loss_scale_factor "
-        "policy_loss.loss_mode tau_pos tau_neg "
+        "policy_loss.loss_mode policy_loss.dro_beta tau_pos tau_neg "
         "use_kl_loss kl_loss_coef kl_loss_type",
         _OBJECTIVE,
     ),
@@ -393,7 +393,7 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
     ("freeze_vision_tower", no_effect("text models only")),
     (f"{_ENTROPY} pad_to_length use_torch_compile use_fused_kernels use_remove_padding", _MEMORY),
-    (_put("clip_cov_lb clip_cov_ratio clip_cov_ub dro_beta kl_cov_ratio ppo_kl_coef", "policy_loss."), _BY_SWITCH),
+    (_put("clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio ppo_kl_coef", "policy_loss."), _BY_SWITCH),
     (_QAT, _QUANTIZED),
     ("checkpoint.async_save", to(f"{MEGATRON}.async_save")),
     (
