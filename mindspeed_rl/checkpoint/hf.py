@@ -268,7 +268,8 @@ def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
 
 def mtp_keys(config: Mapping[str, Any], mtp_num_layers: int) -> dict[str, object]:
     """Return the config.json entry that states the number of prediction layers, for a config that has one."""
-    return {"num_nextn_predict_layers": mtp_num_layers} if "num_nextn_predict_layers" in config else {}
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return {name: mtp_num_layers for name in names if name in config}
 
 
 class HfFolderWriter:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # buffers that old releases of transformers saved: rotary frequencies and causal masks, which models compute
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
+#: prefix of a prediction layer that is not numbered with the decoder layers
+_MTP = "mtp."
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -241,8 +243,9 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
     if model_config.mtp_num_layers and architecture.read_mtp_ops is None:
         raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
     stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
-    # HF numbers prediction layers on behind the decoder's
-    num_expected = model_config.num_layers + model_config.mtp_num_layers
+    # HF numbers prediction layers on behind the decoder's, or gives them names of their own
+    apart = any(name.startswith(_MTP) for name in folder.stored_names)
+    num_expected = model_config.num_layers + (0 if apart else model_config.mtp_num_layers)
     if not stored or num_expected <= max(stored) + 1:
         return
     first = max(stored) + 1
@@ -378,6 +381,8 @@ def _prediction_tensors(
     for name in names:
         if (layer := _layer_of(name)) is not None and layer >= model_config.num_layers:
             layers.setdefault(layer - model_config.num_layers, set()).add(name)
+        elif name.startswith(_MTP):
+            layers.setdefault(0, set()).add(name)
     found: set[str] = set()
     for number, present in layers.items():
         ops = architecture.read_mtp_ops(model_config, number, ExpertPacking())

@@ -13,7 +13,14 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 HF_FILES = "huggingface"
 
 #: width of a head where config.json has no head_dim and the model type does not derive it from hidden_size
-_HEAD_SIZES = {"qwen3": 128, "gemma2": 256, "glm4": 128}
+_HEAD_SIZES = {
+    "qwen3": 128,
+    "gemma2": 256,
+    "glm4": 128,
+    "qwen3_next": 256,
+    "qwen3_5_text": 256,
+    "qwen3_5_moe_text": 256,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,7 @@ class EngineShape:
         is_latent, latent_size: latent attention, and the width of its one cached head.
         max_length: maximum sequence that the positions of the model reach, in tokens.
         num_experts: experts of a layer with experts.
+        linear_heads, linear_size: key heads of the gated delta nets, and the smaller width of a key and a value head.
     """
 
     source: str
@@ -37,6 +45,8 @@ class EngineShape:
     ffn_hidden_size: int | None = None
     max_length: int | None = None
     num_experts: int | None = None
+    linear_heads: int | None = None
+    linear_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         width = hidden // heads
     counts = [_read_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
     latent, rotary = _read_count(config, "kv_lora_rank"), _read_count(config, "qk_rope_head_dim")
+    widths = [_read_count(config, f"linear_{kind}_head_dim") for kind in ("key", "value")]
     return EngineShape(
         source=source,
         num_heads=heads,
@@ -81,6 +92,8 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         ffn_hidden_size=_read_count(config, "intermediate_size"),
         max_length=_read_max_length(folder, config),
         num_experts=next((count for count in counts if count), None),
+        linear_heads=_read_count(config, "linear_num_key_heads"),
+        linear_size=min((width for width in widths if width), default=None),
     )
 
 

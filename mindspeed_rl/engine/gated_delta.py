@@ -347,12 +347,8 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.shape, self.tp_group = shape, pg_collection.tp
-        ranks, parts = pg_collection.tp.size(), pg_collection.tp.size() * config.context_parallel_size
-        if shape.num_key_heads % parts:
-            raise ValueError(
-                f"linear_num_key_heads: {shape.num_key_heads} key heads of the gated delta nets cannot be divided over "
-                f"tensor ({ranks}) x context ({config.context_parallel_size}) parallel ranks."
-            )
+        ranks = pg_collection.tp.size()
+        assert shape.num_key_heads % (ranks * config.context_parallel_size) == 0  # the plan has been checked
         heads, dtype = shape.num_value_heads // ranks, config.params_dtype
         values = shape.num_value_heads * shape.value_head_dim
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}

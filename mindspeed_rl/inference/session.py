@@ -155,7 +155,7 @@ class Session:
 
 def _build_shape(model: ModelFiles) -> EngineShape:
     """Return the model's sizes for the limits of the engine."""
-    model_config = model.model_config
+    model_config, linear = model.model_config, model.model_config.linear_attention
     latent = model_config.multi_latent_attention and model_config.kv_lora_rank and model_config.qk_pos_emb_head_dim
     return EngineShape(
         source=str(model.source.path),
@@ -166,6 +166,8 @@ def _build_shape(model: ModelFiles) -> EngineShape:
         latent_size=(model_config.kv_lora_rank or 0) + (model_config.qk_pos_emb_head_dim or 0) if latent else None,
         ffn_hidden_size=model_config.ffn_hidden_size,
         max_length=model_config.max_position_embeddings,
+        linear_heads=None if linear is None else linear.num_key_heads,
+        linear_size=None if linear is None else min(linear.key_head_dim, linear.value_head_dim),
     )
 
 
@@ -201,10 +203,11 @@ def open_session(options: SessionOptions) -> Session:
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
     )
+    if options.engine == "megatron" and model.model_config.linear_attention is not None:
+        raise ValueError(
+            "--engine megatron: its cache has no states of gated delta nets, which this model has; use --engine vllm"
+        )
     max_len = options.max_length or model.model_config.max_position_embeddings
-    request = EngineRequest(options.tensor_parallel_size, max_len, "--tensor-parallel-size", "--max-length")
-    if options.engine == "vllm" and (obstacles := list(engine_obstacles(_build_shape(model), request, device.name))):
-        raise ValueError("; ".join(obstacle.message for obstacle in obstacles))
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
@@ -220,4 +223,8 @@ def open_session(options: SessionOptions) -> Session:
         enforce_eager=not options.graph,
         trust_remote_code=options.trust_remote_code,
     )
+    size, dtype = options.tensor_parallel_size, settings.build_generate_config(model.source.dtype).dtype
+    request = EngineRequest(size, max_len, "--tensor-parallel-size", "--max-length", dtype=dtype, dtype_key="--dtype")
+    if options.engine == "vllm" and (obstacles := list(engine_obstacles(_build_shape(model), request, device.name))):
+        raise ValueError("; ".join(obstacle.message for obstacle in obstacles))
     return Session(model, tokenizer, prompt_format, settings, device.name)

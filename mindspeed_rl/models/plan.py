@@ -127,6 +127,13 @@ def lay_out_model(
             )
         # to a multiple of this size, which is the size itself, as it is no less than vocab_size
         model_config = model_config.pad_vocab(config.padded_vocab_size, 1)
+    linear = model_config.linear_attention
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if linear is not None and linear.num_key_heads % (tp * cp):
+        raise ValueError(
+            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the {linear.num_key_heads} key "
+            "heads of the model's gated delta nets (linear_num_key_heads), which are computed on one rank each."
+        )
     num_expert_ranks, expert_tp_size = config.expert_sizes
     layout = Layout(
         num_layers=model_config.num_layers,

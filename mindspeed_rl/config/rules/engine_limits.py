@@ -16,11 +16,15 @@ class _EngineLimits:
     Attributes:
         head_sizes: supported widths of an attention head; empty where every width is.
         latent_sizes: the same of a latent head, kv_lora_rank + qk_rope_head_dim.
+        linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
+        linear_dtypes: formats of their weights; empty for all.
         sequences: default number of responses that are generated at once.
     """
 
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
+    linear_size: int = 0
+    linear_dtypes: tuple[str, ...] = ()
     sequences: int = 256
 
 
@@ -32,6 +36,8 @@ _LIMITS = {
     "cpu": _EngineLimits(
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # vLLM 0.32, CPUAttentionBackend
         latent_sizes=(576,),  # CPUMLABackend
+        linear_size=64,  # gdn_attention.py asks for these two
+        linear_dtypes=("bfloat16",),
         sequences=32,
     )
 }
@@ -51,6 +57,7 @@ class EngineRequest:
         tensor, length: devices of a replica; maximum tokens of prompt and response.
         tensor_key, length_key: the key or flag of each.
         length_origin: what a length follows from that the user did not write; empty otherwise.
+        dtype, dtype_key: format of the weights; empty where it is not known yet.
     """
 
     tensor: int
@@ -58,6 +65,8 @@ class EngineRequest:
     tensor_key: str
     length_key: str
     length_origin: str = ""
+    dtype: str = ""
+    dtype_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,8 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
         latent_size=latent,
         ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else stored.ffn_hidden_size,
         max_length=stored.max_length,
+        linear_heads=stored.linear_heads,
+        linear_size=stored.linear_size,
     )
 
 
@@ -151,6 +162,33 @@ def _latent_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimi
     )
 
 
+def _linear_heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
+    if shape.linear_heads is None or shape.linear_heads % request.tensor == 0:
+        return None
+    return (
+        f"linear_num_key_heads ({shape.linear_heads}) must be divisible by {request.tensor_key} ({request.tensor}): "
+        "the rollout engine splits whole heads of the gated delta nets"
+    )
+
+
+def _linear_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
+    if shape.linear_size is None or shape.linear_size >= limits.linear_size:
+        return None
+    return (
+        f"linear_key_head_dim and linear_value_head_dim must be at least {limits.linear_size} for the rollout engine on this "
+        f"platform; one is {shape.linear_size} in {shape.source}"
+    )
+
+
+def _linear_dtype(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
+    if shape.linear_heads is None or not limits.linear_dtypes or request.dtype in ("", *limits.linear_dtypes):
+        return None
+    return (
+        f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
+        f"engine computes gated delta nets, which the model in {shape.source} has, in no other format"
+    )
+
+
 def _length(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
     if shape.max_length is None or request.length <= shape.max_length:
         return None
@@ -173,5 +211,8 @@ _CHECKS: dict[str, _Check] = {
     "ffn": _ffn,
     "head_size": _head_size,
     "latent_size": _latent_size,
+    "linear_heads": _linear_heads,
+    "linear_size": _linear_size,
+    "linear_dtype": _linear_dtype,
     "length": _length,
 }

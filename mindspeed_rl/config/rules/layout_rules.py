@@ -233,14 +233,19 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
         "ffn": {"ffn_hidden_size": shape.ffn_hidden_size, tp_key: tp},
         "head_size": {"kv_channels": shape.head_size, "platform": cfg.platform},
         "latent_size": {"kv_lora_rank": shape.latent_size, "platform": cfg.platform},
+        "linear_heads": {"linear_num_key_heads": shape.linear_heads, tp_key: tp},
+        "linear_size": {"linear_key_head_dim": shape.linear_size, "platform": cfg.platform},
+        "linear_dtype": {"generate_config.dtype": generate.dtype, "platform": cfg.platform},
         "length": {length_key: generate.max_model_len},
     }
     derived = cfg.derived.get(length_key)
     origin = "" if derived is None else derived.source
-    for obstacle in engine_obstacles(
-        shape, EngineRequest(tp, generate.max_model_len, tp_key, length_key, origin), cfg.platform
-    ):
-        suggestions: tuple[dict[str, int], ...] = ()
+    length = generate.max_model_len
+    request = EngineRequest(tp, length, tp_key, length_key, origin, generate.dtype, "generate_config.dtype")
+    for obstacle in engine_obstacles(shape, request, cfg.platform):
+        suggestions: tuple[dict[str, int | str], ...] = ()
+        if obstacle.rule == "linear_dtype":
+            suggestions = ({"generate_config.dtype": "bfloat16"},)
         needed = max(cfg.rl_config.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
         if obstacle.rule == "length" and shape.max_length is not None and needed <= shape.max_length:
             suggestions = ({length_key: shape.max_length},)

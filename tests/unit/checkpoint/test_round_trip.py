@@ -38,10 +38,10 @@ EXPERTS = {
     "grouped-etp1": "--moe-grouped-gemm --target-expert-parallel-size 2 --target-tensor-parallel-size 2 "
     "--expert-tensor-parallel-size 1",
 }
-MOE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek2-lite", "deepseek3")
+MOE = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3")
 LEGACY = ("llama", "llama31-tied", "mistral", "qwen2", "qwen2-tied")
 #: one model of each weight table; the others differ in rotary settings only
-TABLES = ("llama", "qwen2-tied", "qwen3", "gemma2", "glm4", *MOE)
+TABLES = ("llama", "qwen2-tied", "qwen3", "qwen3.5", "gemma2", "glm4", *MOE)
 #: what runs by default: every table under a few layouts that together cover every option
 QUICK = {
     *((name, "tp2-pp2") for name in TABLES),
@@ -136,9 +136,11 @@ def test_megatron_checkpoints_are_cut_anew_without_a_detour(hf_folders: Path, tm
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(tmp_path: Path) -> None:
-    tiny_models.save_hf_model("deepseek3", tmp_path / "plain", dtype=torch.bfloat16)
-    with_predictions = add_prediction_layer(tmp_path / "plain", tmp_path / "hf")
+@pytest.mark.parametrize("name", ["deepseek3", "qwen3.5", "qwen3-next"])
+def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(name: str, tmp_path: Path) -> None:
+    tiny_models.save_hf_model(name, tmp_path / "plain", dtype=torch.bfloat16)
+    add = add_prediction_layer if name == "deepseek3" else add_separate_prediction_layer
+    with_predictions = add(tmp_path / "plain", tmp_path / "hf")
     for layout in ("tp2-pp2", "torch_dist"):
         kept = tmp_path / layout
         convert("--load-dir", tmp_path / "hf", "--save-dir", kept, "--mtp-num-layers", 1, "--verify", *DENSE[layout].split())
@@ -155,7 +157,27 @@ def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(tmp_path: P
     )
     assert_same_tensors(tmp_path / "plain", tmp_path / "hf2")
     for folder, number in (("tp2-pp2-kept", 1), ("tp2-pp2-dropped", 0), ("hf2", 0)):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == number
+        key = "num_nextn_predict_layers" if name == "deepseek3" else "mtp_num_hidden_layers"
+        assert json.loads((tmp_path / folder / "config.json").read_text())[key] == number
+
+
+def add_separate_prediction_layer(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint with one multi-token-prediction layer, laid out as Qwen3-Next and Qwen3.5 are published."""
+    from safetensors.torch import save_file
+
+    tensors = load_folder(source)
+    hidden = tensors["model.norm.weight"].numel()
+    layers = {key.replace("model.layers.3.", "mtp.layers.0."): tensor + 1 for key, tensor in tensors.items() if ".3." in key}
+    generator = torch.Generator().manual_seed(1)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    shapes = dict.fromkeys(norms, (hidden,)) | {"fc": (hidden, 2 * hidden)}
+    tensors |= {key: tensor for key, tensor in layers.items() if key.startswith("mtp.")}
+    tensors |= {f"mtp.{key}.weight": torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    return tensors
 
 
 def add_prediction_layer(source: Path, target: Path) -> dict[str, torch.Tensor]:
