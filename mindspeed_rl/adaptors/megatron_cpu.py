@@ -11,6 +11,8 @@ without a GPU could only raise.
 | type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
 they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
 | scaling | clip_grads.multi_tensor_scale_impl | a copy of every gradient, which is scaled in place here |
+| uneven slices | tensor_parallel.mappings._gather_along_first_dim, _reduce_scatter_along_first_dim | gloo refuses slices of \
+different lengths, which experts split over ranks exchange with EP |
 | exchange | param_and_grad_buffer's reduce-scatter and gathering | see `gloo_exchange.py` |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
@@ -41,6 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl.adaptors import cpu_rope, gloo_exchange, packed_rope
@@ -182,6 +185,28 @@ def _clip_grads(module: Any) -> None:
     module.multi_tensor_scale_impl = _scale_in_place
 
 
+def _mappings(module: Any) -> None:
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_slices(value: Tensor, group: Any, lengths: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if lengths is None or len(set(lengths)) == 1 or group.size() == 1:
+            return gather(value, group, lengths, *args, **kwargs)
+        padded = value.new_zeros(max(lengths), *value.shape[1:])
+        padded[: len(value)] = value
+        slices = [torch.empty_like(padded) for _ in lengths]
+        torch.distributed.all_gather(slices, padded, group=group)
+        return torch.cat([one[:length] for one, length in zip(slices, lengths)])
+
+    def sum_slices(value: Tensor, group: Any, lengths: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if lengths is None or len(set(lengths)) == 1 or group.size() == 1:
+            return reduce_scatter(value, group, lengths, *args, **kwargs)
+        total = value.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(lengths)[group.rank()].contiguous()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_slices, sum_slices
+
+
 def _moe_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -289,6 +314,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
     "distributed.param_and_grad_buffer": gloo_exchange.adapt,
     "tensor_parallel.random": _random,
+    "tensor_parallel.mappings": _mappings,
     "optimizer": _optimizer_package,
     "optimizer.optimizer": _optimizer,
     "optimizer.distrib_optimizer": _distributed_optimizer,

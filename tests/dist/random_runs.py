@@ -37,7 +37,7 @@ _EXPERTS: dict[int, list[Keys]] = {
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class OneSequence:
     """Tokens in one context: those of the prompt, then stretches of (tokens, the actor sampled them)."""
 
     prompt: list[int]
@@ -65,7 +65,7 @@ class Row:
         routing: experts of each token of each sequence, [layer][expert], where the engine reports them.
     """
 
-    sequences: list[Sequence_]
+    sequences: list[OneSequence]
     truncated: bool
     ages: list[int]
     rollout_noise: list[float]
@@ -299,15 +299,19 @@ def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, 
     def tokens(low: int, high: int) -> list[int]:
         return [r.randrange(2, 127) for _ in range(r.randint(low, high))]
 
+    def experts() -> list[list[int]]:
+        return [r.sample(range(4), 2) for _ in range(4)]
+
     for _ in range(num_prompts):
         prompt = tokens(1, 8)
+        shared = [experts() for _ in prompt[1:]] if routed else []
         for _ in range(group_size):
             stretches = [(tokens(1, 10), True)]
             if has_context and r.random() < 0.7:
                 stretches += [(tokens(1, 4), False), (tokens(1, 4), True)]
-            sequences = [Sequence_(prompt, stretches)]
+            sequences = [OneSequence(prompt, stretches)]
             if has_turns and r.random() < 0.6:
-                sequences.append(Sequence_(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
+                sequences.append(OneSequence(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
             length = sum(len(one.response) for one in sequences)
             first = r.randint(0, bound)
             # later tokens come from the same weights or newer ones
@@ -315,7 +319,9 @@ def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, 
             routing = None
             if routed:
                 sizes = [len(one.prompt) + len(one.response) - 1 for one in sequences]
-                routing = [[[r.sample(range(4), 2) for _ in range(4)] for _ in range(n)] for n in sizes]
+                routing = [[experts() for _ in range(n)] for n in sizes]
+                # a prompt has the same experts in all its samples; its last token is computed in each of them
+                routing[0][: len(prompt) - 1] = shared
             failed, parts = r.random() < 0.08, {"acc": float(r.random() < 0.5), "format": r.choice([None, 0.0, 0.25, 1.0])}
             rows.append(
                 Row(

@@ -51,7 +51,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
     """
     with engine_of(setting) as engine:
         found: dict[str, Any] = {}
-        engine.on_gradients = lambda: found.update(_collect(engine))
+        engine.on_gradients = lambda: found.update(collect_gradients(engine))
         mine = my_rows(_rows_of(loss, rows))
         if loss == "tokens":
             engine.train_step(mine, setting.batching, _token_loss)
@@ -65,7 +65,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
         return found
 
 
-def _collect(engine: TrainEngine) -> dict[str, Any]:
+def collect_gradients(engine: TrainEngine) -> dict[str, Any]:
     """The gradients, exported as if they were weights."""
     parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     kept = [parameter.data.clone() for parameter in parameters]

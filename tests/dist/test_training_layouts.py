@@ -174,6 +174,8 @@ FOUR_PROCESSES = {
     "TP2 CP2": ("tied", {"keys": SP | ULYSSES}),
     "CP4 ring": ("tied", {"keys": RING | {"context_parallel_size": 4}}),
     "PP2 EP2": ("moe", {"keys": PP | EP}),
+    # experts are split over both ranks of TP, and get different numbers of tokens from them
+    "TP2 SP EP2": ("moe", {"keys": SP | EP}),
 }
 
 

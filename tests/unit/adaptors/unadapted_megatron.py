@@ -12,6 +12,8 @@ import json
 import types
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 warnings.filterwarnings("ignore")
 
@@ -87,6 +89,15 @@ def copies_what_is_exchanged() -> bool:
     return taken >= buffer.nbytes
 
 
+def gathers_equal_slices_alone() -> bool:
+    """Gloo refuses slices of different lengths; it compares them before it sends anything."""
+    store = torch.distributed.HashStore()
+    gloo, limit = torch.distributed.ProcessGroupGloo, timedelta(seconds=30)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: gloo(store, rank, 2, limit), range(2)))
+    return raises(lambda: groups[0].allgather([[torch.zeros(1), torch.zeros(2)]], [torch.zeros(1)]))
+
+
 def copies_what_is_scaled() -> bool:
     """Clipping takes as much memory as a gradient has."""
     clips, gradients = module("optimizer.clip_grads"), [torch.ones(1 << 16)]
@@ -109,6 +120,7 @@ print(
             "jit": compiles(),
             "tensor_parallel.random state": raises(lambda: rng._get_cuda_rng_state()),
             "tensor_parallel.random fork": asks_the_tracker(),
+            "tensor_parallel.mappings": gathers_equal_slices_alone(),
             "optimizer": optimizer.Adam in (torch.optim.Adam, torch.optim.AdamW),
             "optimizer.optimizer": any(names_cuda_types(f) for f in vars(mixed).values() if isinstance(f, types.FunctionType)),
             "optimizer.distrib_optimizer types": any(

@@ -1,0 +1,144 @@
+"""Random runs against one slow reference: whatever the layout, packing, mode and loss, an iteration is that of plain torch.
+
+`RANDOM_RUNS_SEED=N` makes another dozen; `RANDOM_RUNS_SEED=N RANDOM_RUNS_COUNT=1` one run alone, which a failure names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_run_jobs as jobs
+import tiny_hf
+import torch
+import transformers
+from random_runs import RandomRun, draw
+from ranks import Ranks
+from slow_reference import TIE, SlowRun, Step
+
+_SEED = int(os.environ.get("RANDOM_RUNS_SEED", "1"))
+_MODELS = ("tied", "untied", "moe_mixed")
+#: relative difference of a gradient or of an update, by norm
+_TOLERANCE = 3e-4
+
+
+@pytest.fixture(scope="session")
+def folders(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """name of a model -> folders of actor, reference and critic, all different."""
+    found = {}
+    for name in _MODELS:
+        folder = tmp_path_factory.mktemp(f"{name}-roles")
+        transformers.logging.disable_progress_bar()
+        torch.manual_seed(11)
+        reference, tokenizer = tiny_hf.build(name), tiny_hf.word_tokenizer()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.003)
+        reference.save_pretrained(folder / "ref")
+        actor = tiny_hf.build(name)
+        actor.save_pretrained(folder / "actor")
+        tokenizer.save_pretrained(folder / "actor")
+        found[name] = {"actor": str(folder / "actor"), "ref": str(folder / "ref")}
+        if name == "moe_mixed":
+            continue
+        critic = transformers.AutoModelForSequenceClassification.from_config(
+            transformers.Qwen2Config(**tiny_hf.CONFIGS[name].to_dict() | {"num_labels": 1}), dtype=torch.float32
+        )
+        critic.model.load_state_dict(reference.model.state_dict())
+        critic.save_pretrained(folder / "critic")
+        found[name]["critic"] = str(folder / "critic")
+    return found
+
+
+def _check_steps(name: str, found: Any, expected: list[Step]) -> None:
+    for number, (gradients, step) in enumerate(zip(found, expected, strict=True)):
+        if gradients is None or step.is_skipped:  # of a distributed optimizer norm and weights show it
+            continue
+        total = np.sqrt(sum(np.square(value).sum() for value in step.gradients.values()))
+        assert sorted(gradients) == sorted(step.gradients) or set(step.gradients) - set(gradients) == {"lm_head.weight"}
+        for key, value in gradients.items():
+            right = step.gradients[key]
+            apart = np.linalg.norm(value - right)
+            assert apart <= _TOLERANCE * (np.linalg.norm(right) + 0.01 * total) + 1e-8, (name, number, key, apart, total)
+
+
+def _check_weights(name: str, found: dict[str, Any], model: Any, folder: str) -> None:
+    start = transformers.AutoModelForSequenceClassification if model._is_critic else transformers.AutoModelForCausalLM
+    before = dict(start.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    expected = model.named(gradients=False)
+    moved = np.sqrt(sum(np.square(expected[key] - before[key].detach().numpy()).sum() for key in expected if key in before))
+    for key, value in found.items():
+        assert np.linalg.norm(value - expected[key]) <= _TOLERANCE * moved + 1e-5, (name, key)
+
+
+def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str]) -> str:
+    """Compares a run with the reference; the reason why it shows nothing, if it does not."""
+    slow = SlowRun(run, folders)
+    log_probs = [values.tolist() for values in slow.rollout]
+    reports = ranks(run.size).run(jobs.iterate, run=run, rollout_log_probs=log_probs, timeout_s=240)
+    report, (metrics, groups) = reports[0], jobs.merge_reports(reports)
+    columns, steps = report["columns"], report["steps"]
+    slow.prepare(has_old="old_log_probs" in columns)
+    expected = {"advantages": slow.advantages, "returns": slow.returns, "scored_mask": slow.sampled, "loss_mask": slow.train}
+    expected |= {"old_log_probs": slow.old, "entropies": slow.entropies} if "old_log_probs" in columns else {}
+    expected |= {"ref_log_probs": slow.ref_log_probs} if "ref_log_probs" in columns else {}
+    expected |= {"values": slow.values} if slow.has_critic else {}
+    trains = "update_actor" in report
+    critic_steps = slow.update_critic(steps) if slow.has_critic else []
+    actor_steps = slow.update_actor(steps, groups["update_actor"][: len(steps)]) if trains else []
+    if slow.margins.smallest < TIE:
+        return slow.margins.where
+    assert sorted(columns) == sorted(expected)
+    for name, values in expected.items():
+        for number, (found, right) in enumerate(zip(columns[name], values, strict=True)):
+            np.testing.assert_allclose(found, right.numpy(), rtol=2e-4, atol=5e-5, err_msg=f"{name} of row {number}")
+    for _ in range(run.rl["epochs"]):  # every row once in each epoch, groups complete
+        assert sorted(row for step in steps[: len(steps) // run.rl["epochs"]] for row in step) == list(range(len(run.rows)))
+    if slow.has_critic:
+        _check_steps("critic", report["update_critic"], critic_steps)
+        _check_weights("critic", report["update_critic weights"], slow.critic, folders["critic"])
+    if trains:
+        _check_steps("actor", report["update_actor"], actor_steps)
+        _check_weights("actor", report["update_actor weights"], slow.actor, folders["actor"])
+    for name, value in slow.metrics().items():
+        assert metrics[name] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, metrics[name], value)
+    return ""
+
+
+def _run(
+    seed: int, ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], path: Path, sizes: tuple[int, ...]
+) -> None:
+    for attempt in range(5):
+        run = draw(seed + 1_000_000 * attempt, sizes, path, folders, _MODELS)
+        try:
+            if not _check(run, ranks, folders[run.model]):
+                return
+        except Exception as error:
+            raise AssertionError(f"RANDOM_RUNS_SEED={seed} ({run.model}, {run.size} processes, {run.keys}): {error}") from error
+    pytest.fail(f"seed {seed}: each of five draws has a choice too close to a tie")
+
+
+@pytest.mark.parametrize("number", range(int(os.environ.get("RANDOM_RUNS_COUNT", "12"))))
+def test_a_random_run_is_that_of_the_slow_reference(
+    ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, number: int
+) -> None:
+    _run(_SEED + number, ranks, folders, tmp_path, (1, 2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(5))
+def test_a_hundred_random_runs_are_those_of_the_slow_reference(
+    ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, hundred: int
+) -> None:
+    first = _SEED + 1000 + 100 * hundred
+    failed = []
+    for seed in range(first, first + 100):
+        try:
+            _run(seed, ranks, folders, tmp_path, (1, 2, 2, 2, 4))
+        except AssertionError as error:
+            failed.append(str(error)[:1500])
+    assert not failed, f"{len(failed)} of the runs {first} to {first + 99}:\n" + "\n".join(failed)
