@@ -1,7 +1,8 @@
 """Several rollout servers that act as one engine: requests are balanced, and outlive the server that generates them.
 
-A server is lost when it reports an error, when it is gone, when it does not answer in time, or when it has requests and no
-token arrives. It is named, and its requests continue on other servers, with the tokens that have arrived.
+A server is lost when it reports an error, when it is gone, when it does not answer in time, when it has other weights (it was
+started again), or when it has requests and no token arrives. It is named, and its requests continue on other servers, with the
+tokens that have arrived.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class ServerPool:
     # ------------------------------------------------------------------ events
 
     async def _poll_events(self, member: _Member) -> None:
-        last, server = 0, member.server
+        last, server, was_other = 0, member.server, False
         # several polls in the longest silence, so that it is noticed soon after it is reached
         wait_s = min(_POLL_S, self._timeout_s / 4)
         while True:
@@ -310,6 +311,14 @@ class ServerPool:
             except ServerLostError as error:
                 self.remove(server.name, str(error))
                 return
+            # an answer from before a weight sync may arrive after it; what it brings is sent again with the next one
+            is_other = not self._paused and self.version >= 0 and result["version"] != self.version
+            if is_other and was_other:
+                self.remove(server.name, f"it has weights of version {result['version']}, the run of version {self.version}")
+                return
+            was_other = is_other
+            if is_other:
+                continue
             now_s = time.monotonic()
             # a pause, or no requests, is no silence
             if result["events"] or self._paused or not member.requests:

@@ -111,9 +111,12 @@ class ServerRollout:
         Raises:
             WorkerError: no server can be started any more.
         """
-        if not self.servers.pool.names:
+        servers = self.servers
+        if not servers.pool.names:
+            # waiting requests would go to the new server before it has the weights
+            servers.loop.run(servers.pool.pause("keep"))
             self._sync_weights(self._version)
-            self.servers.loop.run(self.servers.pool.resume())
+            servers.loop.run(servers.pool.resume())
 
     def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
         """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""

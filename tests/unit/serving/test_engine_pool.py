@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 import pytest
 from scripted_server import ScriptedServer, token
@@ -126,6 +127,40 @@ def test_an_error_of_the_engine_takes_the_server_out_and_one_of_the_request_does
         assert pool.lost == [("server 0", "RuntimeError: device lost")]
 
     in_pool(body)
+
+
+def test_a_server_that_was_started_again_has_other_weights_and_none_of_its_tokens_is_taken() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        for server in servers:
+            server.engine.version = 3
+        pool.version = 3
+        asked = asyncio.create_task(pool.generate((4,), FOUR, 9))
+        await until(lambda: bool(servers[0].engine.running))
+        again = ScriptedServer("server 0")  # at the same address, with requests of a client that it had before
+        servers[0].engine, servers[0].service = again.engine, again.service
+        keys = list(pool._members["server 0"].requests)
+        request = {"key": keys[0], "prompt_ids": [4], "sampling": asdict(FOUR), "seed": 9}
+        await again.service.call("submit", {"requests": [request]})
+        again.engine.release(2)
+        servers[1].engine.release(4)
+        assert await asked == whole((4,), 9, version=3)
+        assert pool.lost == [("server 0", "it has weights of version 0, the run of version 3")]
+
+    in_pool(body, timeout_s=2.0)
+
+
+def test_an_answer_from_before_a_sync_is_no_loss_and_its_tokens_come_again() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        pool.version = 1  # the sync has ended, and the server says so in its next answer only
+        asked = asyncio.create_task(pool.generate((4,), FOUR, 9))
+        await until(lambda: bool(servers[0].engine.running))
+        servers[0].engine.release(4)
+        await until(lambda: servers[0].calls.count("news") == 2)
+        servers[0].engine.version = 1
+        assert (await asked).token_ids == whole((4,), 9).token_ids
+        assert pool.lost == []
+
+    in_pool(body, num_servers=1)
 
 
 def test_without_a_server_requests_wait_for_one() -> None:
