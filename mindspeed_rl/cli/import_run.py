@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, ImportSettings, import_command
 from mindspeed_rl.config.compat.mindspeed_llm import PROJECT as MINDSPEED_LLM
+from mindspeed_rl.config.compat.openrlhf import PROJECT as OPENRLHF
 from mindspeed_rl.config.compat.options import SourceProject
 from mindspeed_rl.config.compat.slime import PROJECT as SLIME
 from mindspeed_rl.config.compat.swift import PROJECT as SWIFT
@@ -25,6 +26,7 @@ from mindspeed_rl.rewards import REWARDS
 #: projects whose commands can be imported, by their names on the command line
 PROJECTS: dict[str, SourceProject] = {
     "mindspeed-llm": MINDSPEED_LLM,
+    "openrlhf": OPENRLHF,
     "slime": SLIME,
     "swift": SWIFT,
     "trl": TRL,
