@@ -93,9 +93,10 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
     run, epochs = inputs.run, cfg.actor_config.train_epochs
     report["derived"] |= {name: {"value": item.value, "from": item.source} for name, item in run.config.derived.items()}
-    if epochs is not None and not cfg.is_supervised:
-        each, count = run.plan.num_prompts, len(inputs.prompts)
-        report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration"
+    if epochs is not None:
+        each, unit = run.plan.num_prompts, "rows" if cfg.is_supervised else "prompts"
+        count = inputs.num_rows if cfg.is_supervised else len(inputs.prompts)
+        report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} {unit}, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)
 
 

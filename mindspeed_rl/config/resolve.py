@@ -105,7 +105,7 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
     if missing := unavailable(cfg):
         raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
     if not plan.train_iters and cfg.actor_config.train_epochs is None:
-        epochs = "" if cfg.is_supervised else ", or set train_epochs"
+        epochs = "" if cfg.stage == "pretrain" else ", or set train_epochs"
         group, unit = ("megatron_training", "optimizer steps") if cfg.is_supervised else ("actor_config", "iterations")
         raise ValueError(f"{group}.train_iters: not set; say how many {unit} the run has{epochs}.")
     default = f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -17,15 +17,22 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
-from mindspeed_rl.config.keys.megatron import is_weight
+from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.data.indexed import check_columns, check_sample_lengths, list_packed_columns
+from mindspeed_rl.data.indexed import (
+    check_columns,
+    check_sample_lengths,
+    column_prefix,
+    list_packed_columns,
+    read_index,
+)
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.runtime.reports import DataSummary
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
-from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.trainers.prompt_loader import resolve_length
+from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
@@ -45,12 +52,14 @@ class SupervisedInputs:
     Attributes:
         num_devices: of the workers.
         summary: lines for the console.
+        num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
     """
 
     run: Run
     resume: ResumePoint
     num_devices: int
     summary: str
+    num_rows: int | None
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,19 @@ def check_supervised(run: Run) -> SupervisedInputs:
         print(text, flush=True)
     load_tokenizer_of(config, source)  # raises where there is none
     _check_data(config, run.models["actor"].plan.model_config.vocab_size)
+    num_rows = None if config.train_epochs is None else _count_rows(config)
+    if num_rows is not None:
+        run = resolve_length(run, num_rows)
+        check_remaining_iterations(run, resume)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
-    return SupervisedInputs(run, resume, num_devices, f"{resume}\nstarting {num_devices} workers on {run.platform} ...")
+    lines = [str(resume), f"starting {num_devices} workers on {run.platform} ..."]
+    if num_rows is not None:
+        lines.insert(0, f"{run.plan.train_iters} iterations are {config.train_epochs:g} passes over {num_rows} rows")
+    return SupervisedInputs(run, resume, num_devices, "\n".join(lines), num_rows)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
@@ -153,10 +169,19 @@ def _file_checks(cfg: RunConfig, missing: Sequence[str], folder: Path) -> Iterat
 #: columns that a stage reads; Megatron's dataset of stage pretrain has one file without columns
 _COLUMNS = {
     "sft": ("input_ids", "attention_mask", "labels"),
-    **dict.fromkeys(("dpo", "simpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")),
+    **dict.fromkeys(
+        ("dpo", "simpo", "cpo", "orpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+    ),
     "orm": ("chosen_input_ids", "rejected_input_ids"),
     "prm": ("input_ids", "labels"),
 }
+
+
+def _count_rows(config: MegatronConfig) -> int:
+    """Return the rows that train: those of the first share of split."""
+    assert config.stage is not None
+    prefix = column_prefix(Path(str(config.data_path)).expanduser(), _COLUMNS[config.stage][0])
+    return round(len(read_index(prefix).lengths) * read_split(config.split)[0])
 
 
 def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:

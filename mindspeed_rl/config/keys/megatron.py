@@ -10,7 +10,7 @@ from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.keys.schema import Range, key
 
 _RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
-_SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
+_SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "cpo", "orpo", "orm", "prm"]
 RL_STAGES: tuple[_RLStage, ...] = get_args(_RLStage)
 SUPERVISED_STAGES: tuple[_SupervisedStage, ...] = get_args(_SupervisedStage)
 #: probabilities of dropout; in RL they act only with `rl_config.dropout_in_update`
@@ -68,7 +68,7 @@ class _DataKeys:
     dataset_additional_keys: list[str] = key([], "further dataset columns that travel with a sample, normally [labels]",
         "随样本一起走的其他数据列，通常为 [labels]", on_resume="exact")
     full_shuffle_instruction_dataset: bool = key(False, "shuffle over all epochs at once instead of inside each",
-        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo orm prm", on_resume="order")
+        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo cpo orpo orm prm", on_resume="order")
     no_shuffle: bool = key(False, "read the dataset in file order", "按文件顺序读取数据", on_resume="order")
     tokenizer_name_or_path: str | None = key(None, "folder of a Hugging Face tokenizer", "Hugging Face tokenizer 的文件夹",
         elsewhere="tokenizer_path", on_resume="order")
@@ -214,8 +214,8 @@ class _CheckpointKeys:
         "读 `load` 中的哪个检查点；不设为最新的", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     load_previous: bool = key(False, "resume from the newest intact checkpoint of `load` when the newest is damaged",
         "最新的检查点损坏时，从 `load` 中最近一个完好的继续", on_resume="exact")
-    sigterm_grace_s: float = key(60.0, "seconds after SIGTERM in which the running iteration may end and be saved",
-        "收到 SIGTERM 后，正在进行的迭代完成并保存可用的秒数", range=Bounds(0, 31 * 86400), on_resume="exact")
+    sigterm_grace_s: float = key(60.0, "seconds after SIGTERM, SIGHUP or Ctrl-C in which the running iteration may end and be saved",
+        "收到 SIGTERM、SIGHUP 或 Ctrl-C 后，正在进行的迭代完成并保存可用的秒数", range=Bounds(0, 31 * 86400), on_resume="exact")
     finetune: bool = key(False, "load weights only: no optimizer, no random state, iteration 0",
         "只读权重：不读优化器和随机状态，从第 0 次迭代开始", on_resume="exact")
     no_load_optim: bool | None = key(None, "do not load the optimizer", "不读优化器", needs=("load", "set"),
@@ -294,7 +294,11 @@ class _KernelKeys:
 
 @dataclass(kw_only=True)
 class _PreferenceKeys:
-    """Stages dpo and simpo."""
+    """Losses of stage sft and of the stages that compare two answers."""
+
+    sft_loss_type: Literal["nll", "dft"] = key("nll",
+        "sft: -log p of each token, or dft: weighted by p itself, so that tokens that the model finds unlikely pull less",
+        "sft：每个 token 的 -log p；dft：再乘以 p 本身，模型认为不可能的 token 拉力更小", stages="sft", on_resume="exact")
 
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "dpo: form of the loss", "dpo：损失的形式", stages="dpo",
         on_resume="exact")
@@ -312,6 +316,12 @@ class _PreferenceKeys:
         stages="simpo", on_resume="exact")
     simpo_label_smoothing: float = key(0.0, "simpo: probability that a preference is wrong", "simpo：偏好标注出错的概率",
         range=Bounds(0, 0.5), stages="simpo", on_resume="exact")
+    cpo_beta: float = key(0.1, "cpo: scale of the difference of log-probabilities", "cpo：对数概率之差的缩放",
+        range=Range.POSITIVE, stages="cpo", on_resume="exact")
+    cpo_alpha: float = key(1.0, "cpo: weight of the supervised loss on the chosen answer", "cpo：对 chosen 回答的监督损失的权重",
+        range=Bounds(0, 1e6), stages="cpo", on_resume="exact")
+    orpo_lambda: float = key(0.1, "orpo: weight of the odds ratio", "orpo：几率比项的权重", range=Bounds(0, 1e6), stages="orpo",
+        on_resume="exact")
     ref_model: str = key("", "dpo: folder of the reference weights; the policy's initial weights when empty",
         "dpo：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo", on_resume="reference")
     refer_model_iter: int = key(1, "dpo: iteration of that checkpoint", "dpo：该检查点的迭代号", range=Range.ITERATIONS,
@@ -341,8 +351,8 @@ class MegatronConfig(
         "运行的迭代数：强化学习为 rollout 次数，其他阶段为优化器步数", range=Range.ITERATIONS_FROM_0,
         elsewhere="max_steps total_training_steps num_rollout", on_resume="schedule")
     train_epochs: float | None = key(None,
-        "passes over the prompts, in place of train_iters; reinforcement learning, one rollout an iteration",
-        "对 prompt 训练的遍数，代替 train_iters；强化学习，每次迭代一个 rollout",
+        "passes over the prompts or rows, in place of train_iters; not in stage pretrain, which cuts documents into samples",
+        "对 prompt 或数据行训练的遍数，代替 train_iters；pretrain 阶段把文档切成样本，不支持此键",
         range=Bounds(0, 1e6, excludes_low=True, default=1), elsewhere="num_train_epochs total_epochs num_episodes num_epoch",
         on_resume="schedule")
     seq_length: int | None = key(None, "longest training sequence of supervised stages; at most max_model_len",

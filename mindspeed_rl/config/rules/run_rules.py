@@ -483,11 +483,11 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
             f"actor_config.train_epochs ({epochs:g}) and actor_config.train_iters ({iters}) say the length of the run twice",
             ({"actor_config.train_epochs": None}, {"actor_config.train_iters": None}),
         )
-    if cfg.is_supervised:
+    if cfg.stage == "pretrain":
         yield Violation(
-            "epochs_of_prompts",
+            "epochs_of_rows",
             {"megatron_training.train_epochs": epochs, "megatron_training.stage": cfg.stage},
-            f"megatron_training.train_epochs ({epochs:g}) counts passes over prompts; stage {cfg.stage} takes train_iters",
+            f"megatron_training.train_epochs ({epochs:g}) counts passes over rows; stage pretrain takes train_iters",
             ({"megatron_training.train_epochs": None},),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.cli import preprocess
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
 from mindspeed_rl.trainers.prompt_loader import resolve_length
@@ -34,9 +35,9 @@ def test_passes_that_were_begun_with_another_batch_are_completed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("grpo_tiny_cpu", "say the length of the run twice"), ("sft_tiny_cpu", "stage sft takes train_iters")],
+    [("grpo_tiny_cpu", "say the length of the run twice"), ("pretrain_tiny_cpu", "stage pretrain takes train_iters")],
 )
-def test_a_length_said_twice_or_in_a_supervised_stage_is_refused(name: str, sentence: str) -> None:
+def test_a_length_said_twice_or_over_documents_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve(load_run_config(name, None, ["megatron_training.train_epochs=1"]), platform="cpu")
 
@@ -62,3 +63,26 @@ def test_explain_counts_the_prompts_and_says_the_iterations(
     assert "4 iterations: 2 passes over 100 prompts, 64 an iteration" in said and said.strip().endswith("valid")
     assert explain([*words, f"megatron_training.data_path={tmp_path / 'nothing.jsonl'}"]) == 2
     assert "nothing.jsonl' is neither a raw file or folder" in capsys.readouterr().out
+
+
+def test_epochs_of_a_supervised_stage_count_the_rows_of_its_training_share(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"instruction": f"{number}+1=", "input": "", "output": str(number + 1)}) for number in range(100)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    files = ["--input", str(tmp_path / "rows.jsonl"), "--output-prefix", str(tmp_path / "sft"), "--workers", "1"]
+    how = ["--tokenizer-name-or-path", str(tiny_model), "--handler-name", "AlpacaStyleInstructionHandler"]
+    assert preprocess.main([*files, *how, "--prompt-type", "empty"]) == 0
+    keys = {
+        "train_iters": "null",
+        "train_epochs": 3,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "split": "'90,10,0'",
+        "tokenizer_name_or_path": tiny_model,
+        "load": tiny_model,
+        "data_path": tmp_path / "sft",
+    }
+    capsys.readouterr()
+    assert explain(["--config-name", "sft_tiny_cpu", *(f"megatron_training.{key}={value}" for key, value in keys.items())]) == 0
+    assert "34 iterations: 3 passes over 90 rows, 8 an iteration" in capsys.readouterr().out  # 270 / 8 = 33.75
