@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -38,10 +38,15 @@ class _TensorCollector:
         tensors, cuts: by name.
     """
 
+    takes_backward: ClassVar[bool] = False
+
     tensors: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[str, Cut | None] = field(default_factory=dict)
 
-    def add(self, name: str, order: int, tensor: Tensor, *, cut: Cut | None = None, everywhere: bool = False) -> None:
+    def add(
+        self, name: str, order: int, tensor: Tensor, *, cut: Cut | None = None, everywhere: bool = False,
+        kind: str = "Tensor", is_gradient: bool = False,
+    ) -> None:  # fmt: skip
         """See `dumps.record.Sink.add`."""
         self.tensors[name] = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else None, copy=True)
         self.cuts[name] = cut

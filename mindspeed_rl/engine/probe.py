@@ -135,15 +135,24 @@ class ModelProbe:
             if chunk in self._inside:  # a recomputation runs outside of the chunk's forward
                 tensor = output[0] if isinstance(output, tuple) else output
                 first = tensor.size(0) * self._cut.shard if self._cut else 0
-                tensor = tensor[: max(0, self._num_tokens[chunk] - first)]
-                self._add(self._started[chunk] - 1, position, name, tensor, self._cut)
+                length, kind, micro = max(0, self._num_tokens[chunk] - first), type(module).__name__, self._started[chunk] - 1
+                self._add(micro, position, name, tensor[:length], self._cut, kind)
+                if self._sink.takes_backward and tensor.requires_grad:
+
+                    def record_gradient(gradient: Tensor) -> None:
+                        self._add(micro, position, name, gradient[:length], self._cut, kind, is_gradient=True)
+
+                    tensor.register_hook(record_gradient)
 
         return record
 
-    def _add(self, micro: int, position: int, name: str, tensor: Tensor, cut: Cut | None = None) -> None:
+    def _add(
+        self, micro: int, position: int, name: str, tensor: Tensor, cut: Cut | None = None, kind: str = "Tensor",
+        *, is_gradient: bool = False,
+    ) -> None:  # fmt: skip
         prefix = f"update_{self._update}.micro_{micro}" if self._trains else f"micro_{micro}"
         position += (self._update * _MICRO_BATCHES + micro) * _PER_MICRO_BATCH
-        self._sink.add(f"{prefix}.{name}", position, tensor, cut=cut)
+        self._sink.add(f"{prefix}.{name}", position, tensor, cut=cut, kind=kind, is_gradient=is_gradient)
 
     # ------------------------------------------------------------------ gradients
 

@@ -84,10 +84,10 @@ class EngineProbe:
             if isinstance(output, tuple):
                 output = output[0] if first or output[1] is None else output[0] + output[1]
             if output is not None:
-                self._add(order, name, output)
+                self._add(order, name, output, type(module).__name__)
 
         return record
 
-    def _add(self, order: int, name: str, tensor: Tensor) -> None:
+    def _add(self, order: int, name: str, tensor: Tensor, kind: str = "Tensor") -> None:
         if self._step >= self.first and (self.last is None or self._step <= self.last):
-            self.sink.add(f"token_{self._step}.{name}", self._step * _PER_STEP + order, tensor)
+            self.sink.add(f"token_{self._step}.{name}", self._step * _PER_STEP + order, tensor, kind=kind)

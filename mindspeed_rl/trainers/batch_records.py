@@ -14,7 +14,7 @@ from mindspeed_rl.config import MsprobeConfig, RLConfig, Run
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
-from mindspeed_rl.dumps.record import Record
+from mindspeed_rl.dumps.record import RECORDS
 from mindspeed_rl.trainers.advantages import TrainBatch
 
 #: column of the rollout's file -> column of the data plane
@@ -51,7 +51,7 @@ class _BatchDump:
         rows, _ = self.plane.get("metrics", columns, indexes=range(len(batch.advantages)), timeout_s=self.timeout_s)
         max_bytes = int(config.max_dump_gib * 2**30)
         with_tensors = config.task == "tensor"
-        record = Record(
+        record = RECORDS[config.dump_format](
             Path(config.dump_path), batch.iteration, "driver", "data", {"rank": 0}, {"rank": 1}, with_tensors, max_bytes
         )
         for order, name in enumerate(columns):

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from mindspeed_rl.config import MsprobeConfig
 from mindspeed_rl.config.phases import Phase, Phases
-from mindspeed_rl.dumps.record import Record
+from mindspeed_rl.dumps.record import RECORDS, Record
 from mindspeed_rl.engine.probe import ModelProbe
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.workers.device_worker import LossObserver
@@ -116,4 +116,5 @@ class PhaseDumps:
         if not (config.msprobe and config.step_start <= iteration <= config.step_end):
             return None
         max_bytes = int(config.max_dump_gib * 2**30)
-        return Record(Path(config.dump_path), iteration, role, phase, ranks, sizes, config.task == "tensor", max_bytes)
+        record = RECORDS[config.dump_format]
+        return record(Path(config.dump_path), iteration, role, phase, ranks, sizes, config.task == "tensor", max_bytes)

@@ -44,6 +44,21 @@ def test_a_run_dumps_what_its_keys_name_and_trains_as_without(world: World, tmp_
     assert diff_dump.main([str(tmp_path), str(tmp_path)]) == 0
 
 
+def test_a_run_dumps_in_the_form_of_msprobe_too(world: World, tmp_path: Path) -> None:
+    run, plain = (world.run(PPO, *more, iterations=2) for more in (keys(tmp_path, dump_format="msprobe"), keys(tmp_path)))
+    assert (run.weights["actor"] == plain.weights["actor"]).all()
+    data = json.loads((tmp_path / "actor_update/step1/rank0/dump.json").read_text())["data"]
+    entries = Dump.open(tmp_path).entries
+    ours = {name for _, role, phase, name in entries if (role, phase) == ("actor", "update")}
+    layers = {name.split(".")[-2] for name in ours if name.endswith(".mlp")}
+    for layer in layers:
+        assert {f"Module.decoder.layers.{layer}.mlp.MLP.{way}.0" for way in ("forward", "backward")} <= set(data)
+    assert sum(".forward." in name for name in data) == sum(".gradients." not in name for name in ours)
+    assert {path.parts[-4] for path in tmp_path.glob("*/step1/rank*/dump.json")} == {
+        "actor_update", "actor_rollout", "reference_forward", "critic_update", "driver_data"
+    }  # fmt: skip
+
+
 def test_two_runs_that_part_are_told_apart_where_they_part(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

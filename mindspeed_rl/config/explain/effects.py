@@ -107,6 +107,9 @@ def _check_needs(group: object, needs: Needs) -> str:
 def _find_dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
     if not dumps.msprobe:
         return "msprobe is false"
+    kinds = ("key_data_dump", "actor_train_dump", "actor_infer_dump", "reference_dump", "critic_train_dump")
+    if name == "dump_format" and not any(getattr(dumps, kind) for kind in kinds):
+        return "no tensors are dumped"
     if cfg.is_supervised:
         needs_rollout = name in ("actor_infer_dump", "reference_dump", "critic_train_dump")
         return f"stage {cfg.stage} has no rollout" if needs_rollout else ""

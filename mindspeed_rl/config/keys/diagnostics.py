@@ -74,6 +74,9 @@ class MsprobeConfig:
     task: Literal["statistics", "tensor"] = key("statistics",
         "statistics: shape, least, largest, mean and norm of each tensor; tensor: the tensor too",
         "statistics：每个张量的形状、最小值、最大值、均值与范数；tensor：还有张量本身", on_resume="exact")
+    dump_format: Literal["safetensors", "msprobe"] = key("safetensors",
+        "files of a dump: safetensors, which diff-dump compares; msprobe: as MindStudio's msprobe writes and compares them",
+        "文件格式：safetensors，由 diff-dump 比较；msprobe：MindStudio msprobe 的格式", on_resume="exact")
     max_dump_gib: float = key(1.0, "maximum GiB of tensors of a rank, phase and iteration; beyond it statistics only",
         "每个 rank、阶段与迭代最多保留多少 GiB 张量；其余只有统计量", range=Bounds(0, 1e6), needs=("task", ("tensor",)),
         on_resume="exact")

@@ -214,6 +214,7 @@ UPSTREAM: dict[type, dict[str, Any]] = {
         "msprobe": False,
         "dump_path": "./msprobe_dump",
         "task": "statistics",
+        "dump_format": "safetensors",
         "max_dump_gib": 1.0,
         "key_data_dump": False,
         "configurations_dump": False,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import Tensor
 
 from mindspeed_rl.cli import diff_dump
 from mindspeed_rl.dumps.comparison import Dump, compare
-from mindspeed_rl.dumps.record import Cut, Record, Statistics
+from mindspeed_rl.dumps.record import RECORDS, Cut, Record, Statistics
 
 
 def record(folder: Path, rank: int = 0, *, tp: int = 1, dp: int = 1, tensors: bool = True, limit: int = 1 << 20) -> Record:
@@ -94,7 +95,7 @@ def test_parts_of_ranks_are_joined_before_they_are_compared(tmp_path: Path) -> N
     for rank in range(2):
         part = record(tmp_path / "cut", rank, tp=2)
         rows = [2 * rank, 2 * rank + 1]
-        part.add("gate_up", 0, gate_up[rows + [4 + row for row in rows]], cut=Cut(0, rank, 2, blocks=2), everywhere=True)
+        part.add("gate_up", 0, gate_up[rows + [4 + row for row in rows]], cut=Cut(0, rank, 2, blocks=(2, 2)), everywhere=True)
         part.add("norm", 1, norm, everywhere=True)
         part.add("embedding", 2, embedding[2 * rank : 2 * rank + 2], cut=Cut(0, rank, 2, size=3), everywhere=True)
         part.write()
@@ -140,3 +141,89 @@ def test_statistics_of_parts_merge_into_those_of_the_whole() -> None:
     assert (whole.size, whole.not_finite, whole.least, whole.most, whole.mean) == (5, 1, -2.0, 5.0, 2.0)
     assert whole.norm == pytest.approx(46**0.5) and parts.norm == pytest.approx(46**0.5)
     assert (parts.size, parts.not_finite, parts.least, parts.most, parts.mean) == (5, 1, -2.0, 5.0, 2.0)
+
+
+NUMBER = {"type": ["number", "boolean", "null"]}
+TENSOR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "torch.Tensor"},
+        "dtype": {"pattern": r"^torch\.\w+$"},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+        **dict.fromkeys(("Max", "Min", "Mean", "Norm"), NUMBER),
+        "requires_grad": {"type": "boolean"},
+        "data_name": {"pattern": r"^Module\..*\.pt$"},
+    },
+    "required": ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "requires_grad"],
+    "additionalProperties": False,
+}
+
+
+def calls(direction: str, fields: dict[str, object]) -> dict[str, object]:
+    return {rf"^Module(\.[\w@]+)+\.[A-Za-z]\w*\.{direction}\.\d+$": fields}
+
+
+def members(**fields: object) -> dict[str, object]:
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+LIST, EMPTY = {"type": "array", "items": TENSOR}, {"type": "object", "maxProperties": 0}
+#: what mindstudio-probe 26.2 wrote at level L0 for a model of two blocks, with as well as without tensors
+DUMP_JSON = members(
+    task={"enum": ["tensor", "statistics"]},
+    level={"const": "L0"},
+    framework={"const": "pytorch"},
+    dump_data_dir={"type": ["string", "null"]},
+    data={
+        "type": "object",
+        "patternProperties": {
+            **calls("forward", members(input_args=LIST, input_kwargs=EMPTY, output=LIST, parameters={"type": "object"})),
+            **calls("backward", members(input=LIST, output=LIST)),
+            **calls("parameters_grad", {"type": "object", "additionalProperties": {**LIST, "minItems": 1}}),
+        },
+        "additionalProperties": False,
+    },
+)
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_the_form_of_msprobe_has_its_folders_names_and_statistics(tmp_path: Path, task: str) -> None:
+    """Names and files as msprobe's comparison pairs them; numbers against torch."""
+    found = RECORDS["msprobe"](tmp_path, 3, "actor", "update", {"rank": 1}, {"rank": 2}, task == "tensor", 1 << 20)
+    attention, layer = torch.tensor([[1.0, -4.0]], requires_grad=True), torch.tensor([[2.0, 0.5]], dtype=torch.bfloat16)
+    for micro in range(2):
+        found.add(f"update_0.micro_{micro}.layers.7.attention", 1, attention + micro, kind="SelfAttention")
+        found.add(f"update_0.micro_{micro}.layers.7.output", 2, layer, kind="TransformerLayer")
+        found.add(f"update_0.micro_{micro}.loss_inputs.mask", 3, torch.tensor([True, False]))
+    # the backward pass of the first micro-batch ends last
+    found.add("update_0.micro_1.layers.7.attention", 1, torch.full((1, 2), 2.0), kind="SelfAttention", is_gradient=True)
+    found.add("update_0.micro_0.layers.7.attention", 1, torch.full((1, 2), 3.0), kind="SelfAttention", is_gradient=True)
+    found.add("update_0.gradients.model.layers.7.self_attn.q_proj.weight", 4, torch.eye(2))
+    folder = found.write()
+    assert folder == tmp_path / "actor_update" / "step3" / "rank1"
+    written = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("dump", "stack", "construct")}
+    jsonschema.validate(written["dump"], DUMP_JSON)
+    data, first = written["dump"]["data"], "Module.decoder.layers.7"
+    assert list(data)[:3] == [
+        f"{first}.self_attention.SelfAttention.forward.0",
+        f"{first}.TransformerLayer.forward.0",
+        "Module.loss_inputs.mask.Tensor.forward.0",
+    ]
+    (output,) = data[f"{first}.self_attention.SelfAttention.forward.1"]["output"]
+    assert [output[key] for key in ("Max", "Min", "Mean", "Norm")] == [2.0, -3.0, -0.5, pytest.approx(13**0.5)]
+    assert output["requires_grad"] and output["shape"] == [1, 2] and output["dtype"] == "torch.float32"
+    assert [data[f"{first}.self_attention.SelfAttention.backward.{index}"]["input"][0]["Max"] for index in (0, 1)] == [3.0, 2.0]
+    mask = data["Module.loss_inputs.mask.Tensor.forward.0"]["output"][0]
+    assert [mask[key] for key in ("Max", "Min", "Mean", "Norm")] == [True, False, None, None]
+    weight = data["Module.model.layers.7.self_attn.q_proj.Weight.parameters_grad.0"]["weight"][0]
+    assert weight["Norm"] == pytest.approx(2**0.5)
+    parents = written["construct"]
+    assert parents[f"{first}.self_attention.SelfAttention.forward.1"] == f"{first}.TransformerLayer.forward.1"
+    assert parents[f"{first}.TransformerLayer.forward.1"] is None and len(parents) == 8
+    stacks = dict((call, lines) for names, lines in written["stack"].values() for call in names)
+    assert len(stacks) == 6 and all("test_dump_comparison.py" in lines[0] for lines in stacks.values())
+    if task == "statistics":
+        assert written["dump"]["dump_data_dir"] is None and not (folder / "dump_tensor_data").exists()
+        return
+    assert torch.equal(torch.load(folder / "dump_tensor_data" / output["data_name"]), attention + 1)
+    assert len(list((folder / "dump_tensor_data").iterdir())) == 9

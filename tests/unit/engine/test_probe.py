@@ -17,11 +17,20 @@ from mindspeed_rl.engine.train_engine import TrainEngine
 class Kept:
     """A sink that keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_backward: bool = False) -> None:
+        self.takes_backward = takes_backward
+        self.gradients: dict[str, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
         self.orders: list[int] = []
 
-    def add(self, name: str, order: int, tensor: Tensor, *, cut: Cut | None = None, everywhere: bool = False) -> None:
+    def add(
+        self, name: str, order: int, tensor: Tensor, *, cut: Cut | None = None, everywhere: bool = False,
+        kind: str = "Tensor", is_gradient: bool = False,
+    ) -> None:  # fmt: skip
+        if is_gradient:
+            self.gradients[name] = gradient = tensor.detach().clone()
+            assert gradient.shape == self.tensors[name].shape and kind != "Tensor"
+            return
         assert name not in self.tensors and cut is None and everywhere == (".gradients." in name)
         self.tensors[name] = tensor.detach().clone()
         self.orders.append(order)
@@ -86,6 +95,19 @@ def test_an_update_is_recorded_in_full_and_computes_the_same_as_without_a_probe(
     assert tensors["gradients.model.embed_tokens.weight"].shape == (67, 32)
     assert tensors["gradients.model.layers.1.self_attn.k_proj.weight"].shape == (16, 32)
     assert norm == step(make_engine(clip_grad=0.0))
+
+
+def test_gradients_of_outputs_are_those_of_the_residual_stream(make_engine: Callable[..., TrainEngine]) -> None:
+    """The output of a layer is the stream plus its feed-forward network, so both have one gradient; the update is the same."""
+    kept = Kept(takes_backward=True)
+    assert step(make_engine(clip_grad=0.0), kept) == step(make_engine(clip_grad=0.0))
+    modules = {name for name in kept.tensors if name.endswith((".embedding", ".attention", ".mlp", ".output", ".final_norm"))}
+    assert kept.gradients.keys() == modules and len(modules) == 2 * 8
+    for micro in range(2):
+        for layer in range(2):
+            gradient = kept.gradients[f"update_0.micro_{micro}.layers.{layer}.mlp"]
+            assert gradient.abs().max() > 0
+            torch.testing.assert_close(gradient, kept.gradients[f"update_0.micro_{micro}.layers.{layer}.output"])
 
 
 def test_what_recomputation_computes_again_is_left_out(make_engine: Callable[..., TrainEngine]) -> None:
