@@ -46,7 +46,7 @@ _PROGRAMS = ("python", "python3", "bash", "sh")
 # as upstream's launch scripts set it
 _OPEN_FILES = 32768
 #: signals of schedulers and closed terminals that end a run
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: seconds between two checks for the head during a run, and without it until its node gives up
 _CHECK_S, _HEAD_LOST_S = 5.0, 60.0
 
@@ -303,7 +303,7 @@ def _ray_node(settings: _LaunchSettings, folder: Path) -> Iterator[subprocess.Po
         stderr=subprocess.STDOUT,
         start_new_session=True,
         # schedulers signal each process of a job, and the run saves its iteration first
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING),
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS),
     )
     try:
         yield process
@@ -580,7 +580,7 @@ def _authenticate(settings: _LaunchSettings) -> None:
 @contextlib.contextmanager
 def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Handle SIGTERM, SIGHUP and Ctrl-C in the block, as far as the parent does not ignore them."""
-    before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (*_TERMINATION_SIGNALS, signal.SIGINT)}
     for number in [number for number, was in before.items() if was is not signal.SIG_IGN]:
         signal.signal(number, handler)
     try:

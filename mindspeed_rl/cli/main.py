@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         with contextlib.ExitStack() as early:
-            early.enter_context(_ending_at_once())
+            early.enter_context(_exit_on_signal())
             command = registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")
             if argv[0] != "train":  # it handles signals itself, once there are workers
                 early.close()
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _ending_at_once() -> Iterator[None]:
+def _exit_on_signal() -> Iterator[None]:
     """End this process, with a line and no traceback, at a signal in the block, during which no worker runs.
 
     An exception could be lost there: many modules are imported, and some catch everything.

@@ -36,7 +36,7 @@ from mindspeed_rl.rewards.channel import Channel, Message, pack
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_INTERVAL_S = 0.1
 #: signals that end a run; its driver handles them
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: size at which a log is rotated, and what is kept of it then
 _MAX_LOG_BYTES, _KEPT_LOG_BYTES = 32 << 20, 8 << 20
 
@@ -142,7 +142,7 @@ class _Spawner:
         # Python writes to the wakeup descriptor only for signals that have a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C; the spawner ends with it
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # as above, where each process of a run is signalled
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS)  # as above, where each process of a run is signalled
         signal.set_wakeup_fd(signaled.fileno())
         self._to_close_in_worker = [wakeup, signaled]
         try:
@@ -227,10 +227,10 @@ class _Spawner:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             # a sample that is being scored is not lost; processes that the functions start have the usual handlers again
-            for number in _ENDING:
+            for number in _TERMINATION_SIGNALS:
                 signal.signal(number, lambda *_: None)
                 os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINATION_SIGNALS)
             self._channel.close()
             for end in self._to_close_in_worker:
                 end.close()
