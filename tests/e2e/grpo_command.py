@@ -82,9 +82,13 @@ class Command:
     Attributes:
         folder: of the run's files.
         shares: its workers are copies of a server that other commands use too.
+        config: name of the run file.
+        wrap: the command that runs it, for example a shell.
     """
 
     shares = True
+    config = "grpo_tiny_cpu"
+    wrap: tuple[str, ...] = ()
 
     def __init__(self, task: Path, folder: Path, *changes: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +96,10 @@ class Command:
         self._mark = uuid.uuid4().hex
         self._shared: set[str] = set()
         self._looked_s = 0.0
-        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "train", "--config-name", "grpo_tiny_cpu"]
+        words = [*self.wrap, sys.executable, "-m", "mindspeed_rl.cli.main", "train", "--config-name", self.config]
         self._output = (folder / "output.txt").open("w+")
         self.process = subprocess.Popen(
-            [*words, *overrides(task, folder), *changes],
+            [*words, *self.keys(task), *changes],
             cwd=folder,
             env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **(shared(RL) if self.shares else {})},
             stdout=self._output,
@@ -104,6 +108,10 @@ class Command:
             # a shell's background job ignores Ctrl-C, and so would what it starts
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+    def keys(self, task: Path) -> list[str]:
+        """What is set in the run file."""
+        return overrides(task, self.folder)
 
     @property
     def output(self) -> str:

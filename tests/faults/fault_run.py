@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fault_table import Fault
 from grpo_command import Command
 
@@ -30,16 +31,53 @@ RESTARTED = "all workers were ended; the run resumes"
 
 
 class FaultRun(Command):
-    """A run whose processes have the injector."""
+    """A run whose processes have the injector.
+
+    Args:
+        stage: "grpo", "ppo", or a supervised one, whose task is that of the quickstart.
+        wrap: see `Command`.
+    """
 
     shares = False
 
-    def __init__(self, task: Path, folder: Path, *changes: str) -> None:
+    def __init__(self, task: Path, folder: Path, *changes: str, stage: str = "grpo", wrap: tuple[str, ...] = ()) -> None:
+        self.stage, self.wrap = stage, wrap
+        self.config = "grpo_tiny_cpu" if stage == "ppo" else f"{stage}_tiny_cpu"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
         with _set_environment(FAULTS=str(self.faults), PYTHONPATH=path):
             super().__init__(task, folder, *changes)
+
+    def keys(self, task: Path) -> list[str]:
+        """What is set in the run file of the stage."""
+        if self.stage == "grpo":
+            return super().keys(task)
+        if self.stage == "ppo":
+            critic = {"model": "tiny_qwen25", "tensor_model_parallel_size": 1, "micro_batch_size": 16, "finetune": "false"}
+            critic |= {
+                "lr": 1e-3,
+                "pretrained_checkpoint": task / "model",
+                "load": self.folder / "critic",
+                "save": self.folder / "critic",
+            }
+            keys = [*super().keys(task), "megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae"]
+            return [*keys, *(f"critic_config.{name}={value}" for name, value in critic.items())]
+        data = {"dpo": "pairs"}.get(self.stage, self.stage)
+        keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": task / "data" / data}
+        keys |= {"save": self.folder / "save", "log_interval": 1, "eval_interval": 1000}
+        return [f"run_dir={self.folder / 'run'}", *(f"megatron_training.{name}={value}" for name, value in keys.items())]
+
+    def signal_all(self, signum: int) -> None:
+        """Signals every process of the run, as scancel and systemd do."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signum)
+
+    def service(self, name: str) -> psutil.Process:
+        """The process of Ray with this program."""
+        (found,) = [process for process in self.processes() if Path((process.cmdline() or [""])[0]).name == name]
+        return found
 
     def arm(self, fault: Fault) -> None:
         """The next process that comes to the place takes the fault."""
@@ -60,9 +98,9 @@ class FaultRun(Command):
 
 
 @contextlib.contextmanager
-def struck(task: Path, folder: Path, *changes: str) -> Iterator[FaultRun]:
-    """A started run that is gone after the block."""
-    command = FaultRun(task, folder, *changes)
+def struck(task: Path, folder: Path, *changes: str, stage: str = "grpo", wrap: tuple[str, ...] = ()) -> Iterator[FaultRun]:
+    """A started run that is gone after the block; see `FaultRun`."""
+    command = FaultRun(task, folder, *changes, stage=stage, wrap=wrap)
     try:
         yield command
     finally:

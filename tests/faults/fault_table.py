@@ -270,6 +270,46 @@ SERVED = [
     ),
 ]
 
+#: in one run with two servers that a user has started, in this order
+STANDALONE = [
+    Fault(
+        "standalone-kill",
+        "standalone server",
+        "generate",
+        "SIGKILL",
+        "goes on",
+        180.0,
+        r"rollout server 127.0.0.1:\d+ was taken out: ",
+    ),
+    Fault(
+        "standalone-other-weights",
+        "standalone server",
+        "generate",
+        "is started again, with its first weights",
+        "goes on",
+        300.0,
+        r"rollout server 127.0.0.1:\d+ is back",
+    ),
+    Fault(
+        "standalone-stop",
+        "standalone server",
+        "generate",
+        "SIGSTOP, SIGCONT after it is taken out",
+        "goes on",
+        180.0,
+        r"rollout server 127.0.0.1:\d+ was taken out: did not ",
+    ),
+    Fault(
+        "standalone-all",
+        "standalone server",
+        "generate",
+        "SIGKILL of both",
+        "ends",
+        120.0,
+        r"^error: .*no rollout server is left: ",
+    ),
+]
+
 #: each in a run of its own, without tolerance
 ENDED = [
     Fault(
@@ -370,6 +410,60 @@ ENDED = [
     ),
 ]
 
+#: each in a run that saves rarely: the iteration is saved before the command ends; stage of the run, signal, what is signalled
+SIGNALLED: dict[str, tuple[str, str, Literal["driver", "group", "all"]]] = {
+    "signal-group": ("grpo", "SIGTERM", "group"),
+    "signal-all": ("grpo", "SIGTERM", "all"),
+    "signal-hangup": ("grpo", "SIGHUP", "driver"),
+    "signal-interrupt": ("grpo", "SIGINT", "group"),
+    "signal-ppo": ("ppo", "SIGTERM", "all"),
+    "signal-sft": ("sft", "SIGTERM", "all"),
+    "signal-dpo": ("dpo", "SIGTERM", "group"),
+}
+_SIGNALLED = {"driver": "", "group": " to the process group, twice", "all": " to every process"}
+SIGNALS = [
+    Fault(name, "driver", f"{stage.upper()}, any", f"{signum}{_SIGNALLED[of]}", "ends", 90.0, "to resume after iteration")
+    for name, (stage, signum, of) in SIGNALLED.items()
+]
+START_INTERRUPT = Fault("start-interrupt", "driver", "import", "SIGINT after 0.5 s", "ends", 30.0, "^interrupted: no worker")
+
+#: strikes that one run of one worker, which tolerates faults, does not notice; the last two stay until its end
+UNNOTICED = [
+    Fault("driver-stop", "driver", "any", "SIGSTOP, SIGCONT after 20 s", "goes on", 60.0, ""),
+    Fault("clock-forward", "all", "any", "the clock jumps a day forward", "goes on", 60.0, ""),
+    Fault("clock-back", "all", "any", "the clock jumps two days back", "goes on", 60.0, ""),
+    Fault("node-service-stop", "Ray's node service", "any", "SIGSTOP for 10 s", "goes on", 60.0, ""),
+    Fault("head-stop", "Ray's control service", "any", "SIGSTOP until the end", "goes on", 60.0, ""),
+]
+
+#: each around a run of its own
+AROUND = [
+    Fault("output-closed", "reader of the output", "start", "ends, as `head -3` does", "goes on", 240.0, ""),
+    Fault("other-cluster", "another Ray cluster", "any", "on Ray's default ports of this machine", "goes on", 240.0, ""),
+]
+
+#: of stages other than GRPO: "ppo" recovers with the figures of an undisturbed run
+PPO_WORKER = Fault(
+    "ppo-worker-kill",
+    "worker",
+    "update_critic (PPO)",
+    "SIGKILL",
+    "recovers",
+    240.0,
+    r"worker 0 failed in update_critic: its process died",
+    {"place": "worker.update_critic", "how": "kill"},
+)
+DPO_WORKER = Fault(
+    "dpo-worker-kill",
+    "worker",
+    "train (DPO)",
+    "SIGKILL",
+    "ends",
+    60.0,
+    r"worker 0 failed in train: its process died",
+    {"place": "worker.train", "how": "kill"},
+)
+
 #: found before anything starts
 REFUSED = [
     Fault(
@@ -419,3 +513,5 @@ REFUSED = [
 ]
 
 FAULTS = [*RECOVERED, LOST_NODE, *SURVIVED, *SERVED, *ENDED, OTHER_DISK, *REFUSED]
+FAULTS += [*SIGNALS, START_INTERRUPT, *UNNOTICED, *AROUND, PPO_WORKER, DPO_WORKER]
+FAULTS += STANDALONE

@@ -24,7 +24,24 @@ from typing import Any
 import psutil
 import pytest
 from fault_run import LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
-from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
+from fault_table import (
+    AROUND,
+    DPO_WORKER,
+    ENDED,
+    FAULTS,
+    LOST_NODE,
+    OTHER_DISK,
+    PPO_WORKER,
+    RECOVERED,
+    REFUSED,
+    SERVED,
+    SIGNALLED,
+    SIGNALS,
+    START_INTERRUPT,
+    SURVIVED,
+    UNNOTICED,
+    Fault,
+)
 from grpo_command import FIGURES, ONE_PROCESS, finished
 
 from mindspeed_rl.runtime.cluster import _set_environment
@@ -328,6 +345,154 @@ def test_what_cannot_be_tolerated_ends_the_command(task: Path, tmp_path: Path, f
         seconds = time.monotonic() - begun
         assert "Traceback" not in run.output
         note(fault, seconds, culprit_line(run.output, fault.said))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fault if fault.id == "signal-all" else pytest.param(fault, marks=pytest.mark.slow) for fault in SIGNALS],
+    ids=lambda fault: fault.id,
+)
+def test_a_signal_ends_the_command_when_the_iteration_is_saved(
+    request: pytest.FixtureRequest, tmp_path: Path, fault: Fault
+) -> None:
+    stage, name, signalled = SIGNALLED[fault.id]
+    task = request.getfixturevalue("quickstart" if stage in ("sft", "dpo") else "task")
+    signum = signal.Signals[name]
+    changes = [LONG, "megatron_training.save_interval=100000", *(ONE_PROCESS if stage in ("grpo", "ppo") else [])]
+    with struck(task, tmp_path, *changes, stage=stage) as run:
+        run.wait_until(lambda: len(run.metrics) > 1)
+        begun = time.monotonic()
+        if signalled == "all":
+            run.signal_all(signum)
+        else:
+            run.process.send_signal(signum)
+            if signalled == "group":  # as GNU timeout does
+                os.killpg(run.process.pid, signum)
+        ends_without_a_trace(run, 128 + signum, fault.within_s)
+        seconds, last = time.monotonic() - begun, run.metrics[-1]["iteration"]
+        assert "Traceback" not in run.output and "***" not in run.output
+        assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+        if stage == "ppo":
+            assert (tmp_path / "critic" / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+        note(fault, seconds, culprit_line(run.output, f"{fault.said} {last}[ ,]"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_anything_runs_ends_the_command_without_a_traceback(task: Path, tmp_path: Path) -> None:
+    for index, wait_s in enumerate((0.5, 1.0, 2.0)):
+        with struck(task, tmp_path / str(index), LONG) as run:
+            time.sleep(wait_s)
+            begun = time.monotonic()
+            run.interrupt()
+            assert run.wait(START_INTERRUPT.within_s) in (130, -signal.SIGINT)
+            assert "Traceback" not in run.output and run.leftovers() == []
+            if wait_s == 0.5:
+                note(START_INTERRUPT, time.monotonic() - begun, culprit_line(run.output, START_INTERRUPT.said))
+
+
+@pytest.fixture(scope="module")
+def unnoticing(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+    """A run of one worker that would be restarted if a process were taken for lost; it leaves nothing behind."""
+    yield from lasting(task, tmp_path_factory.mktemp("unnoticing"), *TOLERANT)
+
+
+def _stop(process: psutil.Process, seconds: float) -> None:
+    process.suspend()
+    if seconds:
+        time.sleep(seconds)
+        process.resume()
+
+
+#: how the unnoticing run is struck
+STRIKES: dict[str, Callable[[FaultRun], object]] = {
+    "driver-stop": lambda run: _stop(psutil.Process(run.process.pid), 20.0),
+    "clock-forward": lambda run: (run.faults / "clock").write_text("86400"),
+    "clock-back": lambda run: (run.faults / "clock").write_text("-86400"),
+    "node-service-stop": lambda run: _stop(run.service("raylet"), 10.0),
+    "head-stop": lambda run: _stop(run.service("gcs_server"), 0.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", UNNOTICED, ids=lambda fault: fault.id)
+def test_a_stop_or_a_jump_of_the_clock_ends_nothing(unnoticing: FaultRun, fault: Fault) -> None:
+    def deed(run: FaultRun) -> None:
+        STRIKES[fault.id](run)
+
+    note(fault, *strike(unnoticing, fault, deed))
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_output_that_ends_does_not_end_the_run(task: Path, tmp_path: Path) -> None:
+    fault, head = by_id(AROUND, "output-closed")[0], ("bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -3', "run")
+    begun = time.monotonic()
+    with struck(task, tmp_path, *ONE_PROCESS, "megatron_training.train_iters=3", wrap=head) as run:
+        ends_without_a_trace(run, 0, fault.within_s)
+        assert len(run.output.splitlines()) == 3 and run.iterations == [1, 2, 3]
+    note(fault, time.monotonic() - begun, "")
+
+
+@pytest.mark.slow
+def test_another_ray_cluster_of_the_machine_is_left_alone(task: Path, tmp_path: Path) -> None:
+    """The other one is what `ray start --head` makes, with its address where Ray looks for it; other tests do not see it."""
+    fault, mark = by_id(AROUND, "other-cluster")[0], f"OTHER_CLUSTER={tmp_path}"
+    ray = f"{shlex.quote(str(Path(sys.executable).with_name('ray')))} start --head --num-cpus 1 --object-store-memory 80000000"
+    other = f"env -u MINDSPEED_RL_TEST_RUN -u FAULTS {mark} {ray} --include-dashboard false --disable-usage-stats >&2"
+    private = f'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && {other} && exec "$@"'
+    begun = time.monotonic()
+    try:
+        with struck(
+            task,
+            tmp_path,
+            *ONE_PROCESS,
+            "megatron_training.train_iters=3",
+            wrap=("unshare", "-m", "bash", "-c", private, "run"),
+        ) as run:
+            ends_without_a_trace(run, 0, fault.within_s)
+            assert run.iterations == [1, 2, 3] and "Ray runtime started" in run.output
+        names = {process.name() for process in _with(mark)}
+        assert {"gcs_server", "raylet"} <= names
+        note(fault, time.monotonic() - begun, "")
+    finally:
+        for process in _with(mark):
+            process.kill()
+
+
+def _with(variable: str) -> list[psutil.Process]:
+    """Processes whose environment has this variable, `NAME=value`."""
+    name, _, value = variable.partition("=")
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+def test_ppo_recovers_from_a_killed_worker_with_the_figures_of_an_undisturbed_run(task: Path, tmp_path: Path) -> None:
+    length = ["megatron_training.train_iters=6", "actor_config.lr_decay_style=constant", *ONE_PROCESS]
+    with struck(task, tmp_path / "whole", *length, stage="ppo") as run:
+        ends_without_a_trace(run, 0, 400)
+        undisturbed = run.metrics
+    with struck(task, tmp_path / "struck", *length, *TOLERANT, stage="ppo") as run:
+        run.wait_until(lambda: run.metrics)
+        seconds, line = strike(run, PPO_WORKER)
+        ends_without_a_trace(run, 0, 120)
+        assert differing(run, undisturbed) == []
+        assert [record["critic/vf_loss"] for record in run.metrics] == [record["critic/vf_loss"] for record in undisturbed]
+        note(PPO_WORKER, seconds, line, equal=len(undisturbed))
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_dpo(quickstart: Path, tmp_path: Path) -> None:
+    with struck(quickstart, tmp_path, LONG, stage="dpo") as run:
+        run.wait_until(lambda: run.metrics)
+        begun = time.monotonic()
+        run.arm(DPO_WORKER)
+        ends_without_a_trace(run, 1, DPO_WORKER.within_s)
+        assert "Traceback" not in run.output
+        note(DPO_WORKER, time.monotonic() - begun, culprit_line(run.output, DPO_WORKER.said))
 
 
 def _damage(fault: Fault, save: Path) -> list[str]:

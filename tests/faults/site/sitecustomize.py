@@ -216,5 +216,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_time = time.time
+
+
+def jumped_time() -> float:
+    """The clock, which jumps by the seconds in the folder's file `clock`."""
+    try:
+        with open(f"{FOLDER}/clock") as file:
+            return _time() + float(file.read())
+    except (OSError, ValueError):
+        return _time()
+
+
 if FOLDER:
+    time.time = jumped_time
     sys.meta_path.insert(0, _Finder())
