@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,56 @@ def test_one_run_goes_on_with_another_batch_mode_group_and_data(task: Path, tmp_
     refused = Command(task, tmp_path, *group, *lora)
     assert refused.wait(120) == 2
     assert 'actor_config.lora_target_modules null -> ["linear_qkv"]; keep the value, or set' in refused.output
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_reward_function_and_every_prompt_trains_once(task: Path, tmp_path: Path) -> None:
+    keys = [*ONE_PROCESS, "+rl_config.partial_rollout_max_split=2", "rl_config.guarantee_order=false"]
+    keys += ["+rl_config.log_completions=true", "+rl_config.log_completions_keep=1000"]
+    finished(task, tmp_path, *keys, "megatron_training.train_iters=2")
+    (tmp_path / "plugin.py").write_text("def score(response):\n    return 0.25\n")
+    changed = [f"+rl_config.external_plugins=[{tmp_path / 'plugin.py'}]", "rl_config.verifier_function=['plugin:score']"]
+    run = finished(task, tmp_path, *keys, *changed, "megatron_training.train_iters=4")
+    assert 'rl_config.verifier_function ["exact_match"] -> ["plugin:score"]' in run.output
+    assert "responses that were being generated are dropped, and generated anew for the same prompts" in run.output
+    records = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    seen = Counter(record["prompt"] for record in records if record["sample"] == 0)
+    assert len(seen) == 32 and set(seen.values()) == {1}
+    scores = {iteration: step["grpo/score/mean"] for iteration, step in steps_of(run).items()}
+    assert scores[3] == scores[4] == 0.25 and 0.25 not in (scores[1], scores[2])
+
+
+@pytest.mark.slow
+def test_a_resumable_run_starts_from_what_supervised_tuning_has_saved(task: Path, tmp_path: Path) -> None:
+    lessons = [{"instruction": f"{index}=", "input": "", "output": f"{index}"} for index in range(10, 42)]
+    (tmp_path / "lessons.jsonl").write_text("".join(json.dumps(lesson) + "\n" for lesson in lessons))
+    program = [sys.executable, "-m", "mindspeed_rl.cli.main"]
+    files = ["--input", tmp_path / "lessons.jsonl", "--output-prefix", tmp_path / "sft", "--workers", "1"]
+    kind = ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "empty"]
+    kind += ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", task / "model"]
+    keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": tmp_path / "sft", "num_npus": 1}
+    keys |= {"save": tmp_path / "tuned", "global_batch_size": 16, "micro_batch_size": 16, "train_iters": 2, "log_interval": 1}
+    words = [f"megatron_training.{key}={value}" for key, value in keys.items()] + ["model.tiny_qwen25.num_layers=null"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for command in (
+        [*program, "preprocess", *files, *kind],
+        [*program, "train", "--config-name", "sft_tiny_cpu", f"run_dir={tmp_path / 'sft_run'}", *words],
+    ):
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    # steps that are too small for float32 leave the weights as they were
+    grpo = [*ONE_PROCESS, f"actor_config.pretrained_checkpoint={tmp_path / 'tuned'}", "actor_config.lr=1e-30"]
+    grpo += ["actor_config.min_lr=0.0"]
+    first = finished(task, tmp_path / "rl", *grpo, "megatron_training.train_iters=1")
+    assert f"starts from the weights of {tmp_path / 'tuned'}" in first.output
+    second = finished(task, tmp_path / "rl", *grpo, "megatron_training.train_iters=2")
+    assert sorted(steps_of(second)) == [1, 2]
+    tuned, before = (
+        load_file(path) for path in (tmp_path / "tuned/hf/latest/model.safetensors", task / "model/model.safetensors")
+    )
+    ours = load_file(tmp_path / "rl/save/hf/latest/model.safetensors")
+    assert sorted(ours) == sorted(tuned) and all(torch.equal(ours[name], tuned[name]) for name in tuned)
+    assert any(not torch.equal(tuned[name], before[name]) for name in before)
 
 
 @pytest.mark.slow
