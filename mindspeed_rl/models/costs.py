@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_config import LinearAttention, ModelConfig
 
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
 _MAX_DERIVED_BYTES = 8 << 30
+#: tokens of a chunk of linear attention (engine/sequence_layout.py)
+_LINEAR_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,14 @@ class ModelFlops:
             sizes = (model_config.qk_head_dim, model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
             # query times key takes the first two, weights times value the third: two products of the mean size
             head = sum(size for size in sizes if size is not None) / 2
-        return cls(2.0 * weights, 2.0 * model_config.num_layers * model_config.num_attention_heads * head)
+        attended = model_config.num_layers
+        if (linear := model_config.linear_attention) is not None:
+            attended -= len(linear.layers)
+            # products with the state: what is read, written and put out; then those inside a chunk
+            state = 3 * linear.key_head_dim * linear.value_head_dim
+            inside = _LINEAR_CHUNK * (linear.key_head_dim + linear.value_head_dim)
+            weights += len(linear.layers) * linear.num_value_heads * (state + inside)
+        return cls(2.0 * weights, 2.0 * attended * model_config.num_attention_heads * head)
 
     def training(self, lengths: Iterable[int]) -> float:
         """Return the operations of forward and backward over these sequences; backward costs twice forward."""
@@ -67,7 +76,7 @@ def measure_head_share(architecture: Architecture, model_config: ModelConfig, pr
 def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1) -> int:
     """Return the bytes of a token on one of `tensor` ranks, which caches full heads, at least one.
 
-    Latent attention caches one head, on every rank.
+    Latent attention caches one head, on every rank; gated delta nets cache no token (`state_bytes_per_sequence`).
 
     Args:
         itemsize: bytes of a cached value.
@@ -75,20 +84,37 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
     if model_config.multi_latent_attention:
         assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
         return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) * itemsize
-    heads = -(-model_config.num_query_groups // tensor)
-    return 2 * model_config.num_layers * heads * model_config.kv_channels * itemsize
+    heads, layers = -(-model_config.num_query_groups // tensor), model_config.num_layers
+    if model_config.linear_attention is not None:
+        layers -= len(model_config.linear_attention.layers)
+    return 2 * layers * heads * model_config.kv_channels * itemsize
 
 
-def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
+def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tensor: int = 1) -> int:
+    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets.
+
+    A state is in float32; next to it are the last tokens that the convolution sees.
+    """
+    if linear is None:
+        return 0
+    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4
+    window = linear.num_key_heads * sum(linear.convolved) * (linear.conv_kernel_dim - 1) * itemsize
+    return len(linear.layers) * (state + window) // tensor
+
+
+def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes: int = 0) -> int:
     """Return the cache's bytes on the CPU: those of the run file, or of `max_num_seqs` full sequences and some spare blocks.
 
     Without a size in the run file they are at most 8 GiB.
 
     Args:
         kv_bytes_per_token: of the full model.
+        state_bytes: of the states of a sequence, in the full model.
     """
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * (1 << 30))
     blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
-    derived = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
+    # a block of keys and values is as large as a state, so that a sequence takes up to one state's bytes more
+    states = 2 * (config.max_num_seqs + 2) * state_bytes
+    derived = (blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token + states) // config.infer_tensor_parallel_size
     return min(derived, _MAX_DERIVED_BYTES)

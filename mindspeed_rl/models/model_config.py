@@ -228,6 +228,29 @@ def read_layer_types(hf_config: HfConfig, num_layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
+def read_linear_attention(hf_config: HfConfig, num_layers: int) -> LinearAttention:
+    """Return the gated delta nets that config.json describes.
+
+    Raises:
+        ValueError: a layer is of another kind than these and full attention.
+    """
+    expected = ("linear_attention", "full_attention")
+    kinds = read_layer_types(hf_config, num_layers)
+    if not kinds:
+        interval = read_size(hf_config, "full_attention_interval", 4)
+        kinds = tuple(expected[(layer + 1) % interval == 0] for layer in range(num_layers))
+    if strange := sorted(set(kinds) - set(expected)):
+        raise ValueError(f"config.json has layer_types {strange[0]!r}; expected {' or '.join(expected)}")
+    return LinearAttention(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == expected[0]),
+        num_key_heads=read_size(hf_config, "linear_num_key_heads", 16),
+        num_value_heads=read_size(hf_config, "linear_num_value_heads", 32),
+        key_head_dim=read_size(hf_config, "linear_key_head_dim", 128),
+        value_head_dim=read_size(hf_config, "linear_value_head_dim", 128),
+        conv_kernel_dim=read_size(hf_config, "linear_conv_kernel_dim", 4),
+    )
+
+
 def read_group(hf_config: HfConfig, key: str) -> HfConfig:
     """Return a group of settings in config.json, empty if there is none; ValueError if it is not a JSON object."""
     group = hf_config.get(key) or {}

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_rl.models.architecture import (
-    Architecture,
-    ExpertPacking,
-    attention_ops,
-    dense_mlp_ops,
-    norm_op,
-)
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, dense_mlp_ops, norm_op
 from mindspeed_rl.models.model_config import (
     HfConfig,
-    LinearAttention,
     ModelConfig,
     read_common,
     read_flag,
-    read_layer_types,
+    read_linear_attention,
     read_size,
 )
 from mindspeed_rl.models.qwen2_moe import qwen_moe_layer_ops, read_routed_experts
@@ -34,7 +27,6 @@ _DEFAULTS: HfConfig = {
     "shared_expert_intermediate_size": 512,
 }
 _HYBRID_DEFAULTS: HfConfig = {"head_dim": 256, "partial_rotary_factor": 0.25}
-_KINDS = ("linear_attention", "full_attention")
 
 
 def read_hybrid(hf_config: HfConfig, architecture: str) -> ModelConfig:
@@ -47,25 +39,12 @@ def read_hybrid(hf_config: HfConfig, architecture: str) -> ModelConfig:
     common = read_common(hf_config, architecture)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; models with gated delta nets are read without it")
-    kinds = read_layer_types(hf_config, common.num_layers)
-    if not kinds:
-        interval = read_size(hf_config, "full_attention_interval", 4)
-        kinds = tuple(_KINDS[(layer + 1) % interval == 0] for layer in range(common.num_layers))
-    if strange := sorted(set(kinds) - set(_KINDS)):
-        raise ValueError(f"config.json has layer_types {strange[0]!r}; expected {' or '.join(_KINDS)}")
     return replace(
         common,
         qk_layernorm=True,
         layernorm_zero_centered_gamma=True,
         attention_output_gate=True,
-        linear_attention=LinearAttention(
-            layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
-            num_key_heads=read_size(hf_config, "linear_num_key_heads", 16),
-            num_value_heads=read_size(hf_config, "linear_num_value_heads", 32),
-            key_head_dim=read_size(hf_config, "linear_key_head_dim", 128),
-            value_head_dim=read_size(hf_config, "linear_value_head_dim", 128),
-            conv_kernel_dim=read_size(hf_config, "linear_conv_kernel_dim", 4),
-        ),
+        linear_attention=read_linear_attention(hf_config, common.num_layers),
     )
 
 

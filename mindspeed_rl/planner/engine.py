@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
@@ -76,7 +76,8 @@ def plan_engine(run: RunShape) -> Engine | None:
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
         adapters = _count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
     token = kv_bytes_per_token(model_config, itemsize, tensor)
-    sequence = token * generate.max_model_len
+    linear = model_config.linear_attention
+    sequence = token * generate.max_model_len + state_bytes_per_sequence(linear, itemsize, tensor)
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
     inner = model_config.ffn_hidden_size
     if model_config.moe_layers:
@@ -88,7 +89,8 @@ def plan_engine(run: RunShape) -> Engine | None:
         step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
     problem = ""
     if not run.device.sleeps:
-        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize))
+        states = state_bytes_per_sequence(linear, itemsize)
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize), states)
     else:
         room = int(generate.gpu_memory_utilization * run.device.visible) - weights - adapters - step
         if room < sequence:
@@ -123,13 +125,16 @@ def _count_rollout_elements(architecture: Architecture, model_config: ModelConfi
 def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
     """Count the elements of one row of the table on a rank of the engine, experts sharded over the tensor ranks."""
     vocab = -(-model_config.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
-    total = 0
+    total, linear = 0, model_config.linear_attention
+    has_key_heads = linear is not None and op.layer in linear.layers and ".self_attention." in op.mcore
     for shape, split in zip(op.shapes, op.splits):
         size = math.prod(shape)
         if split.dim is None or "_down_proj" in op.mcore:
             total += size
         elif shape[0] == model_config.vocab_size:
             total += size // shape[0] * (vocab // tensor)
+        elif has_key_heads:  # of a gated delta net, each with its value heads on one rank
+            total += size // tensor
         else:
             # query heads may be on another rank than their key/value head
             unit = split.unit if split.unit % model_config.kv_channels else model_config.kv_channels

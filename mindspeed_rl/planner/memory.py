@@ -385,8 +385,9 @@ class _LayerBytes:
     input: float
 
 
-def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, has_experts: bool) -> _LayerBytes:
+def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, layer: int) -> _LayerBytes:
     """Compute the bytes of a layer for this many tokens of a replica."""
+    has_experts, linear = layer in model_config.moe_layers, model_config.linear_attention
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     tokens /= config.context_parallel_size
     split = tp if config.sequence_parallel and tp > 1 else 1
@@ -396,8 +397,16 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
         attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
+    elif linear is not None and layer in linear.layers:
+        keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
+        # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,
+        # values, output and its norm, and the inverse of each chunk (engine/gated_delta.py)
+        wide = 4 * keys + 3 * values + 64 * linear.num_value_heads
+        attention = (linear.num_key_heads * sum(linear.convolved) + 3 * values + 4 / itemsize * wide) / tp
     else:
         attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
+        if model_config.attention_output_gate:
+            attention += 2 * heads * width / tp
         if model_config.qk_layernorm:
             attention += (heads + model_config.num_query_groups) * width / tp
     recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
@@ -415,7 +424,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     else:
         mlp = 2 * hidden + (0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp)
     saved = 2 * hidden + attention + statistics + mlp
-    if "core_attn" in recomputed:
+    if "core_attn" in recomputed and (linear is None or layer not in linear.layers):
         saved -= heads * width / tp  # its output
     return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize)
 
@@ -437,7 +446,7 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
             if layer is None:
                 continue
             moe = layer in model_config.moe_layers
-            one = compute_layer_bytes(config, model_config, tokens, has_experts=moe)
+            one = compute_layer_bytes(config, model_config, tokens, layer)
             is_uneven = moe and layout.num_expert_groups > 1
             working = max(working, one.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
             saved = one.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
@@ -461,7 +470,8 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
 def _compute_forward_bytes(config: MegatronConfig, plan: ModelPlan, tokens: float) -> float:
     """Compute the bytes of a forward pass without backward: the largest layer and its input."""
     moe = bool(plan.model_config.moe_layers)
-    one = compute_layer_bytes(config, plan.model_config, tokens, has_experts=moe)
+    layers = plan.model_config.moe_layers or range(plan.model_config.num_layers)
+    one = max((compute_layer_bytes(config, plan.model_config, tokens, layer) for layer in layers), key=lambda one: one.saved)
     return one.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + one.input
 
 

@@ -71,7 +71,7 @@ def compute_lower_bounds(
     reduced = parameters * (4 + itemsize) if replicas > 1 else 0  # gradients in float32, weights
     optimizer = parameters * 12 // (replicas if config.use_distributed_optimizer else 1)
     saved = sum(
-        compute_layer_bytes(config, model_config, max(rows) * tokens, has_experts=has_experts).saved for has_experts in experts
+        compute_layer_bytes(config, model_config, max(rows) * tokens, layer).saved for layer in range(model_config.num_layers)
     )
     weights = parameters * itemsize
     resident = weights + parameters * 4 + optimizer

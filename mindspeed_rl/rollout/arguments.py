@@ -20,7 +20,8 @@ from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
-from mindspeed_rl.models.costs import cpu_cache_bytes
+from mindspeed_rl.models.costs import cpu_cache_bytes, state_bytes_per_sequence
+from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
 
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
@@ -73,13 +74,18 @@ def build_engine_arguments(
         **layout.engine_arguments(),
         **hooks.engine_arguments(config),
     }
-    if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
+    hf_config = json.loads(Path(hf_folder, "config.json").read_text())
+    if "quantization_config" in hf_config:
         # the trainer sends weights in full precision, also where the published ones are quantized
         arguments["hf_overrides"] = {"quantization_config": None}
     if config.fp32_lm_head:
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {FLOAT32_HEAD: True}
     if platform.current().name == "cpu":
-        arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token)
+        state_bytes = 0
+        if "linear_num_value_heads" in hf_config:
+            linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
+            state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
+        arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if not arguments["enable_chunked_prefill"]:  # a step holds a full prompt

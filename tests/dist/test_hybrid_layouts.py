@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "TP2 SP ETP1": ("hybrid_moe", 2, {"keys": SP | {"expert_tensor_parallel_size": 1}}),
     "PP2 CP2": ("hybrid", 4, {"keys": PP | RING}),
 }
-_SLOW = ("PP2 CP2", "CP2 Ulysses padded", "recompute selective", "TP2 SP padded", "micro-batch 8")
+_QUICK = ("padded", "token budget, recomputed", "TP2 SP distributed optimizer", "PP2", "CP2 Ulysses", "CP2 ring", "EP2")
 _Report = Callable[[str], list[dict[str, Any]]]
 
 
@@ -52,7 +52,7 @@ def one_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> _Repo
     return report
 
 
-@pytest.mark.parametrize(("name", "size", "changes"), marked(LAYOUTS, _SLOW))
+@pytest.mark.parametrize(("name", "size", "changes"), marked(LAYOUTS, LAYOUTS.keys() - _QUICK))
 def test_every_layout_trains_as_one_process_does(
     ranks: Callable[[int], Ranks],
     one_process: _Report,
@@ -66,7 +66,9 @@ def test_every_layout_trains_as_one_process_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "keys"), [("hybrid", 1, RECOMPUTE), ("hybrid_moe", 2, SP)], ids=["one process", "experts TP2 SP"]
+    ("name", "size", "keys"),
+    [pytest.param("hybrid", 1, RECOMPUTE, marks=pytest.mark.slow), ("hybrid_moe", 2, SP)],
+    ids=["one process", "experts TP2 SP"],
 )
 def test_a_prompt_that_is_computed_once_trains_as_one_for_each_row(
     ranks: Callable[[int], Ranks], models: dict[str, Path], name: str, size: int, keys: dict[str, Any]
@@ -88,6 +90,7 @@ def test_log_probs_of_packed_rows_are_those_of_transformers(
         np.testing.assert_allclose(found, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_half_precision_stays_close_to_full_precision(
     ranks: Callable[[int], Ranks], one_process: _Report, models: dict[str, Path]
 ) -> None:

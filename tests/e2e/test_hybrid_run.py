@@ -1,0 +1,34 @@
+"""A tiny Qwen3.5 with gated delta nets learns the copy task: Megatron trains it, vLLM generates in bfloat16."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from grpo_command import ONE_PROCESS, finished
+from tiny_task import make_other_task
+
+HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16", "rl_config.log_probs_diff_limit=0.2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [ONE_PROCESS, ["rl_config.actor_resource.num_npus=2"]], ids=["one process", "TP2 to TP1x2"])
+def test_a_tiny_qwen35_learns_and_trainer_and_engine_agree(tmp_path: Path, layout: list[str]) -> None:
+    task = make_other_task(tmp_path / "task", "qwen3.5")
+    changes = [*HALF, *layout, "megatron_training.train_iters=16", "megatron_training.save_interval=16"]
+    command = finished(task, tmp_path / "run", *changes)
+    scores = [record["grpo/score/mean"] for record in command.metrics]
+    assert sum(scores[:2]) / 2 < 0.7 and sum(scores[-4:]) / 4 > 0.85
+    assert [record["rollout/weight_version"] for record in command.metrics] == list(range(1, 17))
+    # transformers in bfloat16 and in float32 are as far apart
+    assert sum(record["rollout/log_probs_diff_mean"] for record in command.metrics) / 16 < 5e-3
+
+
+@pytest.mark.slow
+def test_the_text_class_of_the_engine_still_needs_the_stand_in_of_torchvision() -> None:
+    pytest.importorskip("vllm")
+    program = "import importlib.util, vllm.model_executor.models.qwen3_5"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert found.returncode != 0 and "torchvision" in found.stderr, "adaptors/vllm_cpu_vision.py can go"
