@@ -10,7 +10,6 @@ r"""Comparison of two final answers, for `acc`, `accuracy` and `cosine`, in four
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -18,7 +17,7 @@ from mindspeed_rl.rewards.answers.evaluation import evaluate_real, find_ratio, i
 from mindspeed_rl.rewards.answers.expressions import MAX_ANSWER_LENGTH, Node, negate
 from mindspeed_rl.rewards.answers.judge import cpu_limit, judge_formulas
 from mindspeed_rl.rewards.answers.notation import normalize, tokenize
-from mindspeed_rl.rewards.answers.regions import Interval, Region, is_same_region
+from mindspeed_rl.rewards.answers.regions import Interval, Region, is_same_region, match_all
 from mindspeed_rl.rewards.answers.values import (
     Based,
     Choice,
@@ -128,7 +127,7 @@ def _is_same_as_quantity(given: Value, expected: Quantity) -> bool:
         case Quantity():
             return _is_same_quantity(given, expected)
         case Collection(kind="set", items=(item,)):
-            return _is_same(item, expected)
+            return _is_same_item(item, expected)
         case Ratio(parts=(first, second), time=False):
             return is_same_value(Node("/", (first, second)), expected.node) and expected.unit is None
         case Residue(value=value):
@@ -141,8 +140,13 @@ def _is_same_as_quantity(given: Value, expected: Quantity) -> bool:
 
 
 def _is_same_quantity(given: Quantity, expected: Quantity) -> bool:
-    """Compare value, percent sign and unit. A unit that one of them lacks is no difference; 50% is 50 or 0.5."""
+    """Compare value, percent sign and unit; 50% is 50 or 0.5.
+
+    A unit that one of them lacks is no difference, but 12 florps are not 12: a word of the answer alone must be known.
+    """
     node = given.node
+    if expected.unit is None and given.unit is not None and not given.unit.is_plain:
+        return False
     if given.unit is not None and expected.unit is not None:
         if given.unit.dimensions != expected.unit.dimensions:
             return False
@@ -279,27 +283,22 @@ def _is_same_collection(given: Value, expected: Collection) -> bool:
         return region is not None and is_same_region(given, region)
     unordered = ("set", "list")
     if not isinstance(given, Collection):
-        return expected.kind in unordered and len(expected.items) == 1 and _is_same(given, expected.items[0])
+        return expected.kind in unordered and len(expected.items) == 1 and _is_same_item(given, expected.items[0])
     if len(given.items) != len(expected.items) or len(expected.items) > _MAX_ITEMS:
         return False
     kinds = {given.kind, expected.kind}
     if kinds <= {"set", "list"} or kinds == {"union"}:
-        return _have_same_items(given.items, expected.items)
+        return match_all(given.items, expected.items, _is_same_item)
     # a point may be written without parentheses, in order
     if len(kinds) > 1 and kinds not in ({"list", "()"}, {"list", "sequence"}):
         return False
-    return all(_is_same(x, y) for x, y in zip(given.items, expected.items))
+    return all(_is_same_item(x, y) for x, y in zip(given.items, expected.items))
 
 
-def _have_same_items(given: Sequence[Value], expected: Sequence[Value]) -> bool:
-    """Return True if the items match each other in any order."""
-    remaining = list(expected)
-    for item in given:
-        match = next((index for index, other in enumerate(remaining) if _is_same(item, other)), None)
-        if match is None:
-            return False
-        del remaining[match]
-    return not remaining
+def _is_same_item(given: Value, expected: Value) -> bool:
+    """Compare members of collections, where the set {2} is not 2: {1, {2}} is not {1, 2}."""
+    sets = [isinstance(value, Collection) and value.kind == "set" for value in (given, expected)]
+    return sets[0] == sets[1] and _is_same(given, expected)
 
 
 def _as_region(value: Value) -> Region | None:

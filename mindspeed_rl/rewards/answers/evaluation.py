@@ -306,7 +306,7 @@ def symbols_of(node: Node) -> frozenset[str]:
 
 
 def _contains(node: Node, op: str, name: str = "") -> bool:
-    return (node.op == op and node.name == name) or any(_contains(arg, op, name) for arg in node.args)
+    return any(part.op == op and part.name == name for part in node.walk())
 
 
 def _evaluate_all(nodes: Sequence[Node], index: int, names: Sequence[str], **options: bool) -> list[Number | None]:
@@ -359,12 +359,8 @@ def is_same_value(given: Node, expected: Node) -> bool:
     if given == expected:
         return True
     names = sorted(symbols_of(given) | symbols_of(expected))
-    has_log = any(_contains_log(node) for node in (given, expected))
+    has_log = any(part.op == "log" and len(part.args) == 1 for node in (given, expected) for part in node.walk())
     return any(_is_same_everywhere((given, expected), names, natural) for natural in ((True, False) if has_log else (True,)))
-
-
-def _contains_log(node: Node) -> bool:
-    return (node.op == "log" and len(node.args) == 1) or any(_contains_log(arg) for arg in node.args)
 
 
 def _is_same_everywhere(nodes: tuple[Node, Node], names: Sequence[str], natural: bool) -> bool:

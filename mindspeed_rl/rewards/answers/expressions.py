@@ -7,6 +7,7 @@ primes and accents; letters next to each other multiply. Everything else (sums, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -37,6 +38,12 @@ class Node:
     value: Fraction = field(default=Fraction(0))
     name: str = ""
     digits: tuple[int, int] = (0, 0)
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all below it."""
+        yield self
+        for arg in self.args:
+            yield from arg.walk()
 
 
 FUNCTIONS = frozenset(
@@ -286,7 +293,8 @@ class _Parser:
         if lower is None or start is None or self.take(_CARET) is None:
             raise UnreadableError("sum without limits")
         end, term = self.exponent(), self.product()
-        if _mentions(end, "\\infty") or re.search(rf"_(?:{lower[1]}|\{{[^{{}}=]*{lower[1]}[^{{}}=]*\}})", self.text):
+        is_endless = any(part.name == "\\infty" for part in end.walk())
+        if is_endless or re.search(rf"_(?:{lower[1]}|\{{[^{{}}=]*{lower[1]}[^{{}}=]*\}})", self.text):
             raise UnreadableError("sum without end, or of a sequence")
         return Node(name, (term, start, end), name=lower[1])
 
@@ -349,10 +357,6 @@ _ACCENTED = re.compile(r"\{\s*(\\?[A-Za-z]+)\s*\}|([A-Za-z])")
 _OPENING = re.compile(r"\(|\[|\{|\\lfloor(?![A-Za-z])|\\lceil(?![A-Za-z])")
 _FACTOR = re.compile(r"[A-Za-z({]|\[")
 _CLOSING_COMMANDS = frozenset(("rfloor", "rceil", "cdot", "times", "div"))
-
-
-def _mentions(node: Node, name: str) -> bool:
-    return node.name == name or any(_mentions(arg, name) for arg in node.args)
 
 
 def _number(digits: str) -> Node:

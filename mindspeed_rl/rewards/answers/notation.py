@@ -10,12 +10,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from mindspeed_rl.rewards.answers.expressions import is_word
+from mindspeed_rl.rewards.answers.expressions import FUNCTIONS, is_word
 
-_FUNCTIONS = (
-    "arcsinh|arccosh|arctanh|arsinh|arcosh|artanh|sinh|cosh|tanh|coth|arcsin|arccos|arctan|arccot|sin|cos|tan|cot|sec|csc"
-    "|ln|log|exp|gcd|lcm|max"
-)
+_FUNCTIONS = "|".join(sorted(FUNCTIONS - {"min"}))  # 5 min are minutes
 _GREEK = "pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega"
 _DEGREE = r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z]))"
 _UNIT_LETTERS = {

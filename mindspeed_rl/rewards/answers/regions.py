@@ -3,8 +3,9 @@ r"""Parts of the real line, in all their notations: -1 < x < 1, |x| < 1, (-1, 1)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value
 from mindspeed_rl.rewards.answers.expressions import Node, negate, parse_expression
@@ -34,7 +35,8 @@ class Region:
 
 
 _RELATION = re.compile(r"(≤|≥|<|>)")
-_OPPOSITE = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+_Item = TypeVar("_Item")
+OPPOSITE = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 _EITHER, _BOTH = (" or ", ",", "或", r"\lor ", r"\vee "), (" and ", "且", r"\land ", r"\wedge ")
 #: \{x \in \mathbb{R} : x > 3\}
 _BUILDER = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.*?)\\?\}")
@@ -182,7 +184,7 @@ def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     if len(parts) == 5:
         low, first, name, second, high = parts
         if first in ">≥" and second in ">≥":
-            low, first, second, high = high, _OPPOSITE[second], _OPPOSITE[first], low
+            low, first, second, high = high, OPPOSITE[second], OPPOSITE[first], low
         if first in "<≤" and second in "<≤" and _read_name(name) is not None:
             interval = as_interval("[" if first == "≤" else "(", low, high, "]" if second == "≤" else ")")
             return None if interval is None else (name, [interval])
@@ -193,7 +195,7 @@ def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     if nodes[0] is None or nodes[1] is None:
         return None
     if not (_read_name(left) is not None or nodes[0].op == "abs") or (right[0] in "xyzt" and _read_name(right) is not None):
-        left, relation, right, nodes = right, _OPPOSITE[relation], left, nodes[::-1]
+        left, relation, right, nodes = right, OPPOSITE[relation], left, nodes[::-1]
     closed = relation in "≤≥"
     if nodes[0] is not None and nodes[0].op == "abs":
         return _read_distance(nodes[0].args[0], relation, nodes[1])
@@ -222,13 +224,18 @@ def is_same_region(given: Region, expected: Region) -> bool:
     """Return True for the same intervals of the same variable, in any order."""
     if given.name and expected.name and given.name != expected.name:
         return False
-    one, other = list(_join(given.intervals)), list(_join(expected.intervals))
-    for interval in one:
-        match = next((index for index, candidate in enumerate(other) if _is_same_interval(interval, candidate)), None)
+    return match_all(_join(given.intervals), _join(expected.intervals), _is_same_interval)
+
+
+def match_all(given: Sequence[_Item], expected: Sequence[_Item], is_same: Callable[[_Item, _Item], bool]) -> bool:
+    """Return True if the items match each other in any order."""
+    remaining = list(expected)
+    for item in given:
+        match = next((index for index, other in enumerate(remaining) if is_same(item, other)), None)
         if match is None:
             return False
-        del other[match]
-    return not other
+        del remaining[match]
+    return not remaining
 
 
 def _is_same_interval(given: Interval, expected: Interval) -> bool:

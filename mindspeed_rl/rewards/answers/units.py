@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 
 _TABLE: dict[str, tuple[dict[str, int], Fraction]] = {}
 for _dimensions, _sizes in {
@@ -15,12 +17,12 @@ for _dimensions, _sizes in {
     },
     "length2": {"hectare ha 公顷": "10000", "acre": "4046.8564224"},
     "time": {
-        "ms": "1/1000", "s sec second 秒": "1", "min minute 分钟": "60", "h hr hour 小时": "3600", "day 天 日": "86400",
+        "ms": "1/1000", "s sec second 秒": "1", "min minute 分钟": "60", "h hr hrs hour 小时": "3600", "day 天 日": "86400",
         "week 周": "604800",
     },
-    "month": {"month 月 个月": "1", "yr year 年": "12"},
+    "month": {"month 月 个月": "1", "yr yrs year 年": "12"},
     "mass": {
-        "mg milligram": "1/1000", "g gram 克": "1", "kg kilogram 千克 公斤": "1000", "lb pound": "453.59237",
+        "mg milligram": "1/1000", "g gram 克": "1", "kg kilogram 千克 公斤": "1000", "lb lbs pound": "453.59237",
         "ounce oz": "28.349523125", "ton tonne 吨": "1000000",
     },
     "length3": {"ml milliliter millilitre 毫升": "1e-6", "l L liter litre 升": "1/1000", "gallon": "0.003785411784"},
@@ -54,8 +56,18 @@ _LETTER_QUOTIENTS = frozenset(("m/s", "m/h", "g/l", "g/L", "l/s", "l/h", "L/s", 
 _NO_UNITS = frozenset(
     "and or not but nor is are was were be wrong right false true correct incorrect factorial squared cubed percent percentage "
     "dozen hundred thousand million billion trillion half halves third thirds quarter quarters fifth fifths tenth tenths plus "
-    "minus times over divided mod modulo root more less least most than approximately about base where when for all any each "
+    "minus lakh crore myriad gross inverse reciprocal negated opposite below under above short times over divided mod "
+    "modulo root more less least most than approximately about base where when for all any each "
     "only exactly infinity pi negative positive even odd prime unknown none nothing maximum minimum max min to the".split()
+)
+
+#: what is counted in word problems, and what may follow a unit (years old): in the singular
+_NOUNS = frozenset(" ".join(json.loads(Path(__file__).with_name("nouns.json").read_text(encoding="utf-8"))).split())
+#: measure words
+_COUNTED = re.compile(
+    "[个只条张本名人次件位辆棵根块片朵颗粒头匹双对套台架艘座栋间层排行列组班页字"
+    "句段篇题道场局步圈圆角边面点线项株桶"
+    "盒箱袋瓶杯碗包支枝筐篮串捆斤两亩尺寸里户家所门节课封份幅副把扇顶床匙勺滴团堆束轮届级学平立种岁倍][\u4e00-\u9fff]{0,4}"
 )
 
 _POWER = r"(?:\s*\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d)))?"
@@ -77,10 +89,12 @@ class Unit:
     Attributes:
         dimensions: (name, exponent), sorted by name.
         size: in base units of these dimensions.
+        is_plain: its words are units of the table or nouns that are counted; an answer may have it where the label has none.
     """
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
+    is_plain: bool = field(default=True, compare=False)
 
 
 def read_currency(symbol: str) -> Unit:
@@ -127,20 +141,24 @@ def read_unit(text: str, *, allows_words: bool) -> Unit | None:
         return None
     dimensions: dict[str, int] = {}
     size = Fraction(1)
+    is_plain = True
     for index, part in enumerate(parts):
         factors = _read_factors(part, allows_words)
         if factors is None:
             return None
-        for base, factor_size, _ in factors:
+        for base, factor_size, words in factors:
+            is_plain &= not words or any(word in _NOUNS or _COUNTED.fullmatch(word) for word in words)
             for name, exponent in base.items():
                 dimensions[name] = dimensions.get(name, 0) + (exponent if index == 0 else -exponent)
             size = size * factor_size if index == 0 else size / factor_size
-    return Unit(tuple(sorted((name, exponent) for name, exponent in dimensions.items() if exponent)), size)
+    return Unit(tuple(sorted((name, exponent) for name, exponent in dimensions.items() if exponent)), size, is_plain)
 
 
-def _read_factors(part: str, allows_words: bool) -> list[tuple[dict[str, int], Fraction, str]] | None:
-    """Return (dimensions, size, name) of each factor of a product of units; None for other text."""
-    factors, words, position = [], [], 0
+def _read_factors(part: str, allows_words: bool) -> list[tuple[dict[str, int], Fraction, list[str]]] | None:
+    """Return (dimensions, size, words outside the table) of each factor of a product of units; None for other text."""
+    factors: list[tuple[dict[str, int], Fraction, list[str]]] = []
+    words: list[str] = []
+    position = 0
     while position < len(part):
         match = _FACTOR.match(part, position)
         if match is None:
@@ -150,7 +168,7 @@ def _read_factors(part: str, allows_words: bool) -> list[tuple[dict[str, int], F
         power = {"sq": 2, "cu": 3, "平方": 2, "立方": 3}.get(chinese or (english or "")[:2], power)
         known = _TABLE.get(name) if len(name) == 1 else _TABLE.get(name.lower()) or _TABLE.get(_singular(name))
         if known is not None and not words:
-            factors.append(({base: power * exponent for base, exponent in known[0].items()}, known[1] ** power, name))
+            factors.append(({base: power * exponent for base, exponent in known[0].items()}, known[1] ** power, []))
         elif not allows_words or name.lower() in _NO_UNITS or (name.isascii() and len(name) < 3 and name != "of"):
             return None
         else:
@@ -161,7 +179,7 @@ def _read_factors(part: str, allows_words: bool) -> list[tuple[dict[str, int], F
             return None
         position = position if separator is None else separator.end()
     if words:
-        factors.append(({" ".join(words): 1}, Fraction(1), " ".join(words)))
+        factors.append(({" ".join(words): 1}, Fraction(1), words))
     return factors or None
 
 

@@ -17,7 +17,7 @@ from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value
 from mindspeed_rl.rewards.answers.expressions import FUNCTIONS, Node, is_word, negate, parse_expression
 from mindspeed_rl.rewards.answers.notation import CLOSING, OPENING, closes_at_end, split_outside, tokenize
 from mindspeed_rl.rewards.answers.numerals import SCALES, read_words
-from mindspeed_rl.rewards.answers.regions import Region, read_region
+from mindspeed_rl.rewards.answers.regions import OPPOSITE, Region, read_region
 from mindspeed_rl.rewards.answers.units import Unit, read_currency, read_unit, split_unit
 
 
@@ -280,7 +280,8 @@ _POINT = re.compile(r"([A-Z](?:_\{?\w+\}?|')?)\s*(\((?:[^(),]+,)+[^(),]+\))")
 
 def _read_brackets(text: str, depth: int) -> Value | None:
     r"""Read (1, 2), [1, 2], {1, 2}, \{1, 2\}, [[1, 2], [3, 4]]."""
-    body = text.replace(r"\{", "{").replace(r"\}", "}")
+    body = text[text.startswith(r"\{") :]
+    body = body[:-2] + "}" if body.endswith(r"\}") else body
     if body[:1] not in tuple(OPENING) or body[-1:] not in tuple(CLOSING) or not closes_at_end(body):
         return None
     inner = body[1:-1]
@@ -288,6 +289,8 @@ def _read_brackets(text: str, depth: int) -> Value | None:
     if ", " not in inner:  # {100,200} has two members
         separated = split_outside(re.sub(r"(?<=\d),(?=\d)", " , ", inner), (",", ";", "、"))
     if body[0] == "{":
+        if depth > 1 and text[0] == "{" and len(separated) == 1:  # braces of LaTeX around a member
+            return read_value(inner, depth)
         return None if ":" in inner or "|" in inner else Collection("set", _read_all(separated, depth))
     if len(separated) < 2:
         return None
@@ -450,7 +453,7 @@ def _read_inequality(text: str, depth: int) -> Value | None:
     if len(sides) != 3:
         return None if len(sides) == 1 else _read_words(text, depth) or Text(tokenize(text))
     if sides[1] in ">≥":
-        sides = [sides[2], {">": "<", "≥": "≤"}[sides[1]], sides[0]]
+        sides = [sides[2], OPPOSITE[sides[1]], sides[0]]
     left, right = parse_expression(sides[0]), parse_expression(sides[2])
     if left is None or right is None:
         return _read_words(text, depth) or Text(tokenize(text))
@@ -471,7 +474,7 @@ def _read_ratio(text: str, depth: int) -> Value | None:
 # Quantities
 
 _HEAD = re.compile(r"(?i)((?:negative|minus)\s+|负)|([+-]?)\s*([$¥￥€£])\s*(-?)\s*")
-_PERCENT = re.compile(r"(.*?\S)\s*(?:\\?%|percent)", re.DOTALL)
+_PERCENT = re.compile(r"(.*?\S)\s*(?:\\?%|per ?cent|pct\.?)", re.DOTALL)
 _SCALED = re.compile(rf"(-?\d[\d,]*(?:\.\d+)?)\s*({'|'.join(SCALES)})(?![A-Za-z])(.*)", re.DOTALL)
 _ORDINAL = re.compile(r"(\d*(?:1st|2nd|3rd|[04-9]th|1[1-3]th))")
 

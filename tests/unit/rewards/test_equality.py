@@ -64,6 +64,42 @@ def test_a_label_may_accept_several_answers(label: object, accepted: list[str]) 
     assert list_accepted_answers(label) == accepted
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["12 apples", "12 years old", r"12\text{ ways}", "twelve children", "12 cups of water", "12 dollars per hour", "12个苹果"],
+)
+def test_an_answer_may_count_things_that_a_bare_label_does_not_name(answer: str) -> None:
+    assert is_same_answer(answer, "12") and is_same_answer("12", answer)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["florps", "square florps", "lakh", "hundreds", "dozens", "gross", "inverse", "negated", "below zero", "thirteen", "倒数"],
+)
+def test_words_that_are_no_units_and_no_things_make_another_answer_of_a_number(words: str) -> None:
+    """The words could change the value; where the label has them, they are its unit."""
+    assert not is_same_answer(f"12 {words}", "12")
+    assert is_same_answer("12 florps", "12 florps") and is_same_answer("12", "12 florps")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        (r"\{1,2\}", r"\{1,\{2\}\}", False),
+        (r"\{1,\{2\}\}", r"\{1,2\}", False),
+        ("1, 2", r"\{1,\{2\}\}", False),
+        (r"\{\{5\}\}", r"\{5\}", False),
+        (r"\{\{5\}\}", "5", False),
+        (r"(1,\{2\})", "(1,2)", False),
+        (r"\{5\}", "5", True),
+        (r"\{{1},{2}\}", r"\{1,2\}", True),
+        (r"\{3,\{2,1\}\}", r"\{\{1,2\},3\}", True),
+    ],
+)
+def test_a_set_in_a_set_is_no_member_of_it(given: str, wanted: str, same: bool) -> None:
+    assert is_same_answer(given, wanted) == same
+
+
 def test_a_list_of_labels_accepts_each_of_them_and_no_other() -> None:
     assert acc(r"\boxed{B}", ["A", "B"]) == accuracy(r"\boxed{B}", ["A", "B"]) == 1.0
     assert acc(r"\boxed{C}", ["A", "B"]) == -0.5
