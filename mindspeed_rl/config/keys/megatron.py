@@ -18,9 +18,11 @@ DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "lora_dropout")
 _OWN_ARGUMENTS = "it reads arguments at run time that only Megatron-LM's own training program sets"
 #: features of MindSpeed core_r0.16.0 that are left off, and why: they change speed and memory, not results
 LEFT_OFF_FEATURES = {
-    "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes",
-    "reuse_fp32_param": _OWN_ARGUMENTS,
-    "swap_attention": "its hooks are set by Megatron-LM's own training program alone",
+    "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes; "
+    "recompute_granularity: selective with recompute_modules: [mlp], or [moe_act] in experts, frees this memory too",
+    "reuse_fp32_param": f"{_OWN_ARGUMENTS}; swap_optimizer frees more memory",
+    "swap_attention": "its hooks are set by Megatron-LM's own training program alone, and read its arguments at run time; "
+    "recompute_granularity frees this memory by computing it again",
     "use_ascend_coc": _OWN_ARGUMENTS,
     "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,
     "gemm_gradient_accumulation_fusion": _OWN_ARGUMENTS,
@@ -214,7 +216,7 @@ class _CheckpointKeys:
         "读 `load` 中的哪个检查点；不设为最新的", range=Range.ITERATIONS_FROM_0, on_resume="exact")
     load_previous: bool = key(False, "resume from the newest intact checkpoint of `load` when the newest is damaged",
         "最新的检查点损坏时，从 `load` 中最近一个完好的继续", on_resume="exact")
-    sigterm_grace_s: float = key(60.0, "seconds after SIGTERM, SIGHUP or Ctrl-C in which the running iteration may end and be saved",
+    sigterm_grace_s: float = key(60.0, "seconds after SIGTERM, SIGHUP or Ctrl-C for the iteration to end and be saved",
         "收到 SIGTERM、SIGHUP 或 Ctrl-C 后，正在进行的迭代完成并保存可用的秒数", range=Bounds(0, 31 * 86400), on_resume="exact")
     finetune: bool = key(False, "load weights only: no optimizer, no random state, iteration 0",
         "只读权重：不读优化器和随机状态，从第 0 次迭代开始", on_resume="exact")
