@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler
-from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, open_indexed
+from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, read_index
 from mindspeed_rl.data.sources import Chunk, RowSource, read_chunk
 from mindspeed_rl.data.summary import Counts
 
@@ -309,7 +309,7 @@ def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
             raise ValueError(f"merge_group_keys: no .bin/.idx file in {folder!r} has {key!r} in its name")
         for name in names:
             # half a pair is found before anything is written
-            open_indexed(root / name)
+            read_index(root / name)
         groups[key] = [str(root / name) for name in names]
     work = target.parent / f".{target.name}.merge-{os.getpid()}.incomplete"
     work.mkdir()

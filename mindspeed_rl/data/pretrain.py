@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import megatron_import, open_indexed
+from mindspeed_rl.data.indexed import megatron_import, read_index
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -77,7 +77,7 @@ def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
         weights, prefixes = [weight for weight in weights_or_none if weight is not None], items[1::2]
     for prefix in prefixes:
         try:
-            open_indexed(prefix)
+            read_index(prefix)
         except ValueError as error:
             raise ValueError(f"data_path: {error}; for pretraining give the full prefix, with _text_document") from error
     return prefixes, weights

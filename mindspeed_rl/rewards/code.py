@@ -29,7 +29,7 @@ from typing import Any
 
 from mindspeed_rl.rewards import harness
 from mindspeed_rl.rewards.samples import RewardSettings
-from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.rewards.statements import are_equal, read_comparisons
 from mindspeed_rl.rewards.text_scores import list_code_blocks
 
@@ -59,6 +59,11 @@ def code(
         passed, missing = _run_statements(program, cases, entry_point, deadline)
     scores: dict[str, float | str] = {"score": sum(passed) / len(passed), "all_passed": float(all(passed))}
     return {**scores, "missing_isolation": ", ".join(missing)} if missing else scores
+
+
+def warm_up() -> None:
+    """Find the isolation that this machine offers, once: its workers are forked with the result."""
+    available_isolation()
 
 
 def extract_program(response: str) -> str | None:

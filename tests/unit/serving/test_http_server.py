@@ -216,7 +216,9 @@ def test_json_that_is_nested_without_end_is_a_wrong_call(server: Server) -> None
 def test_a_websocket_without_the_token_or_an_application_is_refused(server: Server, token: str, status: int) -> None:
     key = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        lines = ["GET /v1/realtime HTTP/1.1", "Host: x", "Sec-WebSocket-Version: 13", *key, *([f"Authorization: {token}"] if token else []), "", ""]
+        lines = ["GET /v1/realtime HTTP/1.1", "Host: x", "Sec-WebSocket-Version: 13", *key]
+        lines += [f"Authorization: {token}"] if token else []
+        lines += ["", ""]
         connection.sendall("\r\n".join(lines).encode())
         assert f"HTTP/1.1 {status}".encode() in connection.recv(1000)
 
