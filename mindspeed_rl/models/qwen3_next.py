@@ -61,12 +61,7 @@ def _gated_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp
     """Return attention whose q_proj has a gate after each query head; Megatron has a group's queries, then their gates."""
     head_dim = model_config.kv_channels
     queries = model_config.num_attention_heads // model_config.num_query_groups
-    query_rows = [(0, 0, 2 * head * head_dim, head_dim) for head in range(queries)]
-    gate_rows = [(0, 0, (2 * head + 1) * head_dim, head_dim) for head in range(queries)]
-    packing = Interleave(
-        ((2 * queries * head_dim,), (head_dim,), (head_dim,)),
-        (*query_rows, *gate_rows, (1, 0, 0, head_dim), (2, 0, 0, head_dim)),
-    )
+    packing = Interleave(((2 * queries * head_dim,), (head_dim,), (head_dim,)), gated=queries)
     ops = attention_ops(model_config, layer)
     qkv = next(i for i, op in enumerate(ops) if op.mcore.endswith("linear_qkv.weight"))
     (rows, hidden), *others = ops[qkv].shapes

@@ -144,17 +144,21 @@ class Interleave(_Packing):
     Args:
         sections: for each HF tensor the rows of a group in each of its sections; the tensor has all groups of the first
             section, then all of the second, and so on.
-        order: the group's rows in Megatron, range by range: (HF tensor, its section, first row, number of rows). Empty for all
-            in the order of the tensors.
+        gated: query heads of a group of which the first tensor has each with its gate; Megatron has all queries, then all gates.
     """
 
     sections: tuple[tuple[int, ...], ...]
-    order: tuple[tuple[int, int, int, int], ...] = ()
+    gated: int = 0
 
     @property
-    def _ranges(self) -> tuple[tuple[int, int, int, int], ...]:
-        in_order = [(i, j, 0, rows) for i, sections in enumerate(self.sections) for j, rows in enumerate(sections)]
-        return self.order or tuple(in_order)
+    def _ranges(self) -> list[tuple[int, int, int, int]]:
+        """The group's rows in Megatron, range by range: (HF tensor, its section, first row, number of rows)."""
+        ranges = [(i, j, 0, rows) for i, sections in enumerate(self.sections) for j, rows in enumerate(sections)]
+        if not self.gated:
+            return ranges
+        width = self.sections[0][0] // (2 * self.gated)
+        heads = [(0, 0, (2 * head + half) * width, width) for half in (0, 1) for head in range(self.gated)]
+        return heads + ranges[1:]
 
     def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return views [groups, rows, ...] of the tensors, in Megatron's order."""
