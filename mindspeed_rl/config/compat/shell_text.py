@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from mindspeed_rl.config.errors import ConfigError
 
@@ -362,6 +363,10 @@ class _Parser:
 # ------------------------------------------------------------------------------------------------------------- interpreter
 
 _Variable = str | list[str]
+#: text is split at blanks unless it is quoted, a list has a word an item, words are split already
+_Expansion = Literal["text", "list", "words"]
+_DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+_QUOTED = re.compile(r"""['"\\]""")
 _ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
     ast.FloorDiv: operator.floordiv,
@@ -422,8 +427,9 @@ class _Interpreter:
     def _run_if(self, node: _Node) -> bool | None:
         parts = list(node.parts)
         while len(parts) >= 2:
+            count = len(self.commands)
             status = self.run(parts[0])
-            if status is None:
+            if status is None or len(self.commands) > count:  # only the machine knows how a program ends
                 bodies = parts[1::2] + ([parts[-1]] if len(parts) % 2 else [[]])
                 self._run_uncertain(bodies, f"the condition of line {node.line}")
                 return True
@@ -495,6 +501,11 @@ class _Interpreter:
             # a file that is not here, such as a virtual environment of that machine, sets what the script may request
             if not list_unknown(expanded[1]) and path.is_file():
                 return self._include(path.read_text(encoding="utf-8"))
+        if name == "shift":
+            rest = self.variables.get("@", [])
+            items = list(rest)[int(expanded[1]) if expanded[1:] and expanded[1].isdigit() else 1 :]
+            self._set_arguments(items)
+            return True
         if name == "unset":
             for item in expanded[1:]:
                 self.variables.pop(item, None)
@@ -514,8 +525,7 @@ class _Interpreter:
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
-        self.variables |= {"@": arguments, "*": arguments, "#": str(len(arguments))}
-        self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
+        self._set_arguments(arguments)
         self.depth += 1
         status = self.run(self.functions[name])
         self.depth -= 1
@@ -524,6 +534,12 @@ class _Interpreter:
             if value is not None:
                 self.variables[key] = value
         return status
+
+    def _set_arguments(self, arguments: list[str]) -> None:
+        for index in range(1, 10):
+            self.variables.pop(str(index), None)
+        self.variables |= {"@": arguments, "*": arguments, "#": str(len(arguments))}
+        self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
 
     def _declare(self, words: list[str]) -> bool:
         for word in words[1:]:
@@ -607,11 +623,11 @@ class _Interpreter:
         current: list[str] = []  # empty: there is no word yet
         place = 0
 
-        def add(items: list[str], *, is_list: bool, quoted: bool) -> None:
-            if not is_list and (quoted or not splits):
+        def add(items: list[str], kind: _Expansion, *, quoted: bool) -> None:
+            if kind != "list" and (quoted or not splits):
                 current.append(" ".join(items))
                 return
-            parts = items if quoted else [part for item in items for part in item.split()]
+            parts = items if quoted or kind == "words" else [part for item in items for part in item.split()]
             for index, part in enumerate(parts):
                 if index:
                     words.append("".join(current))
@@ -636,15 +652,15 @@ class _Interpreter:
                         current.append(inner[position + 1].replace("\n", ""))
                         position += 2
                     elif inner[position] in "$`":
-                        items, is_list, position = self._expand_dollar(inner, position, blank_unset=blank_unset)
-                        add(items, is_list=is_list, quoted=True)
+                        items, kind, position = self._expand_dollar(inner, position, blank_unset=blank_unset)
+                        add(items, kind, quoted=True)
                     else:
                         current.append(inner[position])
                         position += 1
                 place = end + 1
             elif char in "$`":
-                items, is_list, place = self._expand_dollar(word, place, blank_unset=blank_unset)
-                add(items, is_list=is_list, quoted=False)
+                items, kind, place = self._expand_dollar(word, place, blank_unset=blank_unset)
+                add(items, kind, quoted=False)
             else:
                 current.append(char)
                 place += 1
@@ -656,37 +672,36 @@ class _Interpreter:
         reader._read_quoted('"')
         return reader.place - 1
 
-    def _expand_dollar(self, text: str, place: int, *, blank_unset: bool) -> tuple[list[str], bool, int]:
-        """Return the words of an expansion, whether they are those of a list, and the place after it."""
+    def _expand_dollar(self, text: str, place: int, *, blank_unset: bool) -> tuple[list[str], _Expansion, int]:
+        """Return the words of an expansion, their kind, and the place after it."""
         reader = _Reader(text)
         if text[place] == "`":
             end = text.index("`", place + 1)
-            return [self._substitute(text[place + 1 : end])], False, end + 1
+            return [self._substitute(text[place + 1 : end])], "text", end + 1
         reader.place = place + 1
         if text.startswith("$((", place):
             inner = reader._read_balanced("(", ")")
-            return [self._compute(inner[1:-1])], False, reader.place
+            return [self._compute(inner[1:-1])], "text", reader.place
         if text.startswith("$(", place):
-            return [self._substitute(reader._read_balanced("(", ")"))], False, reader.place
+            return [self._substitute(reader._read_balanced("(", ")"))], "text", reader.place
         if text.startswith("${", place):
-            items, is_list = self._expand_braces(reader._read_balanced("{", "}"), blank_unset=blank_unset)
-            return items, is_list, reader.place
+            items, kind = self._expand_braces(reader._read_balanced("{", "}"), blank_unset=blank_unset)
+            return items, kind, reader.place
         if text.startswith("$'", place):
             end = text.index("'", place + 2)
-            return [text[place + 2 : end].replace("\\n", "\n").replace("\\t", "\t")], False, end + 1
+            return [text[place + 2 : end].replace("\\n", "\n").replace("\\t", "\t")], "words", end + 1
         match = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]").match(text, place + 1)
         if match is None:
-            return ["$"], False, place + 1
+            return ["$"], "text", place + 1
         name = match.group()
         if name in ("@", "*"):
-            value = self.variables.get("@", [])
-            return list(value), True, match.end()
-        return [self._value(name, blank_unset=blank_unset)], False, match.end()
+            return list(self.variables.get("@", [])), "list", match.end()
+        return [self._value(name, blank_unset=blank_unset)], "text", match.end()
 
-    def _expand_braces(self, text: str, *, blank_unset: bool) -> tuple[list[str], bool]:
+    def _expand_braces(self, text: str, *, blank_unset: bool) -> tuple[list[str], _Expansion]:
         match = re.match(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", text, re.DOTALL)
         if match is None:
-            return [self._mark(text)], False
+            return [self._mark(text)], "text"
         flag, name, index, rest = match.groups()
         value: _Variable | None = self.known.get(name, self.variables.get(name))
         if name in ("@", "*"):
@@ -694,11 +709,13 @@ class _Interpreter:
         if index in ("@", "*"):
             items = value if isinstance(value, list) else [] if value is None and blank_unset else None
             items = ([self._mark(name)] if value is None else [str(value)]) if items is None else items
-            return ([str(len(items))], False) if flag == "#" else (items, True)
+            if flag == "#":
+                return [str(len(items))], "text"
+            return (items, "list") if index == "@" else ([" ".join(items)], "text")
         if isinstance(value, list):
             computed = self._compute(index or "0")
             if list_unknown(computed):
-                return [computed], False
+                return [computed], "text"
             place = int(computed)
             value = value[place] if -len(value) <= place < len(value) else ""
         if name in ("BASH_SOURCE", "0") and value is None:
@@ -706,41 +723,43 @@ class _Interpreter:
         if flag == "!":
             value = self._value(str(value), blank_unset=blank_unset)
         if flag == "#":
-            return [str(len(self._value(name, blank_unset=blank_unset) if value is None else value))], False
-        return [self._modify(name, value, rest, blank_unset=blank_unset)], False
+            return [str(len(self._value(name, blank_unset=blank_unset) if value is None else value))], "text"
+        items = self._modify(name, value, rest, blank_unset=blank_unset)
+        return items, "words" if _DEFAULT.match(rest) and _QUOTED.search(rest) else "text"
 
-    def _modify(self, name: str, value: str | None, rest: str, *, blank_unset: bool) -> str:
-        """Return the value of `${name<rest>}`."""
-        default = re.match(r"(:?)([-=+?])(.*)", rest, re.DOTALL)
+    def _modify(self, name: str, value: str | None, rest: str, *, blank_unset: bool) -> list[str]:
+        """Return the words of `${name<rest>}`; several only for a default."""
+        default = _DEFAULT.match(rest)
         if default is not None:
             colon, kind, text = default.groups()
             is_set = value is not None and not (colon and value == "")
-            if kind == "+":
-                return " ".join(self.expand(f'"{text}"')) if is_set else ""
-            if is_set:
-                return value or ""
+            if is_set and kind != "+":
+                return [value or ""]
             if kind == "?":
-                return self._mark(name)
-            # quotes inside a default are taken off
-            replacement = " ".join(self.expand(text, splits=False))
+                return [self._mark(name)]
+            if kind == "+" and not is_set:
+                return []
             if kind == "=" and name not in self.known:
-                self.variables[name] = replacement
-            return replacement
+                self.variables[name] = " ".join(self.expand(text, splits=False))
+            if not _QUOTED.search(text):
+                return [" ".join(self.expand(text, splits=False))]
+            # quotes are taken off, and hold words together
+            return [item for token in _Reader(text).read_tokens() for item in self.expand(token.text)]
         text = self._value(name, blank_unset=blank_unset) if value is None else value
         if not rest or list_unknown(text):
-            return text
+            return [text]
         if change := re.match(r"(%%|%|##|#)(.*)", rest, re.DOTALL):
             pattern = " ".join(self.expand(change.group(2), splits=False))
-            return _cut(text, pattern, from_end=change.group(1)[0] == "%", longest=len(change.group(1)) == 2)
+            return [_cut(text, pattern, from_end=change.group(1)[0] == "%", longest=len(change.group(1)) == 2)]
         if change := re.match(r"(//?)([^/]*)/?(.*)", rest, re.DOTALL):
             old, new = (" ".join(self.expand(item, splits=False)) for item in change.groups()[1:])
-            return text.replace(old, new) if change.group(1) == "//" else text.replace(old, new, 1)
+            return [text.replace(old, new) if change.group(1) == "//" else text.replace(old, new, 1)]
         if change := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest):
             start, length = int(change.group(1)), change.group(2)
-            return text[start:] if length is None else text[start : start + int(length)]
+            return [text[start:] if length is None else text[start : start + int(length)]]
         if rest in ("^^", ",,"):
-            return text.upper() if rest == "^^" else text.lower()
-        return self._mark(name)
+            return [text.upper() if rest == "^^" else text.lower()]
+        return [self._mark(name)]
 
     def _value(self, name: str, *, blank_unset: bool = False) -> str:
         value = self.known.get(name, self.variables.get(name))
@@ -760,7 +779,7 @@ class _Interpreter:
         if self.depth >= _MAX_DEPTH:
             return self._mark(f"line_{self.line}")
         inner.run(_Parser(_Reader(text).read_tokens()).parse_list(()))
-        words = [list(command.words) for command in inner.commands]
+        words = [[word for word in command.words if word != "--"] for command in inner.commands]
         programs = [item[0] for item in words]
         if len(words) == 1 and programs[0] in ("echo", "printf"):
             return " ".join(word for word in words[0][1:] if word not in ("-n", "-e"))
@@ -782,6 +801,8 @@ class _Interpreter:
         text = _NAME.sub(lambda match: self._value(match.group()) or "0", text) if "\0" not in text else text
         if unknown := list_unknown(text):
             return f"\0{unknown[0][0]}@{unknown[0][1]}\0"
+        if choice := re.fullmatch(r"([^?]*)\?([^:]*):(.*)", text, re.DOTALL):
+            text = "({1}) if ({0}) else ({2})".format(*choice.groups())
         python = text.replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
         try:
             return str(int(_evaluate(ast.parse(python or "0", mode="eval").body)))

@@ -1,0 +1,136 @@
+"""Scripts are read as text: variables, arrays, conditions and functions are followed, and nothing is executed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.config.compat.shell_text import (
+    list_unknown,
+    read_flags,
+    read_script,
+    read_variable,
+    request_variables,
+)
+
+#: each prints its arguments, one in brackets; what bash makes of them is what is expected
+SCRIPTS = {
+    "defaults": 'A=${A:-1}; B=${B:-"x y"}; C=${UNSET-}; show $A "$B" $B "$C" ${A:+set}',
+    "quotes": """show 'a $b' "c\\"d" e\\ f $'g\\th' "it's" --x='["q","r"]'""",
+    "arrays": 'L=(a "b c" $((1+1))); L+=(--d e=f); show "${L[@]}" ${#L[@]} "${L[1]}" "${L[*]}"',
+    "arithmetic": "N=4; M=3; show $((N * M + 2**3 / 2 - 7 % 4)) $(( (N + 1) * 2 )) $(((N+M))) $((N > M ? 1 : 0))",
+    "cuts": "P=/data/run/model.bin; show ${P##*/} ${P%/*} ${P%.bin}.txt ${P/run/walk} ${P//a/b} ${P:1:4} ${P^^} ${#P}",
+    "continued": "show --a 1 \\\n  --b 2 \\\n  # a comment\n",
+    "conditions": 'N=2; if [ "$N" -gt 1 ] && [[ "$N" != 3 && $N == [12] ]]; then X=many; elif [ $N = 1 ]; then X=one; '
+    "else X=0; fi; show $X",
+    "negation": 'if [[ ! -n "" ]]; then show empty; fi; [ -z "a" ] || show full',
+    "case": 'case "v2.5" in v1*) show one ;; v2*|v3*) show two ;; *) show other ;; esac',
+    "loop": 'R=""; for I in 1 2 "3 4"; do R="$R<$I>"; done; show "$R"',
+    "function": 'run() { local X=$1; shift; show "$X" "$@" $#; }; run a "b c" d',
+    "append": 'ARGS="--a 1"; ARGS+=" --b 2"; ARGS="$ARGS --c"; show $ARGS',
+    "document": "cat > /dev/null <<EOF\nshow not this $(( 1\nEOF\nshow this",
+    "substitution": 'show "$(basename /a/b.sh .sh)" $(dirname /a/b/c) "$(echo x y)"',
+    "redirection": "show a 2>&1 >/dev/null b; show c",
+    "indirect": "NAME=OTHER; OTHER=5; show ${!NAME}",
+    "prefix": "A=1 show a",
+    "group": "{ X=1; show $X; }; ( X=2; show $X )",
+    "quoted default": 'show ${X:-a b} "${X:-a b}" ${X:-"c d"}',
+    "hash in word": "show a#b  # c\nshow --x=#3",
+}
+
+
+def run_bash(script: str, tmp_path: Path) -> list[tuple[str, ...]]:
+    """What bash passes to `show`: the function is a command that writes its arguments into a file."""
+    log = tmp_path / "log"
+    prefix = f'show() {{ for a in "$@"; do printf "%s\\0" "$a" >> {log}; done; printf "\\1\\0" >> {log}; }}\n'
+    environment = {"PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", prefix + script], check=True, env=environment, capture_output=True, timeout=20)
+    words = log.read_text().split("\0")[:-1]
+    commands: list[tuple[str, ...]] = []
+    current: list[str] = []
+    for word in words:
+        if word == "\1":
+            commands.append(tuple(current))
+            current = []
+        else:
+            current.append(word)
+    return commands
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash to compare with")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_words_are_those_that_bash_passes(name: str, tmp_path: Path) -> None:
+    read = [command.words[1:] for command in read_script(SCRIPTS[name]) if command.words[0] == "show"]
+    assert read == run_bash(SCRIPTS[name], tmp_path)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    script = f"touch {target}\nX=$(touch {target})\n`touch {target}`\nshow $X $(echo $(touch {target})) <(touch {target})"
+    read_script(script)
+    assert not target.exists()
+
+
+def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> None:
+    (command,) = read_script("A=1\nDIR=$DATA_ROOT/x\ntrain --data $DIR --a $A")
+    assert list_unknown(list(command.words)) == [("DATA_ROOT", 2)]
+    error = request_variables(list_unknown(list(command.words)))
+    assert str(error) == "line 2: the value of DATA_ROOT is not in the script; say it with --set DATA_ROOT=VALUE"
+    (command,) = read_script("DIR=$DATA_ROOT/x\ntrain $DIR", {"DATA_ROOT": "/d"})
+    assert command.words == ("train", "/d/x")
+
+
+def test_a_value_of_the_user_is_not_changed_by_the_script() -> None:
+    (command,) = read_script("N=4\nexport N\ntrain $N", {"N": "8"})
+    assert command.words == ("train", "8") and command.environment == {"N": "8"}
+
+
+def test_what_an_unknown_condition_decides_is_unknown() -> None:
+    (command,) = read_script("if [ -f x ]; then A=1; B=2; else A=3; B=2; fi\ntrain $A $B")
+    assert command.words[2] == "2" and list_unknown(command.words[1])
+    first, second = read_script("if nvidia-smi; then train a; else train b; fi")[1:]
+    assert first.uncertain and second.uncertain
+
+
+def test_the_environment_of_a_command_is_what_is_exported_or_in_front_of_it() -> None:
+    (command,) = read_script("export A=1 B=2\nC=3\nD=4 train")
+    assert command.environment == {"A": "1", "B": "2", "D": "4"}
+    assert read_variable(command.environment, "D") == "4" and read_variable(command.environment, "X", "d") == "d"
+    (command,) = read_script("export P=$LIBS:/x\ntrain")
+    with pytest.raises(ConfigError, match="--set LIBS=VALUE"):
+        read_variable(command.environment, "P")
+
+
+def test_a_sourced_file_is_followed_where_it_is_here(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("MODEL=(--layers 2\n  --width 8)\n")
+    script = 'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+    script += 'source "${DIR}/models/small.sh"\ntrain ${MODEL[@]}'
+    assert read_script(script, folder=tmp_path)[-1].words == ("train", "--layers", "2", "--width", "8")
+    assert list_unknown(list(read_script(script)[-1].words))
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("train 'a", "No closing quotation"),
+        ('train "a\n', "No closing quotation"),
+        ("train $(a", "is not closed"),
+        ("if true; then train", "ends before elif or else or fi"),
+        ("for x in a b; train; done", "'do' is missing"),
+    ],
+)
+def test_a_script_that_has_no_end_is_one_sentence(script: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_script(script)
+    assert sentence in str(caught.value)
+
+
+def test_flags_are_read_as_argparse_reads_them() -> None:
+    options, leading = read_flags(["rlhf", "--a-b", "1", "-0.5", "--c=2", "--d", "--a_b", "3"])
+    assert options == {"a_b": ["3"], "c": ["2"], "d": []} and leading == ["rlhf"]
