@@ -144,7 +144,8 @@ class Interleave(_Packing):
     Args:
         sections: for each HF tensor the rows of a group in each of its sections; the tensor has all groups of the first
             section, then all of the second, and so on.
-        gated: query heads of a group of which the first tensor has each with its gate; Megatron has all queries, then all gates.
+        gated: query heads of a group, of which the first tensor has each with its gate; Megatron has the queries, then the
+            gates.
     """
 
     sections: tuple[tuple[int, ...], ...]

@@ -68,6 +68,31 @@ def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
     assert validate(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu")) == []
 
 
+HYBRID = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+
+
+def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Path) -> None:
+    found = validate(run(tmp_path / "m", HYBRID))
+    assert [item.rule for item in found] == ["rollout.linear_dtype"]
+    assert "generate_config.dtype (float32) must be bfloat16" in str(found[0])
+    small = {**HYBRID, "linear_key_head_dim": 32}
+    assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
+    split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
+    assert "linear_num_key_heads (2) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
+    assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
+
+
+def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets(tmp_path: Path) -> None:
+    cfg = run(tmp_path / "m", HYBRID, platform="npu")
+    cfg.actor_config.lora_target_modules = ["linear_qkv"]
+    assert cfg.generate_config is not None
+    cfg.generate_config.lora_push = "adapter"
+    assert "no adapters of gated delta nets" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
+
+
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
     violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
     found = [str(item) for item in violations if item.rule.startswith("rollout.")]
@@ -116,7 +141,10 @@ def test_the_table_is_that_of_the_engine_that_is_installed() -> None:
     assert list(limits.latent_sizes) == CPUMLABackend.get_supported_head_sizes()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "glm4", "qwen2", "llama", "qwen3_moe", "mistral", "mixtral"])
+KINDS = "qwen3 gemma2 glm4 qwen2 llama qwen3_moe mistral mixtral qwen3_next qwen3_5_text".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_widths_that_config_json_leaves_out_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig
 

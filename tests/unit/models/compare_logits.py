@@ -93,7 +93,8 @@ def build(model_config: ModelConfig, layout: Layout, sequence_parallel: bool) ->
         pipeline_dtype=torch.float32,
         sequence_parallel=sequence_parallel,
     )
-    spec = layer_spec(model_config, config, norm=RMSNorm, core_attention=CoreAttention, linear_attention=GatedDeltaNet, layout=layout)
+    parts = {"norm": RMSNorm, "core_attention": CoreAttention, "linear_attention": GatedDeltaNet}
+    spec = layer_spec(model_config, config, **parts, layout=layout)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = build_gpt_model(model_config, config, spec, pre_process=first, post_process=last, parallel_output=False)
     return model.eval()
