@@ -15,13 +15,17 @@ from mindspeed_rl.rewards import REWARDS, find
 if TYPE_CHECKING:
     from mindspeed_rl.config.keys.rl import RLConfig
 
+#: package of plug-in files in ms-swift's form; `swift_plugins` has what they import
+_SWIFT = "swift"
+
 
 def check_reward_functions(rl: RLConfig) -> list[str]:
     """Return a sentence for each plug-in file that is no valid Python and each reward function that nothing defines.
 
     Where a plug-in may register names that cannot be read from its source, unknown names are accepted here.
     """
-    if not rl.rule_reward:
+    scheduler = rl.multi_turn_scheduler if rl.multi_turn_enable else None
+    if not rl.rule_reward and (scheduler is None or ":" in scheduler):
         return []
     violations: list[str] = []
     plugins = _PluginNames()
@@ -30,7 +34,13 @@ def check_reward_functions(rl: RLConfig) -> list[str]:
             plugins.read(Path(path).expanduser())
         except ValueError as error:
             violations.append(f"rl_config.external_plugins: {error}")
-    if not violations:
+    if not violations and scheduler is not None and ":" not in scheduler and scheduler not in plugins.schedulers:
+        known = f"they have {', '.join(plugins.schedulers)}" if plugins.schedulers else "none has any"
+        violations.append(
+            f"rl_config.multi_turn_scheduler: '{scheduler}' is neither module:Class nor in multi_turns of a file in "
+            f"external_plugins; {known}"
+        )
+    if not violations and rl.rule_reward:
         for name in rl.verifier_function:
             if problem := _find_problem(name, plugins):
                 violations.append(f"rl_config.verifier_function: {problem}")
@@ -57,10 +67,13 @@ class _PluginNames:
     """Names that plug-ins register.
 
     Attributes:
+        names: of reward functions.
+        schedulers: of conversations of several turns.
         complete: False if they may register names that are not in their source.
     """
 
     names: list[str] = field(default_factory=list)
+    schedulers: list[str] = field(default_factory=list)
     complete: bool = True
 
     def read(self, path: Path) -> None:
@@ -80,18 +93,30 @@ class _PluginNames:
         except ValueError as error:  # null bytes
             raise ValueError(f"'{path}': {error}") from error
         for line, package in _list_required_imports(tree):
-            if not (package in sys.stdlib_module_names or _contains(path.parent, package) or _exists(package)):
+            is_known = package == _SWIFT or package in sys.stdlib_module_names
+            if not (is_known or _contains(path.parent, package) or _exists(package)):
                 raise ValueError(f"'{path}', line {line}: there is no module '{package}'")
         for name in _find_registered_names(tree):
             if name is None:
                 self.complete = False
             else:
                 self.names.append(name)
+        self.schedulers += [name for name in _find_entries(tree, "multi_turns") if name is not None]
         self.complete &= not any(_is_local(package, path) for package in _list_imports(tree))
 
 
+def _find_entries(tree: ast.Module, registry: str) -> Iterator[str | None]:
+    """Yield the names in `registry[...]`; None for a computed name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and _last_name(node.value) == registry:
+            yield _text(node.slice)
+        elif isinstance(node, ast.Attribute) and _last_name(node.value) == registry and node.attr in ("update", "setdefault"):
+            yield None
+
+
 def _find_registered_names(tree: ast.Module) -> Iterator[str | None]:
-    """Yield the names in `register(...)` and `REWARDS[...] = ...`; None for a computed name."""
+    """Yield the names in `register(...)`, `REWARDS[...] = ...` and ms-swift's `orms[...] = ...`; None for a computed name."""
+    yield from _find_entries(tree, "orms")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func) == "register":
             yield _text(node.args[0] if node.args else next((item.value for item in node.keywords), None))

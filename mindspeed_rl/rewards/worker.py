@@ -13,18 +13,21 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import resource
 import sys
 import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.rewards import REWARDS, swift_plugins
 from mindspeed_rl.rewards.channel import Channel, Message
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
 
 _MAX_CHILDREN = 16
+#: a line of a plug-in file in ms-swift's form
+_IMPORTS_SWIFT = re.compile(r"^\s*(?:from|import)\s+swift\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def load_plugin(path: str) -> None:
     """
     if not Path(path).is_file():
         raise ValueError(f"external_plugins: there is no file '{path}'")
+    if _IMPORTS_SWIFT.search(Path(path).read_text(encoding="utf-8", errors="replace")):
+        swift_plugins.install()
     name = "reward_plugin_" + "".join(c if c.isalnum() else "_" for c in str(Path(path).resolve()))
     if name in sys.modules:
         return

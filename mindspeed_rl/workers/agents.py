@@ -52,6 +52,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         limits=TrajectoryLimits(run.config.response_limit, rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
         toolbox=toolbox,
         multi_turn_scheduler=rl.multi_turn_scheduler,
+        external_plugins=tuple(rl.external_plugins),
         environment=rl.environment,
         tool_parser=choose_parser(rl, turns),
     )

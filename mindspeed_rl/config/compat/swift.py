@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
+import yaml
+
 from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
 from mindspeed_rl.config.compat.options import SourceCommand, SourceProject
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
@@ -109,10 +111,13 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         if not program:
             continue
         flags, trailing = read_flags(words)
-        flags = {_EARLIER.get(name, name): value for name, value in flags.items()}
-        if "log_interval" in flags and program not in _SERVING:
-            flags["logging_steps"] = flags.pop("log_interval")
-        options = {name: _read_value(value) for name, value in flags.items()}
+        values = {name: _read_value(value) for name, value in flags.items()}
+        files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
+        for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
+            values = _read_file(Path(file)) | values
+        options = {_EARLIER.get(name, name): value for name, value in values.items()}
+        if "log_interval" in options and program not in _SERVING:
+            options["logging_steps"] = options.pop("log_interval")
         if program.endswith("rlhf"):
             kind = str(options.get("rlhf_type", "dpo"))
             if kind in _OTHER_KINDS:
@@ -164,6 +169,23 @@ def _read_value(words: list[str]) -> object:
     """Return the value of an option: true without words, a list of several."""
     values = [word if list_unknown(word) else read_scalar(word) for word in words]
     return True if not values else values[0] if len(values) == 1 else values
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    """Return the options of a YAML or JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else than options.
+    """
+    try:
+        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
+    nested = [str(name) for name, value in content.items() if isinstance(value, dict)] if isinstance(content, dict) else ["it"]
+    if nested:
+        raise ConfigError([f"the file of options {path} must hold names and values, and {', '.join(nested)} is something else"])
+    # YAML reads 1e-6 as a text
+    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
 
 
 def _count_devices(environment: Mapping[str, str], words: tuple[str, ...], program: str) -> int:
@@ -763,9 +785,8 @@ def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
         run.translate(
             "--reward_model_plugin",
             {f"{RL}.judge_url": address, f"{RL}.judge_model": models[judges[0]],
-             f"{RL}.judge_parser": "mindspeed_rl.rewards.swift_plugins:read_reward_line",
              f"{RL}.judge_weight": weights[len(names) + judges[0]]},
-            "the judge of docs/rewards.md; judge_prompt is a file with your own question",
+            "the judge of docs/rewards.md, whose question is ours; judge_prompt and judge_parser take yours",
         )  # fmt: skip
     if others and models:
         run.translate("--reward_model", {f"{RL}.reward_model": models[others[0]]})

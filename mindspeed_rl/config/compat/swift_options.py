@@ -28,6 +28,13 @@ def _output(run: Import, option: str, value: object) -> None:
     run.translate(option, {"run_dir": str(value), f"{ACTOR}.save": str(Path(str(value), "checkpoints"))})
 
 
+def _keep(run: Import, option: str, value: object) -> None:
+    if isinstance(value, int) and value > 0:
+        run.translate(option, {f"{ACTOR}.keep_last": value})
+    else:
+        run.note(option, "all checkpoints are kept", changes_nothing=False)
+
+
 def _trackers(run: Import, option: str, value: object) -> None:
     names = [str(item) for item in (value if isinstance(value, list) else [value])]
     if names in (["none"], ["None"]):
@@ -134,7 +141,7 @@ _KEYS: dict[str, Option] = {
     "deepspeed": by(_deepspeed, "use_distributed_optimizer"),
     "use_distributed_optimizer": to(f"{ACTOR}.use_distributed_optimizer"),
     "enable_thinking": to(f"{ACTOR}.enable_thinking"),
-    "save_total_limit": to(f"{ACTOR}.keep_last"),
+    "save_total_limit": by(_keep, "keep_last"),
     "seed": to(f"{ACTOR}.seed", default=42),
     "save_safetensors": to(f"{ACTOR}.save_hf", formula="each checkpoint as a Hugging Face folder too"),
     "async_save": to(f"{ACTOR}.async_save"),

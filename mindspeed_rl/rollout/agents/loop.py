@@ -56,7 +56,8 @@ class LoopSettings:
         turns: renders messages by the chat template.
         limits: of a trajectory.
         toolbox: None without tools; its parser exists once it was started.
-        multi_turn_scheduler: "module:Class", of the loop `scheduler`.
+        multi_turn_scheduler: "module:Class", or a name in `multi_turns` of a plug-in, of the loop `scheduler`.
+        external_plugins: files with such names.
         environment: the key of this name, of the loop `environment`.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
     """
@@ -66,6 +67,7 @@ class LoopSettings:
     limits: TrajectoryLimits
     toolbox: Toolbox | None = None
     multi_turn_scheduler: str | None = None
+    external_plugins: tuple[str, ...] = ()
     environment: str | None = None
     tool_parser: str = DEFAULT_PARSER
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.data.turns import ChatMessage
+from mindspeed_rl.rewards.swift_plugins import MULTI_TURNS
+from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
@@ -131,6 +133,25 @@ async def _await_if_needed(value: _T | Awaitable[_T]) -> _T:
     return await value if inspect.isawaitable(value) else value
 
 
+def _load_scheduler(target: str, plugins: Sequence[str]) -> Any:
+    """Return the class or function of module:Class, or of a name in `multi_turns` of a plug-in file.
+
+    Raises:
+        ValueError: there is none, or it drives ms-swift's engine by a `run` of its own.
+    """
+    if ":" in target:
+        return registry.load(target, "rl_config.multi_turn_scheduler", wraps=Exception)
+    for path in plugins:
+        load_plugin(path)
+    if target not in MULTI_TURNS:
+        known = ", ".join(MULTI_TURNS) or "nothing"
+        raise ValueError(f"rl_config.multi_turn_scheduler: '{target}' is not in multi_turns of external_plugins; {known} is")
+    found = MULTI_TURNS[target]
+    if callable(getattr(found, "run", None)):
+        raise ValueError(f"rl_config.multi_turn_scheduler: {target} has a run of its own, which drives ms-swift's engine")
+    return found
+
+
 class SchedulerLoop(AgentLoop):
     """A conversation that a plug-in continues."""
 
@@ -141,7 +162,7 @@ class SchedulerLoop(AgentLoop):
             raise ValueError(
                 "rl_config.agent_loop scheduler needs rl_config.multi_turn_scheduler, module:Class or module:function"
             )
-        self._target = registry.load(target, "rl_config.multi_turn_scheduler", wraps=Exception)
+        self._target = _load_scheduler(target, settings.external_plugins)
         methods = [name for name in ("step", "check_finished") if not callable(getattr(self._target, name, None))]
         if inspect.isclass(self._target) and methods:
             raise ValueError(f"rl_config.multi_turn_scheduler: {target} has no method {' and no '.join(methods)}")
@@ -155,7 +176,9 @@ class SchedulerLoop(AgentLoop):
         if inspect.isclass(plugin):
             # ms-swift's base class takes max_turns, your own class need not
             takes = inspect.signature(plugin).parameters
-            plugin = plugin(**({"max_turns": self.settings.limits.max_turns} if "max_turns" in takes else {}))
+            given = {"max_turns": self.settings.limits.max_turns, "tokenizer": self.settings.tokenizer}
+            takes_all = any(item.kind is item.VAR_KEYWORD for item in takes.values())
+            plugin = plugin(**{name: value for name, value in given.items() if takes_all or name in takes})
         has_room = True
         while has_room:
             turn = await conversation.reply()
