@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from mindspeed_rl.config.compat.shell_text import list_unknown, request_variables
 from mindspeed_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Option:
 
     def is_off(self, value: object) -> bool:
         """Return True where the value leaves a refused feature off."""
+        # what is on by default is not off where it is false
+        if value in (False, "false", "False") and any(item is True for item in self.harmless):
+            return False
         return value in ([], {}) or any(value == item and type(value) is type(item) for item in (*_OFF, *self.harmless))
 
 
@@ -130,6 +134,8 @@ class SourceCommand:
         """
         value = self.get(name)
         value = default if value is None else value
+        if unknown := list_unknown(value):
+            raise request_variables(unknown)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError([f"{name} is {value!r}, but must be a number"])
         return value

@@ -150,6 +150,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
     words = [*command.words, *(word for item in keys if item is not command for word in item.words)]
     options: dict[str, object] = {}
+    # a word that is nothing but a variable may stand for any option
+    trailing = tuple(word for word in words if not _is_key(word) and list_unknown(word) and word.startswith("\0"))
     for word in words:
         if word.startswith("--config-name"):
             options["--config-name"] = word.partition("=")[2]
@@ -158,6 +160,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             # Hydra's + and ++ only mark a key as new
             options[_rename(name.lstrip("+"))] = read_scalar(text)
     launched = _count_processes(command.words) if program == "sft" else None
+    if unknown := [item for word in trailing for item in list_unknown(word)]:
+        raise request_variables(unknown)
     return _complete(program, options, launched or devices, is_apart=any("one_step_off" in word for word in command.words))
 
 

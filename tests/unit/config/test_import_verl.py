@@ -1,0 +1,366 @@
+"""Commands of verl as run files: what is trained is what verl trains, or the command is refused by the feature's name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.config.compat.importer import Import, ImportSettings, import_command
+from mindspeed_rl.config.compat.verl import PROJECT
+from mindspeed_rl.config.compat.verl_options import TABLES
+from mindspeed_rl.rewards import REWARDS
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+BASE = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=~/data/gsm8k/train.parquet "
+    f"data.train_batch_size=64 {A}.ppo_mini_batch_size=16 {M}.path=models/base {R}.n=8 {R}.name=vllm trainer.n_gpus_per_node=8"
+)
+
+
+def imported(changes: str = "", base: str = BASE, **settings) -> Import:
+    return import_command(PROJECT, f"{base} {changes}", ImportSettings(rewards=REWARDS, **settings))
+
+
+def refusal(changes: str, base: str = BASE, **settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        imported(changes, base, **settings)
+    return "\n".join(caught.value.errors)
+
+
+def values(run: Import, *paths: str) -> list[object]:
+    return [run.get(path) for path in paths]
+
+
+# --- what the issue of silent changes named
+
+
+def test_gspo_stays_gspo_with_its_narrow_clip() -> None:
+    run = imported(
+        f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=seq-mean-token-mean {A}.clip_ratio_low=3e-4 {A}.clip_ratio_high=4e-4"
+    )
+    keys = ("loss_type", "importance_sampling_level", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    # verl's GSPO has no dual clip
+    assert values(run, *(f"rl_config.{key}" for key in keys)) == ["gspo", "sequence_token", 3e-4, 4e-4, None]
+
+
+def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> None:
+    assert imported().get("megatron_training.lr_decay_style") == "constant"
+    run = imported(
+        f"{A}.optim.lr=2e-6 {A}.optim.lr_scheduler_type=cosine {A}.optim.min_lr_ratio=0.1 {A}.optim.lr_warmup_steps=5 "
+        "trainer.total_training_steps=40"
+    )
+    assert run.plans is not None
+    # at rollout 10 of 40, 5 of them warm-up; the schedule of the last one is that of rollout 39
+    expected = [2e-6 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / 35)) / 2) for step in (10, 39)]
+    for plan in run.plans:
+        assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
+
+
+def test_the_profilers_folder_is_not_that_of_checkpoints() -> None:
+    profiled = (
+        "global_profiler.tool=npu global_profiler.steps=[2,4] global_profiler.save_path=traces "
+        f"{A}.profiler.enable=True {A}.profiler.ranks=[1,2] {A}.profiler.tool_config.npu.level=level1 "
+        f"{A}.profiler.tool_config.npu.contents=[npu,cpu,stack] {A}.profiler.tool_config.npu.analysis=False"
+    )
+    run = imported(f"{profiled} trainer.default_local_dir=checkpoints")
+    assert run.get("actor_config.save") == "checkpoints"
+    names = "profile stage profile_save_path profile_level profile_step_start profile_step_end profile_ranks profile_analysis"
+    names += " profile_with_module"
+    assert values(run, *(f"profiler_config.integrated.{name}" for name in names.split())) == [
+        True, ["actor_update", "actor_compute_log_prob"], "traces", "level1", 2, 5, [1, 2], False, True
+    ]  # fmt: skip
+    assert imported("global_profiler.save_path=traces").get("actor_config.save") is None
+
+
+def test_expert_parallelism_and_megatrons_arguments_are_kept() -> None:
+    m = f"{A}.megatron"
+    run = imported(
+        f"model_engine=megatron {m}.tensor_model_parallel_size=2 {m}.expert_model_parallel_size=4 "
+        f"{m}.expert_tensor_parallel_size=1 +{m}.override_transformer_config.moe_permute_fusion=True "
+        f"{m}.override_transformer_config.recompute_granularity=selective {R}.expert_parallel_size=4 "
+        f"{R}.data_parallel_size=2 {R}.checkpoint_engine.update_weights_bucket_megabytes=4096"
+    )
+    t = "megatron_training"
+    assert values(run, f"{t}.expert_model_parallel_size", f"{t}.use_fused_moe_token_permute_and_unpermute") == [4, True]
+    assert values(run, f"{t}.sequence_parallel", f"{t}.recompute_granularity", f"{t}.recompute_method") == [
+        True,
+        "selective",
+        None,
+    ]
+    g = "generate_config"
+    assert values(run, f"{g}.enable_expert_parallel", f"{g}.infer_expert_parallel_size") == [True, 2]
+    assert run.get(f"{g}.update_weights_bucket_mb") == 4096
+    assert run.plans is not None and (run.plans[1].ep, run.plans[1].dp) == (4, 4)
+
+
+def test_the_penalty_of_long_responses_is_the_reward_managers() -> None:
+    k = "+reward_model.reward_kwargs"
+    buffer = f"{k}.overlong_buffer_cfg.enable=True {k}.overlong_buffer_cfg.len=128 {k}.overlong_buffer_cfg.penalty_factor=0.5"
+    buffer += f" {k}.max_resp_len=1024 data.max_response_length=1024"
+    run = imported(f"reward_model.reward_manager=dapo {buffer}")
+    keys = ("overlong_buffer_enable", "overlong_buffer", "overlong_buffer_penalty_factor", "rollout_max_tokens")
+    assert values(run, *(f"rl_config.{key}" for key in keys)) == [True, 128, 0.5, 1024]
+    # the plain manager of verl does not read them
+    assert imported(buffer).get("rl_config.overlong_buffer_enable") is None
+
+
+def test_prompts_need_not_divide_by_the_replicas_where_responses_do() -> None:
+    run = imported("data.train_batch_size=6 actor_rollout_ref.actor.ppo_mini_batch_size=3 actor_rollout_ref.rollout.n=8")
+    assert run.plans is not None
+    for plan in run.plans:
+        # 48 responses on 8 replicas, two steps of 24
+        assert (plan.rollout_prompts, plan.rollout_completions, plan.step_samples, plan.dp) == (6, 48, 24, 8)
+    assert "must be divisible by" in refusal(
+        "data.train_batch_size=5 actor_rollout_ref.actor.ppo_mini_batch_size=5 actor_rollout_ref.rollout.n=3"
+    )
+
+
+# --- objectives
+
+#: estimator of verl -> ours, its divisor, gamma
+ESTIMATORS = {
+    "grpo": ("group_norm", "group", None),
+    "grpo_vectorized": ("group_norm", "group", None),
+    "grpo_passk": ("pass_at_k", "group", None),
+    "rloo": ("rloo", None, None),
+    "rloo_vectorized": ("rloo", None, None),
+    "opo": ("opo", None, None),
+    "gpg": ("gpg", None, None),
+    "reinforce_plus_plus": ("reinforce_plus_plus", None, 0.9),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", None, None),
+    "remax": ("remax", None, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_is_its_like_here(name: str) -> None:
+    run = imported(f"algorithm.adv_estimator={name} algorithm.gamma=0.9")
+    assert run.plans is not None
+    for plan in run.plans:
+        assert (plan.advantage, plan.advantage_scale, plan.gamma) == ESTIMATORS[name]
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "never_heard_of"])
+def test_an_estimator_that_is_not_here_is_refused_by_name(name: str) -> None:
+    assert f"algorithm.adv_estimator={name}: not available here" in refusal(f"algorithm.adv_estimator={name}")
+
+
+#: loss_mode of verl -> loss, level, aggregation with token-mean, dual clip
+LOSSES = {
+    "vanilla": ("grpo", "token", "token", 3.0),
+    "gspo": ("grpo", "sequence_token", "token", None),
+    "cispo": ("cispo", "token", "token", None),
+    "sapo": ("sapo", "token", "sequence", None),
+    "geo_mean": ("gmpo", "token", "sequence", None),
+    "gpg": ("gpg", "token", "token", None),
+    "dppo_tv": ("dppo_tv", "token", "token", 3.0),
+    "dppo_kl": ("dppo_kl", "token", "token", 3.0),
+    "dro": ("dro", "token", "token", None),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_policy_loss_is_its_like_here(name: str) -> None:
+    run = imported(f"{A}.policy_loss.loss_mode={name} {A}.policy_loss.dro_beta=0.3 {A}.tau_pos=1.1")
+    assert run.plans is not None
+    for plan in run.plans:
+        assert (plan.loss, plan.level, plan.aggregation, plan.clip_c) == LOSSES[name]
+    assert run.get("rl_config.dro_beta") == (0.3 if name == "dro" else None)
+    assert run.get("rl_config.tau_pos") == (1.1 if name == "sapo" else None)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "bypass_mode"])
+def test_a_policy_loss_that_is_not_here_is_refused_by_name(name: str) -> None:
+    assert f"loss_mode={name}: not available here" in refusal(f"{A}.policy_loss.loss_mode={name}")
+
+
+def test_aggregations_are_those_of_verl() -> None:
+    expected = {
+        "token-mean": "token",
+        "seq-mean-token-mean": "sequence",
+        "seq-mean-token-sum-norm": "constant",
+        "seq-mean-token-sum": "summed",
+    }
+    for name, aggregation in expected.items():
+        run = imported(f"{A}.loss_agg_mode={name}")
+        assert run.plans is not None and run.plans[1].aggregation == aggregation
+    assert "token-sum" in refusal(f"{A}.loss_agg_mode=token-sum")
+    assert "another divisor" in refusal(f"{A}.loss_agg_mode=seq-mean-token-sum-norm {A}.loss_scale_factor=7")
+    assert "cispo" in refusal(f"{A}.policy_loss.loss_mode=cispo {A}.loss_agg_mode=seq-mean-token-mean")
+
+
+def test_the_clip_is_that_of_both_sides_whose_defaults_are_numbers() -> None:
+    run = imported(f"{A}.clip_ratio=0.3")
+    assert values(run, "rl_config.clip_ratio_low", "rl_config.clip_ratio_high") == [0.2, 0.2]
+    run = imported(f"{A}.clip_ratio=0.3 {A}.clip_ratio_low=null {A}.clip_ratio_high=0.4")
+    assert values(run, "rl_config.clip_ratio_low", "rl_config.clip_ratio_high") == [0.3, 0.4]
+
+
+def test_the_kl_has_one_place() -> None:
+    run = imported(f"{A}.use_kl_loss=True {A}.kl_loss_coef=0.002 {A}.kl_loss_type=k3+")
+    assert values(run, "rl_config.init_kl_coef", "rl_config.kl_penalty", "rl_config.use_kl_in_reward") == [0.002, "k3+", False]
+    run = imported("algorithm.use_kl_in_reward=True")
+    assert values(run, "rl_config.init_kl_coef", "rl_config.kl_penalty", "rl_config.use_kl_in_reward") == [0.001, "kl", True]
+    assert imported().get("rl_config.init_kl_coef") == 0.0
+    assert "the KL has one place here" in refusal(f"algorithm.use_kl_in_reward=True {A}.use_kl_loss=True")
+    assert "kl_loss_type=full: not available here" in refusal(f"{A}.use_kl_loss=True {A}.kl_loss_type=full")
+
+
+def test_rollout_corrections() -> None:
+    prefix = "algorithm.rollout_correction"
+    keys = ("mode", "threshold", "threshold_min")
+    for option, expected in (
+        (f"{prefix}.rollout_is=token", ["token_truncate", 2.0, None]),
+        (f"{prefix}.rollout_is=sequence {prefix}.rollout_is_threshold=5.0", ["sequence_truncate", 5.0, None]),
+        (f"{prefix}.rollout_is=token {prefix}.rollout_is_threshold=0.5_2.0", ["token_mask", 2.0, 0.5]),
+    ):
+        assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
+    assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
+    assert "bypass_mode" in refusal(f"{prefix}.bypass_mode=True")
+
+
+def test_ppo_has_a_critic_with_its_own_layout_and_rate() -> None:
+    run = imported(
+        "algorithm.adv_estimator=gae critic.model.path=c critic.optim.lr=2e-5 trainer.critic_warmup=3 critic.cliprange_value=0.4"
+    )
+    names = ("load", "lr", "context_parallel_size", "lr_decay_style")
+    assert values(run, *(f"critic_config.{name}" for name in names)) == ["c", 2e-5, 1, "constant"]
+    assert values(run, "megatron_training.stage", "rl_config.critic_warmup", "rl_config.lam") == ["ray_ppo", 3, 1.0]
+    assert run.plans is not None and (run.plans[1].value_clip, run.plans[1].critic_lr) == (0.4, 2e-5)
+    assert "critic.model.path is missing" in refusal("algorithm.adv_estimator=gae")
+    assert "next to a critic" in refusal(f"algorithm.adv_estimator=gae critic.model.path=c {A}.use_kl_loss=True")
+    # what a critic would have is no matter without one
+    assert "critic_config" not in imported("critic.optim.lr=3e-5 critic.fsdp.param_offload=True trainer.critic_warmup=0").tree
+
+
+# --- data, rewards, models, length
+
+
+def test_the_reward_follows_the_source_of_the_data() -> None:
+    assert imported().get("rl_config.verifier_function") == ["gsm8k"]
+    file = "data.train_files=data/dapo-math-17k.parquet"
+    assert imported(file).get("rl_config.verifier_function") == ["acc_for_dapo"]
+    assert "say it with --set data_source=NAME" in refusal("data.train_files=mine.parquet")
+    run = imported("data.train_files=mine.parquet", variables={"data_source": "openai/gsm8k"})
+    assert run.get("rl_config.verifier_function") == ["gsm8k"]
+    error = refusal("data.train_files=mine.parquet", variables={"data_source": "codecontests"})
+    assert "verl's reward for the data_source codecontests" in error
+    run = imported("custom_reward_function.path=rewards/mine.py custom_reward_function.name=score")
+    assert run.get("rl_config.verifier_function") == ["rewards.mine:score"]
+    assert "outside the working directory" in refusal("custom_reward_function.path=/x/mine.py")
+
+
+def test_models_with_images_are_refused() -> None:
+    assert "models with images or sound" in refusal(
+        f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct data.train_files=geo3k/train.parquet"
+    )
+
+
+def test_the_length_is_verls() -> None:
+    # 1,000 rows are 15 batches of 64, of which 40 are left over
+    run = imported("trainer.total_epochs=3", rows=1000)
+    assert values(run, "megatron_training.train_iters", "megatron_training.train_epochs") == [45, None]
+    assert run.plans is not None and run.plans[0].total_steps == 45 * 4
+    assert imported("trainer.total_epochs=3").get("megatron_training.train_epochs") == 3
+    run = imported("trainer.total_epochs=3 trainer.total_training_steps=20 data.train_max_samples=640 data.shuffle=False")
+    assert values(run, "megatron_training.train_iters", "megatron_training.data_path") == [20, "~/data/gsm8k/train.parquet#640"]
+
+
+@pytest.mark.parametrize(
+    ("option", "feature"),
+    [
+        ("distillation.enabled=True", "distillation from a teacher"),
+        ("algorithm.use_pf_ppo=True", "PF-PPO"),
+        (f"{A}.optim.use_layer_wise_distributed_optimizer=True", "Muon"),
+        (f"{A}.qat.enable=True", "quantization-aware training"),
+        (f"{M}.mtp.enable=True", "multi-token prediction"),
+        (f"{A}.strategy=veomni", "the training engine veomni"),
+        ("data.train_files=[a.parquet,b.parquet]", "2 files"),
+        ("trainer.v1.trainer_mode=separate_async", "asynchronous trainers"),
+        ("reward_model.reward_manager=prime", "the reward manager prime"),
+        (f"{M}.external_lib=mine", "modules that are imported"),
+        ("data.custom_cls.path=mine.py", "your own dataset class"),
+        (f"{R}.do_sample=False", "greedy rollouts"),
+        ("trainer.unheard_of=3", "no option of verl 0.9.1"),
+    ],
+)
+def test_what_changes_the_run_and_is_not_here_is_refused_by_name(option: str, feature: str) -> None:
+    assert feature in refusal(option)
+
+
+def test_a_harmless_value_of_a_refused_feature_is_none() -> None:
+    run = imported(
+        f"distillation.enabled=False {M}.mtp.enable=False algorithm.use_pf_ppo=false {M}.external_lib=null {R}.do_sample=True"
+    )
+    assert "distillation.enabled" in run.same
+
+
+def test_an_unknown_option_may_be_left_out_by_the_user() -> None:
+    run = imported("trainer.unheard_of=3", allow_unknown=True)
+    assert "left out as --allow-unknown requests" in run.without_effect["trainer.unheard_of"]
+
+
+def test_options_of_open_groups_are_translated_one_by_one() -> None:
+    vllm = f"{R}.engine_kwargs.vllm"
+    run = imported(
+        f"+{vllm}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY +{vllm}.block_size=32 "
+        "+data.apply_chat_template_kwargs.enable_thinking=False"
+    )
+    assert run.get("generate_config.compilation_config") == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert run.get("generate_config.engine_kwargs") == {"block_size": 32}
+    assert run.get("megatron_training.enable_thinking") is False
+    assert "no option of verl" in refusal(f"+{A}.megatron.override_transformer_config.never_heard_of=1")
+
+
+# --- the supervised trainer
+
+SFT = (
+    "torchrun --standalone --nnodes=1 --nproc_per_node=4 -m verl.trainer.sft_trainer data.train_files=chat/train.parquet "
+    "data.train_batch_size=96 model.path=models/base optim.lr=1e-5 trainer.total_epochs=2 trainer.n_gpus_per_node=4"
+)
+
+
+def test_the_supervised_trainer_is_stage_sft() -> None:
+    run = imported("optim.lr_scheduler_type=cosine optim.lr_warmup_steps_ratio=0.1 optim.min_lr_ratio=0.1", SFT, rows=1000)
+    t = "megatron_training"
+    # 10 batches of 96 a pass
+    assert values(run, f"{t}.stage", f"{t}.global_batch_size", f"{t}.train_iters", f"{t}.seq_length") == ["sft", 96, 20, 1024]
+    assert values(run, f"{t}.num_npus", f"{t}.data_path", f"{t}.seed") == [4, "chat/train", 1]
+    assert run.plans is not None and run.plans[0].total_steps == 20 and run.plans[0].dp == 4
+    assert "mindspeed-rl preprocess --input chat/train.parquet" in run.translated["data.train_files"]
+    assert "OpenAIInstructionHandler" in run.translated["data.train_files"]
+
+
+def test_adapters_have_their_rank_and_layers() -> None:
+    run = imported("model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear", SFT, rows=1000)
+    t = "megatron_training"
+    assert values(run, f"{t}.lora_r", f"{t}.lora_alpha") == [32, 16]
+    assert run.get(f"{t}.lora_target_modules") == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("echo nothing", "there is no command of verl"),
+        ("python3 -m verl.trainer.main_eval data.path=x", "not available here: evaluation"),
+        (f"{BASE}\n{BASE}", "several commands of verl, in lines 1, 2"),
+        ("python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet", "names no model"),
+        (f"python3 -m verl.trainer.main_ppo {M}.path=m", "names no data"),
+        (f"if test_gpu; then {BASE}; fi", "decides whether the command"),
+        (f"{BASE} trainer.nnodes=$NODES", "the value of NODES is not in the script"),
+        (f"{BASE} $EXTRA", "the value of EXTRA is not in the script"),
+    ],
+)
+def test_a_script_that_cannot_be_imported_is_one_clear_error(script: str, sentence: str) -> None:
+    assert sentence in refusal("", script)
+
+
+def test_keys_alone_are_a_command_of_main_ppo() -> None:
+    keys = BASE.split(maxsplit=3)[3].replace(" ", "\n")
+    assert imported("", keys).tree == imported().tree
+
+
+def test_no_record_of_verl_has_an_empty_table() -> None:
+    assert {name: len(table) > 300 for name, table in TABLES.items()} == {"ppo": True, "sft": True}
