@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Optional packages over the CPU environment: bash envs/cpu/extras.sh [VENV_DIR [EXTRAS_DIR]]   (default: .venv .venv-extras)
 #
-# EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, and the site of the
+# EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, msprobe and the site of the
 # documents. Some of it wants other versions than the CPU environment has, which stays as it is. EXTRAS_DIR/verifiers/bin/python
 # has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM.
 # `tests/run.sh --all` uses both. Runs once: the second start sees the stamp and ends at once.
