@@ -955,7 +955,7 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
         clip_low=None if form in ("cispo", "sapo") else low,
         clip_high=None if form == "sapo" else high,
         delta=None if command.get("delta") is None else command.number("delta", 0.0),
-        aggregation=_LOSSES[form][2],
+        aggregation=_name_average(form, sizes),
         kl_coef=beta,
         kl_estimator=None if not beta else "k1" if in_reward else "k3",
         kl_place=None if not beta else "reward" if in_reward else "loss",
@@ -975,6 +975,16 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
         infer_tp=tensor,
         rewards=tuple(sorted([*(_FUNCTIONS.get(name, name) for name in command.list_texts("reward_funcs")), *scored])),
     )
+
+
+def _name_average(form: str, sizes: _Sizes) -> str:
+    """Return what the losses of a step are averaged over; Megatron-SWIFT divides once, transformers each pass or rollout."""
+    average = _LOSSES[form][2]
+    if sizes.is_megatron or average != "token":
+        return average
+    if form == "bnpo":
+        return "token of a micro-batch"
+    return "token" if sizes.steps == sizes.iterations else "token of the rollout"
 
 
 def _read_response_length(command: SourceCommand) -> int:

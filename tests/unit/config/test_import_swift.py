@@ -1,0 +1,296 @@
+"""Commands of ms-swift as run files: they train what ms-swift trains, or are refused by the name of the feature."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.config.compat.importer import Import, ImportSettings, import_command
+from mindspeed_rl.config.compat.swift import PROJECT
+from mindspeed_rl.rewards import REWARDS
+
+GRPO = (
+    "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model models/base --tuner_type full --dataset prompts.jsonl "
+    "--reward_funcs accuracy --use_vllm true --vllm_mode colocate"
+)
+MEGATRON = (
+    "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model models/base --dataset prompts.jsonl --reward_funcs accuracy "
+    "--micro_batch_size 1 --global_batch_size 64 --vllm_mode colocate --num_train_epochs 1"
+)
+
+
+def imported(changes: str = "", base: str = GRPO, **settings) -> Import:
+    return import_command(PROJECT, f"{base} {changes}", ImportSettings(rewards=REWARDS, **settings))
+
+
+def refusal(changes: str, base: str = GRPO, **settings) -> str:
+    with pytest.raises(ConfigError) as caught:
+        imported(changes, base, **settings)
+    return "\n".join(caught.value.errors)
+
+
+def values(run: Import, *paths: str) -> list[object]:
+    return [run.get(path) for path in paths]
+
+
+# --- what changed silently before
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ("--teacher_model models/teacher", "distillation from a teacher"),
+        ("--chord_sft_dataset a.jsonl", "CHORD"),
+        ("--reward_funcs dummy", "no file in --external_plugins has it"),
+        ("--model Qwen/Qwen2.5-VL-3B-Instruct", "images, video or audio"),
+        ("--model Qwen/Qwen2.5-Omni-7B", "images, video or audio"),
+        ("--reward_model models/a models/b", "several reward models"),
+        ("--loss_type real", "the policy loss real"),
+        ("--advantage_reweight rlsd", "RLSD"),
+        ("--fp16 true", "fp16"),
+        ("--multi_turn_scheduler math_tip_trick", "scheduler math_tip_trick"),
+        ("--advantage_estimator rloo --scale_rewards group", "divided by the spread of the group"),
+        ("--tuner_type adalora", "lora and full are available"),
+        ("--dataset org/data:hard#5", "a subset of a dataset"),
+        ("--quantum_leap 3", "no option of ms-swift 4.6.0"),
+        ("--num_generation 8", "did you mean --num_generations?"),
+        ("--reward_model models/a --reward_model_plugin genrm", "--set JUDGE_URL="),
+    ],
+)
+def test_what_is_not_available_is_refused_by_name(options: str, feature: str) -> None:
+    assert feature in refusal(options)
+
+
+def test_a_feature_that_is_off_is_no_feature() -> None:
+    run = imported("--teacher_model None --async_generate false --dynamic_sample false --fp16 false --sync_ref_model false")
+    assert run.get("rl_config.dynamic_sample") is False
+
+
+def test_a_plug_in_file_and_its_functions_are_those_of_the_run() -> None:
+    run = imported("--external_plugins my/plugin.py --reward_funcs dummy format --reward_weights 0.5 2")
+    assert values(run, "rl_config.external_plugins", "rl_config.reward_funcs", "rl_config.reward_weights") == [
+        ["my/plugin.py"],
+        ["dummy", "think_answer_alone"],
+        [0.5, 2],
+    ]
+
+
+def test_a_generative_reward_model_is_the_judge_at_an_address_that_is_set() -> None:
+    options = "--reward_funcs accuracy --reward_model models/judge --reward_model_plugin genrm --reward_weights 1 0.25"
+    run = imported(options, variables={"JUDGE_URL": "http://host:1/v1"})
+    assert values(run, "rl_config.judge_url", "rl_config.judge_model", "rl_config.judge_weight", "rl_config.reward_model") == [
+        "http://host:1/v1",
+        "models/judge",
+        0.25,
+        None,
+    ]
+
+
+def test_experts_stay_spread_and_have_no_balancing_loss() -> None:
+    run = imported(
+        "--model Qwen/Qwen3-30B-A3B --tensor_model_parallel_size 2 --expert_model_parallel_size 4 --router_replay_mode R3",
+        MEGATRON,
+    )
+    assert values(run, "megatron_training.expert_model_parallel_size", "megatron_training.moe_aux_loss_coeff") == [4, 0.0]
+    assert run.get("rl_config.router_replay.mode") == "R3"
+    assert run.plans is not None and [plan.ep for plan in run.plans] == [4, 4]
+
+
+def test_steps_there_are_optimizer_steps_and_iterations_here_are_rollouts() -> None:
+    """4,000 steps, four of them on a rollout, are 1,000 rollouts; saved every 200 steps is every 50 rollouts."""
+    run = imported(
+        "--max_steps 4000 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 8 "
+        "--save_steps 200"
+    )
+    assert values(run, "megatron_training.train_iters", "megatron_training.save_interval") == [1000, 50]
+    assert run.plans is not None
+    for plan in run.plans:
+        # 4 x 8 devices x 2 completions of a step; 8 passes of 32 completions are one rollout, of 8 generations a prompt
+        assert (plan.step_samples, plan.rollout_completions, plan.rollout_prompts) == (64, 256, 32)
+        assert (plan.steps_per_rollout, plan.total_steps) == (4, 4000)
+
+
+def test_one_step_on_policy_stays_one_where_prompts_do_not_divide_by_the_devices() -> None:
+    base = GRPO.replace("NPROC_PER_NODE=8", "NPROC_PER_NODE=7")
+    run = imported("--num_generations 14 --gradient_accumulation_steps 4 --max_steps 10", base)
+    assert run.plans is not None
+    for plan in run.plans:
+        assert (plan.rollout_prompts, plan.rollout_completions, plan.steps_per_rollout, plan.dp) == (2, 28, 1, 7)
+
+
+def test_several_rollouts_of_one_step_are_one_rollout_here() -> None:
+    run = imported("--gradient_accumulation_steps 4 --steps_per_generation 1 --max_steps 3")
+    assert run.plans is not None
+    assert [(plan.rollout_completions, plan.steps_per_rollout, plan.total_steps) for plan in run.plans] == [(32, 1, 3)] * 2
+
+
+@pytest.mark.parametrize(("written", "here"), [("none", "none"), ("group", "group"), ("batch", "batch"), ("false", "none")])
+def test_the_spread_of_rewards_is_as_written(written: str, here: str) -> None:
+    assert imported(f"--scale_rewards {written}").get("rl_config.scale_rewards") == here
+
+
+def test_the_defaults_are_those_of_ms_swift_and_not_ours() -> None:
+    run = imported()
+    paths = {
+        "rl_config.n_samples_per_prompt": 8,
+        "rl_config.init_kl_coef": 0.04,
+        "rl_config.adv_epsilon": 1e-4,
+        "megatron_training.adam_beta2": 0.95,
+        "megatron_training.weight_decay": 0.1,
+        "megatron_training.train_epochs": 3.0,
+        "megatron_training.save_interval": 500,
+        "actor_config.lr": 1e-5,
+        "generate_config.sampling_config.temperature": 0.9,
+        "generate_config.sampling_config.max_tokens": 512,
+    }
+    assert values(run, *paths) == list(paths.values())
+    adapters = imported("--tuner_type lora")
+    assert values(adapters, "actor_config.lr", "megatron_training.lora_r", "megatron_training.lora_dropout") == [1e-4, 8, 0.05]
+    assert adapters.get("rl_config.dropout_in_update") is True
+
+
+def test_the_learning_rate_is_that_of_transformers() -> None:
+    """Cosine over 100 steps after a warm-up of 10: at steps 0, 10 and 99."""
+    run = imported("--max_steps 100 --warmup_ratio 0.1 --learning_rate 2e-6")
+    assert run.plans is not None
+    last = 2e-6 * (1 + math.cos(math.pi * 89 / 90)) / 2
+    for plan in run.plans:
+        assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, 2e-6, last], rel=1e-6)
+
+
+def test_megatron_swift_counts_completions_and_ends_where_its_steps_end() -> None:
+    """1,029 prompts of 8 responses, in whole passes of 8 devices: 1,024 x 8 / 64 steps, two of them on a rollout."""
+    run = imported("--dataset org/data#1029 --steps_per_generation 2", MEGATRON)
+    assert run.plans is not None
+    assert [(plan.total_steps, plan.steps_per_rollout) for plan in run.plans] == [(128, 2)] * 2
+    assert run.get("megatron_training.train_iters") == 64
+    # 1,000 prompts are 125 steps, which end inside a rollout there
+    sentence = refusal("--dataset org/data#1000 --steps_per_generation 2", MEGATRON)
+    assert "total_steps would be 126 here, but is 125 in ms-swift; --accept total_steps takes the difference" in sentence
+
+
+def test_servers_of_the_script_are_the_runs_own_and_ahead_of_the_update_is_one_step_off() -> None:
+    script = (
+        "CUDA_VISIBLE_DEVICES=7 swift rollout --model models/base\n"
+        "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 NPROC_PER_NODE=7 swift rlhf --rlhf_type grpo --model models/base --tuner_type full "
+        "--dataset prompts.jsonl --reward_funcs accuracy --use_vllm true --vllm_mode server --vllm_server_host 127.0.0.1 "
+        "--num_generations 7 --async_generate true --sleep_level 1"
+    )
+    run = imported(base=script)
+    paths = ("rl_config.actor_resource.num_npus", "rl_config.rollout_resource.num_npus", "rl_config.trainer_mode")
+    assert values(run, *paths) == [7, 1, "one_step_off"]
+    assert "gives its memory back" in run.without_effect["--sleep_level"]
+    elsewhere = imported("--vllm_mode server --vllm_server_host a b --vllm_server_port 8001 8002")
+    assert values(elsewhere, "generate_config.vllm_server_host", "generate_config.vllm_server_port") == [
+        ["a", "b"],
+        [8001, 8002],
+    ]
+
+
+# --- other stages
+
+
+def test_dpo_has_its_loss_and_its_batch() -> None:
+    base = (
+        "NPROC_PER_NODE=4 swift rlhf --rlhf_type dpo --model models/base --tuner_type full --dataset pairs.jsonl --max_steps 50"
+    )
+    run = imported("--per_device_train_batch_size 2 --loss_type hinge --beta 0.3 --label_smoothing 0.1", base)
+    paths = ("stage", "dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "global_batch_size", "train_iters")
+    # no accumulation is written: 16 / 2 / 4 passes, so that a step has 16 pairs
+    assert values(run, *(f"megatron_training.{name}" for name in paths)) == ["dpo", "hinge", 0.3, 0.1, 16, 50]
+    assert "over the tokens of several pairs" in refusal("--per_device_train_batch_size 2 --rpo_alpha 0.1", base)
+    assert imported("--per_device_train_batch_size 1 --rpo_alpha 0.1", base).get("megatron_training.pref_ftx") == 0.1
+
+
+def test_simpo_is_its_margin_over_beta() -> None:
+    base = (
+        "swift rlhf --rlhf_type simpo --model models/base --dataset pairs.jsonl --max_steps 5 --simpo_gamma 1.5 --cpo_alpha 0"
+    )
+    run = imported(base=base)
+    assert values(run, "megatron_training.simpo_beta", "megatron_training.gamma_beta_ratio") == [2.0, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "average"),
+    [
+        ("--loss_type bnpo", GRPO, "token of a micro-batch"),
+        ("--loss_type dapo --steps_per_generation 2", GRPO, "token of the rollout"),
+    ],
+)
+def test_an_average_that_is_not_of_a_step_is_a_difference_that_is_named(options: str, base: str, average: str) -> None:
+    sentence = refusal(f"{options} --max_steps 4", base)
+    assert f"aggregation would be token here, but is {average} in ms-swift; --accept aggregation" in sentence
+    assert imported(f"{options} --max_steps 4", base, accepted=frozenset({"aggregation"})).plans is not None
+
+
+def test_megatron_swift_averages_over_a_step() -> None:
+    run = imported("--loss_type dapo --steps_per_generation 2 --dataset org/data#1024", MEGATRON)
+    assert run.plans is not None and [plan.aggregation for plan in run.plans] == ["token", "token"]
+
+
+def test_ppo_has_a_critic_from_the_reward_model_and_the_kl_in_the_reward() -> None:
+    base = (
+        "NPROC_PER_NODE=4 swift rlhf --rlhf_type ppo --model models/base --reward_model models/reward --tuner_type full "
+        "--dataset prompts.jsonl#640 --num_train_epochs 1 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
+        "--num_ppo_epochs 2 --num_mini_batches 2 --missing_eos_penalty 1.0 --split_dataset_ratio 0.1"
+    )
+    run = imported(base=base, accepted=frozenset({"aggregation"}))
+    paths = ("critic_config.load", "rl_config.adv_estimator", "rl_config.use_kl_in_reward", "rl_config.missing_eos_penalty")
+    assert values(run, *paths) == ["models/reward", "gae", True, 1.0]
+    data = ("megatron_training.data_path", "megatron_training.eval_data_path", "rl_config.rule_reward")
+    assert values(run, *data) == ["prompts.jsonl[:576]", "prompts.jsonl[576:640]", False]
+    assert run.plans is not None
+    for plan in run.plans:
+        # 4 x 2 x 4 devices x 2 parts: 64 prompts a rollout, twice two steps of 32 on it; 576 prompts are 9 rollouts
+        assert (plan.rollout_prompts, plan.step_samples, plan.steps_per_rollout, plan.total_steps) == (64, 32, 4, 36)
+
+
+def test_sft_of_megatron_and_of_a_file_of_options(tmp_path: Path) -> None:
+    base = (
+        "NPROC_PER_NODE=4 megatron sft --model models/base --dataset a.jsonl#900 b.jsonl#100 --tensor_model_parallel_size 2 "
+        "--global_batch_size 8 --num_train_epochs 2 --split_dataset_ratio 0.2 --lr 1e-5 --min_lr 1e-6 "
+        "--lr_warmup_fraction 0.05 --model_name me --sequence_parallel true"
+    )
+    run = imported(base=base)
+    paths = ("stage", "global_batch_size", "train_iters", "split", "min_lr", "tensor_model_parallel_size")
+    # 800 rows train, twice, 8 a step
+    assert values(run, *(f"megatron_training.{name}" for name in paths)) == ["sft", 8, 200, "80,20,0", 1e-6, 2]
+    assert "generate_config" not in run.tree and "--model_name" in run.without_effect
+    file = tmp_path / "sft.yaml"
+    file.write_text("model: models/base\ndataset:\n- rows.jsonl\nlearning_rate: 3e-5\nmax_length: 1024\n")
+    run = imported(base=f"NPROC_PER_NODE=2 swift sft {file} --max_steps 7 --tuner_type full")
+    assert values(run, "actor_config.lr", "megatron_training.seq_length", "megatron_training.train_iters") == [3e-5, 1024, 7]
+
+
+def test_serving_is_the_command_that_serves() -> None:
+    run = imported(base="CUDA_VISIBLE_DEVICES=0,1 swift deploy --model models/base --infer_backend vllm --port 9000 "
+                   "--served_model_name base --vllm_tensor_parallel_size 2 --vllm_max_model_len 4096")  # fmt: skip
+    assert run.plans is None
+    assert run.next_command == "mindspeed-rl rollout --model models/base --port 9000 --served-model-name base --config-name"
+    assert values(run, "generate_config.infer_tensor_parallel_size", "generate_config.max_model_len") == [2, 4096]
+    assert "rl_config" not in run.tree
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("swift rlhf --rlhf_type kto --model m", "KTO"),
+        ("swift export --model m", "mindspeed-rl convert"),
+        ("NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset a.jsonl", "names no reward"),
+        ("NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --dataset a.jsonl --reward_funcs accuracy", "--model is missing"),
+        ("NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --reward_funcs accuracy", "--dataset is missing"),
+        ("NPROC_PER_NODE=x swift sft --model m --dataset a.jsonl", "NPROC_PER_NODE=x"),
+        ("swift sft --model m --dataset a.jsonl --max_steps many", "max_steps is 'many', but must be a number"),
+        ("swift sft --model m --dataset $DATA", "line 1: the value of DATA is not in the script; say it with --set DATA=VALUE"),
+        ("megatron pt --model m --dataset a.jsonl --num_train_epochs 1", "a length in epochs of documents"),
+        ("megatron sft --model m --dataset a.jsonl", "says no length"),
+        (f"{GRPO} --reward_weights 1 2", "2 values for 1 rewards"),
+        (f"{GRPO} --system gone.txt", "there is no file gone.txt"),
+        ("echo nothing", "there is no command of ms-swift"),
+    ],
+)
+def test_a_command_that_cannot_be_imported_is_one_clear_error(command: str, sentence: str) -> None:
+    assert sentence in refusal("", command)
