@@ -130,7 +130,7 @@ def note(fault: Fault, seconds: float, line: str, *, equal: int = 0) -> None:
     if not os.environ.get("RECORD_FAULTS"):
         return
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    clean = re.sub(r"/\S*/", "", re.sub(r"\d\d:\d\d:\d\d", "hh:mm:ss", re.sub(r"process \d+", "process N", line)))
+    clean = re.sub(r"/\S*/", "", re.sub(r"\d\d:\d\d:\d\d", "hh:mm:ss", re.sub(r"(process|pid) \d+", r"\1 N", line)))
     known[fault.id] = {"seconds": round(seconds, 1), "said": clean[:200]} | ({"equal": equal} if equal else {})
     ordered = {name: known[name] for name in sorted(known)}
     RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")

@@ -408,6 +408,16 @@ ENDED = [
         r"Ray's node service \(raylet\) failed in \w+: its process died",
         {},
     ),
+    Fault(
+        "end-node-service-stop",
+        "Ray's node service",
+        "any",
+        "SIGSTOP",
+        "ends",
+        150.0,
+        r"Ray's node service \(raylet\), pid \d+ failed in \w+: a signal has stopped it",
+        {},
+    ),
 ]
 
 #: each in a run that saves rarely: the iteration is saved before the command ends; stage of the run, signal, what is signalled

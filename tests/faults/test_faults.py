@@ -295,6 +295,7 @@ DEEDS: dict[str, tuple[Callable[[FaultRun], None], int]] = {
     "end-driver-kill": (_signal(signal.SIGKILL), -signal.SIGKILL),
     "end-head-kill": (_kill_service("gcs_server"), 1),
     "end-node-service-kill": (_kill_service("raylet"), 1),
+    "end-node-service-stop": (lambda run: run.service("raylet").suspend(), 1),
     "end-full-disk": (_limit_files, 1),
     # each save takes more of it
     "end-full-tmpfs": (lambda run: None, 1),
