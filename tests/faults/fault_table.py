@@ -500,6 +500,7 @@ REFUSED = [
     Fault("checkpoint-truncated", "checkpoint", "start", "a file is truncated", "refused", 30.0, r"__0_0.distcp"),
     Fault("checkpoint-missing-file", "checkpoint", "start", "a file is missing", "refused", 30.0, r"__0_0.distcp"),
     Fault("checkpoint-record", "checkpoint", "start", "run_state.json is not JSON", "refused", 30.0, "run_state.json"),
+    Fault("checkpoint-code", "checkpoint", "start", "the index would run code", "refused", 30.0, "metadata: refusing to load"),
     Fault(
         "checkpoint-inverted",
         "checkpoint",

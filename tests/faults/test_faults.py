@@ -516,6 +516,9 @@ def _damage(fault: Fault, save: Path) -> list[str]:
     elif fault.id == "checkpoint-record":
         record = newest / "run_state.json"
         record.write_text(record.read_text()[:-5].rjust(len(record.read_text())))
+    elif fault.id == "checkpoint-code":
+        index = newest / ".metadata"  # of the same size, which is checked first
+        index.write_bytes(b"cos\nsystem\n(S'false'\ntR.".ljust(index.stat().st_size))
     elif fault.id == "checkpoint-inverted":
         for folder in save.glob("iter_*"):
             data = bytearray((folder / "__0_0.distcp").read_bytes())
