@@ -18,6 +18,7 @@ from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_fl
 from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
 from mindspeed_rl.config.compat.swift_options import (
     ACTOR,
+    CORRECTIONS,
     ENGINE,
     OPTIONS,
     RL,
@@ -716,6 +717,8 @@ def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
         run.set(f"{RL}.use_kl_in_reward", in_reward)
         if in_reward and estimator != "rloo":
             run.refuse("--kl_in_reward", "a KL that enters a reward which is then divided by a spread")
+    if beta and not in_reward and command.get("rollout_importance_sampling_mode") is not None:
+        run.refuse("--rollout_importance_sampling_mode", "a correction that weighs the KL too; it is available with --beta 0")
     if command.has("kl_in_reward") and "--kl_in_reward" not in run.refused:
         run.translated["--kl_in_reward"] = f"rl_config.use_kl_in_reward: {str(in_reward and bool(beta)).lower()}"
     if command.has("ref_model"):
@@ -941,7 +944,7 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
     in_reward = is_ppo or _has_kl_in_reward(command)
     estimator, scale = ("gae", None) if is_ppo else _read_estimator(command)
     names = {"grpo": "group_norm", "rloo": "rloo", "gae": "gae", "reinforce_plus_plus": "group_norm"}
-    mode = None if is_ppo else command.get("rollout_importance_sampling_mode")
+    mode = None if is_ppo else CORRECTIONS.get(command.get("rollout_importance_sampling_mode"))
     level = cast('Literal["token", "sequence", "sequence_token"]', _LEVELS[command.text("importance_sampling_level", "token")])
     plugins, models = command.list_texts("reward_model_plugin"), command.list_texts("reward_model")
     scored = [model for place, model in enumerate(models) if plugins[place : place + 1] != ["genrm"]]

@@ -13,6 +13,16 @@ ACTOR, RL, ENGINE = "megatron_training", "rl_config", "generate_config"
 SAMPLING = f"{ENGINE}.sampling_config"
 
 
+#: correction there -> here: sequences are weighed by the geometric mean of their tokens
+CORRECTIONS: dict[object, object] = {
+    None: None,
+    "token_truncate": "token_truncate",
+    "token_mask": "token_mask",
+    "sequence_truncate": "geometric_truncate",
+    "sequence_mask": "token_geometric_mask",
+}
+
+
 def _each(names: str, record: Option) -> dict[str, Option]:
     """Return the same record for several names."""
     return dict.fromkeys(names.split(), record)
@@ -228,12 +238,20 @@ _KEYS: dict[str, Option] = {
         name: to(f"{RL}.{name}")
         for name in "fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold dynamic_sample "
         "max_resample_times "
-        "overlong_filter top_entropy_quantile off_policy_sequence_mask_delta rollout_importance_sampling_mode "
+        "overlong_filter "
         "rollout_importance_sampling_threshold log_rollout_offpolicy_metrics log_completions sync_ref_model "
         "ref_model_mixup_alpha cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
         "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length "
         "soft_cache_length gamma lam cliprange_value".split()
     },
+    "top_entropy_quantile": to(f"{RL}.top_entropy_quantile", formula="of the tokens of a step; there of each micro-batch"),
+    "off_policy_sequence_mask_delta": to(
+        f"{RL}.off_policy_sequence_mask_delta",
+        formula="against the log-probs before the update; there of the engine, if it has any",
+    ),
+    "rollout_importance_sampling_mode": to(
+        f"{RL}.rollout_importance_sampling_mode", formula="a sequence's ratio is its geometric mean", values=CORRECTIONS
+    ),
     "router_replay_mode": to(f"{RL}.router_replay.mode"),
     "missing_eos_penalty": to(f"{RL}.missing_eos_penalty"),
     "external_plugins": _texts(f"{RL}.external_plugins"),

@@ -214,6 +214,21 @@ def test_simpo_is_its_margin_over_beta() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "here"),
+    [
+        ("token_truncate", "token_truncate"),
+        ("sequence_truncate", "geometric_truncate"),
+        ("sequence_mask", "token_geometric_mask"),
+    ],
+)
+def test_a_correction_of_sequences_is_by_their_geometric_mean(written: str, here: str) -> None:
+    run = imported(f"--rollout_importance_sampling_mode {written} --rollout_importance_sampling_threshold 3 --beta 0")
+    assert run.get("rl_config.rollout_importance_sampling_mode") == here
+    assert run.plans is not None and [plan.importance_sampling for plan in run.plans] == [f"{here} 3"] * 2
+    assert "weighs the KL too" in refusal(f"--rollout_importance_sampling_mode {written}")
+
+
+@pytest.mark.parametrize(
     ("options", "base", "average"),
     [
         ("--loss_type bnpo", GRPO, "token of a micro-batch"),
