@@ -42,7 +42,7 @@ from torch.nn import functional
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine.attention import heads_to_sequence, sequence_to_heads
-from mindspeed_rl.engine.sequence_layout import ChunkPlan, PackedLayout
+from mindspeed_rl.engine.sequence_layout import ChunkPhase, ChunkPlan, PackedLayout
 from mindspeed_rl.models.layers import GatedDeltaNetSubmodules
 from mindspeed_rl.models.model_config import LinearAttention
 
@@ -143,9 +143,10 @@ class _Chunks:
         if inverse is None:
             inverse = _invert((decay * similar).mul_(beta[..., None]).tril_(-1))
         keys = k.unsqueeze(2)
-        reading = inverse @ (keys * (beta * total.exp())[..., None])
+        # columns of the inverse are scaled instead of rows of keys and values, which are longer
+        reading = (inverse * (beta * total.exp())[..., None, :]) @ keys
         to_end = keys * (total[..., -1:] - total).exp()[..., None]
-        return cls(total, decay, similar, inverse, to_end, reading, inverse @ (v * beta[..., None]))
+        return cls(total, decay, similar, inverse, to_end, reading, (inverse * beta[..., None, :]) @ v)
 
     def scan(self, state: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state before each chunk [n, h, r, d_k, d_v], U, and the last state of each sequence."""
@@ -168,10 +169,10 @@ class _Chunks:
 
 
 class _DeltaRule(torch.autograd.Function):
-    """The gated delta rule of chunks, in the order of `_Phase`; all tensors of one floating type.
+    """The gated delta rule of chunks, in the order of `ChunkPhase`; all tensors of one floating type.
 
     q and k are [n, h, C, d_k], v [n, h, r, C, d_v], g and beta [n, h, r, C], the state [sequences, h, r, d_k, d_v]. Returns
-    outputs like v and the last states. Padding has k, g and beta of 0.
+    outputs like v and the last states. Padding has g and beta of 0.
     """
 
     @staticmethod
@@ -180,8 +181,9 @@ class _DeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks.compute(k, v, g, beta, None)
         states, written, last = chunks.scan(state, counts)
-        out = (q.unsqueeze(2) * chunks.total.exp()[..., None]) @ states
-        out += (chunks.decay * (q @ k.transpose(-1, -2)).unsqueeze(2)) @ written
+        out = (q.unsqueeze(2) @ states).mul_(chunks.total.exp()[..., None])
+        attended = chunks.decay.mul_((q @ k.transpose(-1, -2)).unsqueeze(2))
+        out.flatten(0, 2).baddbmm_(attended.flatten(0, 2), written.flatten(0, 2))
         ctx.save_for_backward(q, k, v, g, beta, state, chunks.inverse)
         ctx.counts = counts
         return out, last
@@ -199,31 +201,32 @@ class _DeltaRule(torch.autograd.Function):
         attended = decay * products
         # gradients of U from inside the chunk, and of the state from its own outputs
         grad_written = attended.transpose(-1, -2) @ grad
-        grad_states = (q.unsqueeze(2) * growth[..., None]).transpose(-1, -2) @ grad
+        reached = grad * growth[..., None]
+        grad_states = q.unsqueeze(2).transpose(-1, -2) @ reached
         grad_after, grad_state = _scan_back(chunks, grad_written, grad_states, grad_last, ctx.counts)
         # outputs
-        grad_reach = grad @ states.transpose(-1, -2)
+        grad_reach = reached @ states.transpose(-1, -2)
         grad_products = (grad @ written.transpose(-1, -2)).mul_(decay)
         grad_log = (grad_products * products).tril_(-1)  # as above for the diagonal
         grad_products = grad_products.sum(2)
-        grad_q = (grad_reach * growth[..., None]).sum(2) + grad_products @ k
+        grad_q = grad_reach.sum(2) + grad_products @ k
         grad_k = grad_products.transpose(-1, -2) @ q
-        grad_total = growth * (q.unsqueeze(2) * grad_reach).sum(-1)
+        grad_total = grad_reach.mul_(q.unsqueeze(2)).sum(-1)
         # the state after the chunk
-        grad_to_end = written @ grad_after.transpose(-1, -2)
-        grad_k += (grad_to_end * (total[..., -1:] - total).exp()[..., None]).sum(2)
-        moved = (grad_to_end * chunks.to_end).sum(-1)
+        grad_end = (written * (total[..., -1:] - total).exp()[..., None]) @ grad_after.transpose(-1, -2)
+        grad_k += grad_end.sum(2)
+        moved = grad_end.mul_(keys).sum(-1)
         moved[..., -1] = 0  # the last token does not decay, and its terms would cancel up to rounding only
         grad_total -= moved
-        kept = growth[..., -1] * (states * grad_after).sum((-1, -2))
+        kept = growth[..., -1] * grad_after.mul_(states).sum((-1, -2))
         grad_total[..., -1] += moved.sum(-1) + kept
         # U
         grad_source = chunks.inverse.transpose(-1, -2) @ grad_written
         grad_v = grad_source * beta[..., None]
         grad_beta = (grad_source * v).sum(-1)
-        grad_read = -(grad_source @ states.transpose(-1, -2))
-        grad_k += (grad_read * (beta * growth)[..., None]).sum(2)
-        read = (grad_read * keys).sum(-1) * growth
+        grad_read = (grad_source * -growth[..., None]) @ states.transpose(-1, -2)
+        read = (grad_read * keys).sum(-1)
+        grad_k += grad_read.mul_(beta[..., None]).sum(2)
         grad_beta += read
         grad_total += read * beta
         grad_lower = -(grad_source @ written.transpose(-1, -2)).tril_(-1)
@@ -258,6 +261,49 @@ def _scan_back(
     return after.view(shape), state.view(-1, *shape[1:])
 
 
+def _list_rows(cells: Tensor, heads: int, size: int) -> Tensor:
+    """Return the rows of cells in a flattened [n, heads, size, ...] tensor: [cells * heads] int64."""
+    return (
+        ((cells // size * heads)[:, None] + torch.arange(heads, device=cells.device)) * size + (cells % size)[:, None]
+    ).flatten()
+
+
+class _ToChunks(torch.autograd.Function):
+    """Copy of tokens [t, heads, ...] into the chunks of a phase [n, heads, size, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, phase: ChunkPhase, size: int) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        ctx.phase, ctx.shape = phase, x.shape
+        heads = torch.arange(x.size(1), device=x.device)[:, None]
+        rows = (phase.sources.view(-1, 1, size) * x.size(1) + heads).flatten()
+        return x.flatten(0, 1).index_select(0, rows).view(-1, x.size(1), size, *x.shape[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]  (as above)
+        phase, shape = ctx.phase, ctx.shape
+        rows = _list_rows(phase.cells, grad.size(1), grad.size(2))
+        part = grad.flatten(0, 2).index_select(0, rows).view(-1, *shape[1:])
+        if len(part) < shape[0]:  # other tokens are in another phase
+            part = part.new_zeros(shape).index_copy_(0, phase.tokens, part)
+        return part, None, None
+
+
+class _FromChunks(torch.autograd.Function):
+    """Copy of the tokens [t, heads, ...] from the chunks of all phases [n, heads, size, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cells: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        ctx.cells, ctx.shape = cells, x.shape
+        return x.flatten(0, 2).index_select(0, _list_rows(cells, x.size(1), x.size(2))).view(-1, x.size(1), *x.shape[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
+        rows = _list_rows(ctx.cells, ctx.shape[1], ctx.shape[2])
+        out = grad.new_zeros(ctx.shape)
+        out.view(-1, *ctx.shape[3:]).index_copy_(0, rows, grad.flatten(0, 1))
+        return out, None
+
+
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChunkPlan) -> Tensor:
     """Compute the gated delta rule inside each sequence; in float32 at least.
 
@@ -271,27 +317,21 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     heads, ratio = k.size(1), v.size(1) // k.size(1)
-    tokens = [x.to(wide) for x in (q, k, v.unflatten(1, (heads, ratio)), g.unflatten(1, (heads, ratio)))]
-    tokens.append(beta.to(wide).unflatten(1, (heads, ratio)))
     outputs: list[Tensor] = []
     last: Tensor | None = None
     for phase in plan.phases:
-        num_chunks = sum(phase.counts)
-        inputs = []
-        for x in tokens:
-            cells = x.new_zeros(num_chunks * plan.size, *x.shape[1:]).index_copy(
-                0, phase.cells, x.index_select(0, phase.tokens)
-            )
-            # [n, C, h, r, d] -> [n, h, r, C, d]
-            inputs.append(cells.unflatten(0, (num_chunks, plan.size)).movedim(1, 2 if x is tokens[0] or x is tokens[1] else 3))
+        chunks = [_ToChunks.apply(x.to(wide), phase, plan.size) for x in (q, k, v, g, beta)]
+        # padding has any query, key and value, and writes nothing
+        chunks[3:] = [x.masked_fill(phase.is_padding.view(-1, 1, plan.size), 0.0) for x in chunks[3:]]
+        inputs = [*chunks[:2], *(x.unflatten(1, (heads, ratio)) for x in chunks[2:])]
         if phase.parents is None:
             state = v.new_zeros(phase.counts[0], heads, ratio, q.size(2), v.size(2), dtype=wide)
         else:
             assert last is not None
             state = last.index_select(0, phase.parents)
-        out, last = _DeltaRule.apply(*(x.contiguous() for x in inputs), state, phase.counts)
-        outputs.append(out.movedim(3, 1).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, plan.restore).flatten(1, 2).to(v.dtype)
+        out, last = _DeltaRule.apply(*inputs, state, phase.counts)
+        outputs.append(out.flatten(1, 2))
+    return _FromChunks.apply(torch.cat(outputs), plan.restore).to(v.dtype)
 
 
 def normalize_head(x: Tensor) -> Tensor:

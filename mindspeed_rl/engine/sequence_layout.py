@@ -153,17 +153,21 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True)
-class _Phase:
+class ChunkPhase:
     """Sequences, or parts of them, whose states are computed together.
 
     Attributes:
-        tokens, cells: [n] int64 each; index of a token among all, and its cell in [chunks * size].
+        tokens, cells: [n] int64 each; index of a token among all, in ascending order, and its cell in [chunks * size].
+        sources: [chunks * size] int64, the token of each cell; 0 for padding.
+        is_padding: [chunks * size] bool.
         counts: sequences that have a chunk with this index; chunks are in this order.
         parents: [sequences] int64, the sequence of the phase before whose last state each starts from; None for 0.
     """
 
     tokens: Tensor
     cells: Tensor
+    sources: Tensor
+    is_padding: Tensor
     counts: tuple[int, ...]
     parents: Tensor | None = None
 
@@ -182,7 +186,7 @@ class ChunkPlan:
     """
 
     size: int
-    phases: tuple[_Phase, ...]
+    phases: tuple[ChunkPhase, ...]
     restore: Tensor
     window: Tensor
     ends: Tensor
@@ -217,25 +221,23 @@ class ChunkPlan:
             place = torch.cat([torch.arange(parts[index][1]) for index in chosen])
             slot = torch.arange(len(chosen)).repeat_interleave(torch.tensor([parts[index][1] for index in chosen]))
             cells = (before[place // size] + slot) * size + place % size
+            sources = torch.full((sum(counts) * size,), -1)
+            sources[cells] = tokens
+            order = tokens.argsort()
             restore[tokens] = offset + cells
             offset += sum(counts) * size
-            starts = torch.tensor([slot_of[parents[index]] for index in chosen]) if depth else None
-            phases.append((tokens, cells, tuple(counts), starts))
+            indexes = [tokens[order], cells[order], sources.clamp(min=0), sources < 0]
+            if depth:
+                indexes.append(torch.tensor([slot_of[parents[index]] for index in chosen]))
+            phases.append((tuple(counts), indexes))
         window, ends = _plan_windows(parts, parents, kernel, num_tokens)
-        host = [restore, window, ends]
-        host += [one for tokens, cells, _, starts in phases for one in (tokens, cells, starts) if one is not None]
-        restore, window, ends, *moved = platform.current().to_device(host, device)
-        iterator = iter(moved)
-        return cls(
-            size,
-            tuple(
-                _Phase(next(iterator), next(iterator), counts, None if starts is None else next(iterator))
-                for _, _, counts, starts in phases
-            ),
-            restore,
-            window,
-            ends,
-        )
+        moved = platform.current().to_device([restore, window, ends, *(one for _, some in phases for one in some)], device)
+        restore, window, ends, *indexes = moved
+        built = []
+        for counts, some in phases:
+            mine, indexes = indexes[: len(some)], indexes[len(some) :]
+            built.append(ChunkPhase(*mine[:4], counts, *mine[4:]))
+        return cls(size, tuple(built), restore, window, ends)
 
 
 def _split_at_prefixes(lengths: Sequence[int], shared: SharedPrefixes) -> tuple[list[tuple[int, int]], list[int]]:
