@@ -72,6 +72,7 @@ _KNOWN_TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _RENAMED = (
     (r"critic\.model\.fsdp_config\.", "critic.fsdp."),
     (r"reward\.reward_kwargs\.", "reward_model.reward_kwargs."),
+    (r"reward_model\.sandbox_fusion\.", "sandbox_fusion."),
 )
 #: options that a release takes without listing them: pattern -> record, by the name that the pattern finds
 _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
@@ -92,7 +93,16 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"(?:\w+\.)*model\.override_config\.(?:attn_implementation|_attn_implementation)",
         no_effect("the platform chooses the kernels"),
     ),
+    (
+        r"(?:\w+\.)*model\.override_config\.(?:model_config\.)?max_position_embeddings",
+        no_effect("rotary positions have no end"),
+    ),
     (r"(?:\w+\.)*model\.override_config\.(?:attention_dropout|embd_pdrop|resid_pdrop)", refused("dropout")),
+    (
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(?:disable_mm_preprocessor_cache|limit_mm_per_prompt|"
+        r"mm_processor_cache_gb)",
+        no_effect("text models only"),
+    ),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(compilation_config\.\w+)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{GENERATE}."), "compilation_config"),
@@ -103,6 +113,20 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.(?:sglang|trtllm)\.[\w.]+", no_effect("read by other engines alone")),
     (r"data\.apply_chat_template_kwargs\.enable_thinking", to(f"{MEGATRON}.enable_thinking")),
+    (r"data\.apply_chat_template_kwargs\.\w+", refused("arguments of the chat template but enable_thinking")),
+    # names of earlier releases
+    (
+        r"actor_rollout_ref\.actor\.router_replay\.mode",
+        to(f"{RL}.router_replay.mode", values={"disabled": "disabled", "R2": "R2", "R3": "R3"}),
+    ),
+    (r"actor_rollout_ref\.actor\.megatron\.grad_offload", to(f"{GENERATE}.offload_train_grad")),
+    (r"(?:actor_rollout_ref\.ref|critic)\.megatron\.grad_offload", no_effect("gradients are freed with the actor's")),
+    (
+        r"reward_model\.(?:use_reward_loop|micro_batch_size_per_gpu|micro_batch_size|use_dynamic_bsz|max_length|strategy|"
+        r"forward_max_token_len_per_gpu|ulysses_sequence_parallel_size|model\.(?:input_tokenizer|use_remove_padding|"
+        r"fsdp_config\.\w+))",
+        no_effect("the reward model is read from its folder, and scores on the actor's devices"),
+    ),
     (r"reward_model\.reward_kwargs\.(?:max_resp_len|overlong_buffer_cfg\.\w+)", with_others("overlong_buffer_*")),
     (r"ray_kwargs\.ray_init\.[\w.]+", no_effect("the command starts or finds the Ray cluster")),
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
@@ -662,10 +686,12 @@ def _set_batch(run: Import, command: SourceCommand, batch: _Batch, layout: _Layo
 def _set_prompts(run: Import, command: SourceCommand) -> None:
     for option, key in (("data.train_files", "data_path"), ("data.val_files", "eval_data_path")):
         files = _list_files(command.get(option) or "")
-        if len(files) > 1:
-            run.refuse(option, f"{len(files)} files: put them into one folder")
+        if len(files) > 1 and key == "data_path":
+            run.refuse(
+                option, f"prompts of {len(files)} files, with a reward by the source of each row; put them into one folder"
+            )
         elif files:
-            run.translate(option, {f"{MEGATRON}.{key}": files[0]})
+            run.translate(option, {f"{MEGATRON}.{key}": files[0]}, f"the first of {len(files)}" if len(files) > 1 else "")
         elif key == "data_path":
             raise ConfigError(["the command names no data: data.train_files is missing"])
     limit = command.get("data.train_max_samples")
@@ -775,12 +801,12 @@ def _set_reward(run: Import, command: SourceCommand) -> None:
             if command.has(name):
                 run.note(name, "there is no reward model", changes_nothing=False)
     if paths:
-        path, function = str(command.get(paths[0])), command.text(names[0], "compute_score")
+        path, function = _find_module(command, paths[0]), command.text(names[0], "compute_score")
         if path.startswith(("/", "~", "..")) or not path.endswith(".py"):
             run.refuse(
                 paths[0], f"a function outside the working directory: {path}; write rl_config.verifier_function: [module:name]"
             )
-        module = path.removesuffix(".py").removeprefix("./").replace("/", ".")
+        module = path.removesuffix(".py").replace("/", ".")
         values = {f"{RL}.verifier_function": [f"{module}:{function}"]}
         columns = {f"{MEGATRON}.dataset_additional_keys": ["labels", "data_source", "extra_info"]}
         _put(
@@ -802,6 +828,12 @@ def _set_reward(run: Import, command: SourceCommand) -> None:
             if command.has(option) and option not in (*run.translated, *run.refused):
                 run.note(option, "verl's own reward", changes_nothing=False)
     _set_overlong(run, command, manager)
+
+
+def _find_module(command: SourceCommand, option: str) -> str:
+    """Return the path of a Python file, from the working directory where it is below it."""
+    path = str(command.get(option))
+    return path.removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
 
 
 def _set_overlong(run: Import, command: SourceCommand, manager: str) -> None:
@@ -840,6 +872,9 @@ def _set_rollout(run: Import, command: SourceCommand) -> None:
     if limit is not None:
         run.translate(f"{_ROLLOUT}max_model_len", {f"{GENERATE}.max_model_len": limit})
     run.add_default(f"{MEGATRON}.seed", 42, _DEFAULT)
+    if command.flag(f"{_ROLLOUT}multi_turn.enable"):
+        length = command.count("data.max_response_length", 512)
+        run.add_default(f"{RL}.max_total_response_length", length, "data.max_response_length counts all turns")
     if command.has(f"{_ROLLOUT}val_kwargs.do_sample"):
         run.translate(
             f"{_ROLLOUT}val_kwargs.do_sample", {f"{RL}.eval_greedy": not command.flag(f"{_ROLLOUT}val_kwargs.do_sample")}
@@ -892,9 +927,6 @@ def _set_critic(run: Import, command: SourceCommand, batch: _Batch, *, has_criti
         raise ConfigError(["the command names no critic: critic.model.path is missing"])
     layout = _Layout.of_role(command, "critic.", "critic.fsdp.")
     _set_rate(run, command, "critic.optim.", "critic_config", layout, batch, 1e-5)
-    sizes = {"tensor_model": layout.tensor, "pipeline_model": layout.pipeline, "context": layout.context}
-    for name, size in sizes.items():
-        run.add_default(f"critic_config.{name}_parallel_size", size, _DEFAULT)
     micro = command.count("critic.ppo_micro_batch_size_per_gpu", 1)
     _put(
         run,
@@ -913,7 +945,7 @@ def _set_critic(run: Import, command: SourceCommand, batch: _Batch, *, has_criti
         )
     for name in names:
         if not any(name in notes for notes in (run.translated, run.same, run.without_effect, run.refused)):
-            run.note(name, "as the actor's", changes_nothing=False)
+            run.note(name, "as the actor's: roles that share devices share a layout, which changes no result")
 
 
 def _set_profiler(run: Import, command: SourceCommand) -> None:
@@ -1047,7 +1079,7 @@ def _plan_rollout(shared: SourcePlan, command: SourceCommand, batch: _Batch) -> 
     has_critic = estimator == "gae"
     scale = "group" if command.flag("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
     paths = [
-        str(command.get(name))
+        _find_module(command, name)
         for name in ("reward.custom_reward_function.path", "custom_reward_function.path")
         if command.get(name)
     ]
@@ -1091,7 +1123,7 @@ def _plan_rewards(command: SourceCommand, paths: Sequence[str]) -> tuple[str, ..
     model = str(command.get("reward.reward_model.model_path") or command.get("reward_model.model.path"))
     if paths:
         name = command.text("reward.custom_reward_function.name", command.text("custom_reward_function.name", "compute_score"))
-        own = f"{paths[0].removesuffix('.py').removeprefix('./').replace('/', '.')}:{name}"
+        own = f"{paths[0].removesuffix('.py').replace('/', '.')}:{name}"
         return tuple(sorted([own, *([model] if has_model else [])]))
     if has_model:
         return (model,)

@@ -303,7 +303,7 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("top_k", to(f"{SAMPLING}.top_k", default=-1)),
     ("do_sample", refused("greedy rollouts", unless=(True,))),
     ("seed", to(f"{SAMPLING}.seed", default=42)),
-    ("name", no_effect("vLLM generates; another engine samples from the same distribution", "vllm", "sglang", "hf")),
+    ("name", no_effect("vLLM generates; another engine samples from the same distribution")),
     ("mode", same("requests are scheduled one by one", "async", "sync")),
     ("prompt_length response_length", no_effect("data.max_prompt_length and data.max_response_length are read")),
     ("dtype", to(f"{GENERATE}.dtype", values={"bfloat16": "bfloat16", "float32": "float32", "auto": "bfloat16"})),
@@ -538,7 +538,7 @@ def _build_ppo() -> dict[str, Option]:
     table |= _under("critic.megatron.", [("use_distributed_optimizer router_replay.mode", _MEMORY)])
     for name, key in _PARALLEL.items():
         table[f"{actor}megatron.{name}"] = to(f"{MEGATRON}.{key}")
-        table[f"critic.megatron.{name}"] = to(f"critic_config.{key}")
+        table[f"critic.megatron.{name}"] = with_others("as the actor's")
     # as Megatron, it has no effect without tensor parallelism
     table |= {
         name: with_others("sequence_parallel, with tensor parallelism")
