@@ -292,3 +292,19 @@ rl_data() {
     _preprocess rl math_17k.parquet --handler-name Math17kAlpacaStyleInstructionHandler --prompt-type empty \
         --dataset-additional-keys labels "$@"
 }
+
+# Prompts alone, for a reward model: the columns of descriptiveness, as MindSpeed-LLM's guide of Ray GRPO has them.
+ppo_data() {
+    _preprocess ppo descriptiveness-00000-of-00001.parquet --handler-name PPOAlpacaStyleInstructionHandler \
+        --map-keys '{"prompt": "prompt", "query": "", "response": "prompt", "system": ""}' "$@"
+}
+
+# ------------------------------------------------------------------------------------------------ names of MindSpeed-LLM
+
+# renamed SCRIPT ARGUMENTS...: the script of this folder, or FOLDER/SCRIPT, under the name that guides of MindSpeed-LLM have.
+renamed() {
+    local script="$1"
+    shift
+    [[ "$script" == */* ]] || script="$FAMILY/$script"
+    exec bash "$EXAMPLES/$script" "$@"
+}

@@ -279,7 +279,7 @@ _DATASET: dict[str, Option] = {
     "data.dataset": with_others("data_path: the prefix of its tokens"),
     "data.dataset_probs": refused("a mixture of datasets"),
     "data.dataset_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
-    "data.max_samples": no_effect("a number that no dataset reaches", 1000000, 10**8),
+    "data.max_samples": refused("the first rows of a dataset; write them to a file", unless=(1000000, 10**8)),
     "data.input_template": with_others("preprocessing writes the template"),
     "data.apply_chat_template": with_others("preprocessing writes the template"),
     "data.tokenizer_chat_template": refused("another chat template; write it into prompt_type_path"),

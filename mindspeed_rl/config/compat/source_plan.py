@@ -267,7 +267,8 @@ def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[obj
     peak = max(there.lr_first, there.lr_10, there.lr_last, here.lr_first, here.lr_10, here.lr_last)
     shift = abs(there.lr_warmup_steps - here.lr_warmup_steps)
     unit = max(there.steps_per_rollout, here.steps_per_rollout)
-    slack = peak * unit / max(1, there.lr_warmup_steps) if 0 < shift <= unit else 0.0
+    # of the highest of these rates, not of the peak that the warm-up may not have reached
+    slack = 1.5 * peak * unit / max(1, there.lr_warmup_steps) if 0 < shift <= unit else 0.0
     differences: dict[str, tuple[object, object]] = {}
     for name in PLAN_NUMBERS:
         first, second = getattr(there, name), getattr(here, name)

@@ -83,6 +83,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         values: dict[str, object] = {}
         for file in files:
             values |= _read_file(Path(str(file)))
+        # the parser has --no_x for a flag x that is on
+        for name in [name for name in options if name.startswith("no_")]:
+            options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
         world = devices or _count_processes(launch, command.environment)
@@ -446,9 +449,7 @@ _GRPO: dict[str, Option] = {
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap".split(),
         with_others("rollout_importance_sampling_mode and its thresholds, where vLLM generates"),
     ),
-    **dict.fromkeys(
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split(), no_effect("only loss_type vespo reads it")
-    ),
+    **{name: to(f"{_RL}.{name}") for name in "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split()},
     **dict.fromkeys(
         "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target".split(),
         no_effect("only use_adaptive_entropy reads it"),
@@ -479,7 +480,7 @@ _SFT: dict[str, Option] = {
     **_SUPERVISED,
     **_CHATS,
     "router_aux_loss_coef": _BALANCE,
-    "loss_type": same("the mean of -log p over the trained tokens of the batch", "nll", "chunked_nll"),
+    "loss_type": to(f"{_ACTOR}.sft_loss_type", values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"}),
     "dataset_text_field": no_effect("rows are read by their columns", "text"),
     "dataset_kwargs": refused("arguments of the preparation of a dataset"),
     "truncation_mode": refused("rows that are cut at their start", unless=("keep_start",)),
@@ -799,14 +800,14 @@ def _set_objective(run: Import, command: SourceCommand) -> None:
     low = command.number("epsilon", 0.2)
     high = command.number("epsilon_high", low)
     form = str(command.get("loss_type", "dapo")) if command.program == "grpo" else "grpo"
-    forms = {"grpo": "grpo", "bnpo": "bnpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "cispo": "cispo_cap", "sapo": "sapo"}
+    forms = {name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo", "luspo")} | {"cispo": "cispo_cap"}
     if form not in forms:
         run.refuse("--loss_type", f"the policy loss {form}")
         return
     values: dict[str, object] = {f"{_RL}.loss_type": forms[form]}
     run.translate("--loss_type", values)
     clips: dict[str, object] = {f"{_RL}.clip_higher_enable": True, f"{_RL}.clip_ratio_low": low, f"{_RL}.clip_ratio_high": high}
-    run.translate("--epsilon", clips if form != "sapo" else {}, "" if form != "sapo" else "sapo clips nothing")
+    run.translate("--epsilon", {} if form in _UNCLIPPED else clips, f"{form} clips nothing" if form in _UNCLIPPED else "")
     if command.has("epsilon_high"):
         run.translated["--epsilon_high"] = "see --epsilon"
     estimator = "rloo" if command.program == "rloo" else "group_norm"
@@ -860,6 +861,8 @@ def _set_correction(run: Import, command: SourceCommand) -> None:
             run.translated.setdefault(f"--{name}", "see --vllm_importance_sampling_correction")
 
 
+#: losses without a clip range
+_UNCLIPPED = ("sapo", "vespo")
 #: an upper bound that no weight reaches
 _NO_BOUND = 1e6
 
@@ -993,7 +996,8 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
     form = "grpo" if is_rloo else command.text("loss_type", "dapo")
     # the tokens of the whole rollout divide the losses of each of its steps
     token = "token" if sizes.steps == sizes.iterations else "token of the rollout"
-    averages = {"dapo": token, "cispo": token, "bnpo": "token of a micro-batch", "dr_grpo": "constant"}
+    averages = {"dapo": token, "cispo": token, "vespo": token, "bnpo": "token of a micro-batch", "dr_grpo": "constant"}
+    averages |= {"luspo": "summed"}
     low, beta = command.number("epsilon", 0.2), command.number("beta", 0.05 if is_rloo else 0.0)
     sums = command.text("multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
     response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_length")
@@ -1005,10 +1009,10 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
         plan,
         rollout_prompts=sizes.rollout // sizes.group,
         rollout_completions=sizes.rollout,
-        loss={"cispo": "cispo_cap", "sapo": "sapo"}.get(form, "grpo"),
+        loss={"cispo": "cispo_cap", "sapo": "sapo", "vespo": "vespo"}.get(form, "grpo"),
         level=levels[command.text("importance_sampling_level", "token")],
-        clip_low=None if form in ("cispo", "sapo") else low,
-        clip_high=None if form == "sapo" else command.number("epsilon_high", low),
+        clip_low=None if form in ("cispo", *_UNCLIPPED) else low,
+        clip_high=None if form in _UNCLIPPED else command.number("epsilon_high", low),
         delta=None if is_rloo or command.get("delta") is None else command.number("delta", 0.0),
         aggregation=averages.get(form, "sequence"),
         kl_coef=beta,

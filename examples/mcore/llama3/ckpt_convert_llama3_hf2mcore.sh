@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# The name in MindSpeed-LLM of ckpt_convert_llama3_8b_hf2mcore.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+renamed ckpt_convert_llama3_8b_hf2mcore.sh "$@"

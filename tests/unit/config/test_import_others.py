@@ -1,0 +1,221 @@
+"""Commands of TRL, slime, OpenRLHF and MindSpeed-LLM: numbers worked out by hand from the formulas of those projects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mindspeed_rl.cli.import_run import PROJECTS
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.config.compat.importer import Import, ImportSettings, import_command
+from mindspeed_rl.rewards import REWARDS
+
+TRL = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs accuracy_reward "
+SLIME = (
+    "ray job submit --address x -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
+    "--hf-checkpoint m --prompt-data d.jsonl --rm-type math --rollout-batch-size 32 --n-samples-per-prompt 8 "
+    "--rollout-max-response-len 1024 "
+    "--rollout-num-gpus-per-engine 2 --attention-dropout 0 --hidden-dropout 0 "
+)
+OPENRLHF = (
+    "python3 -m openrlhf.cli.train_ppo_ray --actor.num_gpus_per_node 8 --train.colocate_all --vllm.num_engines 8 "
+    "--actor.model_name_or_path m --reward.model_name_or_path r --data.prompt_dataset d.jsonl --rollout.max_new_tokens 512 "
+)
+LLM = (
+    "torchrun --nproc_per_node 8 --nnodes 2 posttrain_gpt.py --stage dpo --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --train-iters 2000 "
+    "--lr 1e-6 --bf16 --data-path ./pairs --load ./ckpt --tokenizer-name-or-path ./m --attention-dropout 0 --hidden-dropout 0 "
+)
+
+
+def take(project: str, command: str, *accepted: str, devices: int | None = None, rows: int = 8192) -> Import:
+    return import_command(
+        PROJECTS[project],
+        command,
+        ImportSettings(devices=devices, rewards=REWARDS, accepted=frozenset(accepted), rows=rows),
+    )
+
+
+def fail(project: str, command: str, match: str, devices: int | None = None) -> None:
+    with pytest.raises(ConfigError, match=match):
+        take(project, command, devices=devices)
+
+
+def test_trl_counts_completions_of_all_processes() -> None:
+    options = "--per_device_train_batch_size 4 --gradient_accumulation_steps 8 --steps_per_generation 16 --max_steps 100"
+    run = take("trl", TRL + options + " --num_generations 16 --loss_type grpo", devices=8)
+    # a step has 4 x 8 x 8 = 256 completions, a rollout 4 x 8 x 16 = 512 of 32 prompts: two steps each, 50 rollouts
+    rl, training = run.tree["rl_config"], run.tree["megatron_training"]
+    assert (rl["n_samples_per_prompt"], rl["mini_batch_size"], training["global_batch_size"]) == (16, 16, 32)
+    assert training["train_iters"] == 50
+    assert run.plans is not None and run.plans[0].total_steps == 100 and run.plans[0].steps_per_rollout == 2
+
+
+def test_trl_counts_the_epochs_of_its_sampler() -> None:
+    # 8 x 1 x 8 completions of 8 prompts a rollout: 1000 / 8 = 125 rollouts an epoch, each trained on twice
+    run = take("trl", TRL + "--num_train_epochs 2 --num_iterations 2 --loss_type grpo", devices=8, rows=1000)
+    assert run.plans is not None and run.plans[0].total_steps == 2 * 125 * 2
+
+
+def test_trl_divides_by_the_tokens_of_the_whole_rollout() -> None:
+    options = "--gradient_accumulation_steps 1 --steps_per_generation 4 --max_steps 40"
+    fail("trl", TRL + options, "aggregation would be token here, but is token of the rollout", devices=8)
+    take("trl", TRL + options, "aggregation", devices=8)
+
+
+def test_trl_corrects_log_probs_only_where_vllm_generates() -> None:
+    assert "rollout_importance_sampling_mode" not in take("trl", TRL + "--max_steps 8", devices=8).tree["rl_config"]
+    keys = take("trl", TRL + "--max_steps 8 --use_vllm", devices=8).tree["rl_config"]
+    assert keys["rollout_importance_sampling_mode"] == "sequence_mask"
+    assert keys["rollout_importance_sampling_threshold"] == 3.0
+
+
+def test_a_file_of_options_says_its_trainer_by_its_options(tmp_path: Path) -> None:
+    options = {"model_name_or_path": "m", "dataset_name": "d", "loss_type": "ipo", "beta": 0.2, "learning_rate": "1e-6"}
+    path = tmp_path / "dpo.json"
+    path.write_text(json.dumps(options | {"label_smoothing": 0.1, "precompute_ref_log_probs": True}))
+    run = take("trl", str(path), devices=2)
+    assert run.tree["megatron_training"]["stage"] == "dpo" and run.tree["megatron_training"]["dpo_loss_type"] == "ipo"
+    assert run.tree["actor_config"]["lr"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ("--loss_type unheard_of", "the policy loss unheard_of"),
+        ("--use_adaptive_entropy", "an adaptive entropy bonus"),
+        ("--reward_funcs my.rewards.polite", "a function in TRL's form"),
+        ("--lr_scheduler_type cosine_with_restarts", "its form"),
+        ("--use_peft", "PEFT's default layers"),
+        ("--no_such_option 1", "no option of TRL 1.16.0"),
+    ],
+)
+def test_trl_features_that_are_missing_are_named(options: str, feature: str) -> None:
+    fail("trl", TRL + "--max_steps 8 " + options, feature, devices=8)
+
+
+def test_sft_of_trl_asks_which_tokens_train() -> None:
+    command = "trl sft --model_name_or_path m --dataset_name d --num_train_epochs 1"
+    fail("trl", command, "TRL trains the questions too", devices=8)
+    run = take("trl", command + " --assistant_only_loss true", devices=8)
+    assert run.tree["megatron_training"]["train_epochs"] == 1
+    assert "OpenAIInstructionHandler" in run.translated["--dataset_name"]
+
+
+def test_slime_divides_a_rollout_into_steps_and_averages_sequences() -> None:
+    run = take("slime", SLIME + "--num-rollout 10 --num-steps-per-rollout 4 --lr-warmup-iters 8 --eps-clip-high 0.28")
+    rl, training = run.tree["rl_config"], run.tree["megatron_training"]
+    assert (rl["mini_batch_size"], training["global_batch_size"], rl["n_samples_per_prompt"]) == (8, 32, 8)
+    assert (training["lr_warmup_iters"], rl["loss_type"], rl["clip_ratio_high"]) == (2, "grpo", 0.28)
+    assert run.plans is not None and run.plans[0].total_steps == 40
+    assert training["no_shuffle"] is True  # slime shuffles with --rollout-shuffle alone
+    fail("slime", SLIME + "--num-rollout 10 --num-steps-per-rollout 4 --lr-warmup-iters 6", "no whole number of rollouts")
+
+
+def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollout_ahead() -> None:
+    apart = SLIME.replace("--colocate", "--rollout-num-gpus 4") + "--num-rollout 10 --global-batch-size 256"
+    assert "trainer_mode" not in take("slime", apart).tree["rl_config"]
+    keys = take("slime", apart.replace("train.py", "train_async.py")).tree["rl_config"]
+    assert keys["trainer_mode"] == "one_step_off" and keys["rollout_resource"] == {"num_npus": 4}
+    assert keys["use_integrated_worker"] is False and keys["actor_resource"] == {"num_npus": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ("--use-opd", "distillation from a teacher"),
+        ("--advantage-estimator cispo", "CISPO as the mean of sequence means"),
+        ("--normalize-advantages", "whitened over the batch as well"),
+        ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
+        ("--custom-generate-function-path a.b", "a function in slime's form"),
+    ],
+)
+def test_slime_features_that_are_missing_are_named(options: str, feature: str) -> None:
+    fail("slime", SLIME + "--num-rollout 10 --global-batch-size 256 " + options, feature)
+
+
+def test_slime_gets_shapes_from_config_json_and_skips_the_array_of_another_file() -> None:
+    script = f"source models/x.sh\nARGS=(--num-rollout 4)\n{SLIME} ${{MODEL_ARGS[@]}} ${{ARGS[@]}} --global-batch-size 128"
+    run = take("slime", script)
+    assert "shapes of the model" in run.without_effect["--model_args"] and run.tree["megatron_training"]["train_iters"] == 4
+
+
+def test_openrlhf_has_the_kl_in_the_reward_unless_use_loss() -> None:
+    sizes = "--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.batch_size 128 "
+    run = take("openrlhf", OPENRLHF + sizes + "--algo.advantage.estimator group_norm", rows=640)
+    # 256 completions are two steps; 10 rollouts
+    assert run.plans is not None and run.plans[0].total_steps == 20
+    assert run.plans[0].kl_place == "reward" and run.tree["rl_config"]["kl_penalty"] == "k1"
+    run = take("openrlhf", OPENRLHF + sizes + "--algo.advantage.estimator dr_grpo --algo.kl.use_loss --algo.kl.estimator k3")
+    assert run.tree["rl_config"]["scale_rewards"] == "none" and run.tree["rl_config"]["use_kl_in_reward"] is False
+
+
+def test_ppo_of_openrlhf_has_a_critic_with_its_own_rate() -> None:
+    run = take("openrlhf", OPENRLHF + "--rollout.batch_size 128 --train.batch_size 128 --critic.adam.lr 5e-6")
+    assert run.tree["megatron_training"]["stage"] == "ray_ppo" and run.tree["critic_config"]["lr"] == 5e-6
+    assert run.plans is not None and run.plans[0].value_clip == 0.5
+
+
+def test_mindspeed_llm_takes_devices_from_torchrun_and_dropout_from_megatron() -> None:
+    run = take("mindspeed-llm", LLM)
+    assert run.tree["megatron_training"]["num_npus"] == 16 and run.plans is not None and run.plans[0].dp == 4
+    assert take("mindspeed-llm", LLM.replace("--hidden-dropout 0 ", "")).tree["megatron_training"]["hidden_dropout"] == 0.1
+
+
+def test_mindspeed_llm_averages_the_micro_batches_of_sft() -> None:
+    command = LLM.replace("--stage dpo", "--stage sft")
+    fail("mindspeed-llm", command, "aggregation would be null here, but is token of a micro-batch")
+    take("mindspeed-llm", command + "--calculate-per-token-loss")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run file of ray_gpt.py with the groups of its GRPO."""
+    (tmp_path / "model").mkdir()
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "swiglu": True, "bf16": True, "hidden_dropout": 0.0}
+    shape |= {"attention_dropout": 0.0, "position_embedding_type": "rope", "normalization": "RMSNorm"}
+    (tmp_path / "model" / "small.yaml").write_text(yaml.safe_dump({"small": shape}))
+    actor = {"model": "small", "do_sample": True, "temperature": 1.0, "micro_batch_size": 1, "ppo_mini_batch_size": 8}
+    actor |= {"max_prompt_length": 256, "n_samples_per_prompt": 4, "lr": 1e-6, "lr_decay_style": "constant", "load": "./sft"}
+    actor |= {"num_gpus_for_train": 2, "num_gpus_for_infer": 4, "data_path": "./prompts", "lr_warmup_fraction": 0.0}
+    tree = {
+        "training": {
+            "stage": "ray_grpo",
+            "global_batch_size": 8,
+            "seq_length": 512,
+            "train_iters": 10,
+            "tokenizer_name_or_path": "./m",
+        },
+        "actor_rollout_ref": {"actor_rollout": actor, "ref": {"model": "small", "load": "./sft", "micro_batch_size": 2}},
+        "reward": {"model": "small", "load": "./rm", "micro_batch_size": 2},
+        "algorithm": {"kl_ctrl": {"type": "fixed", "kl_coef": 0.05}, "advantage_whiten": False, "missing_eos_penalty": 1.0},
+        "resource_pool": {"actor_rollout": [6], "ref": [2], "reward": [1]},
+    }
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_a_run_file_of_ray_gpt_has_roles_on_devices_of_their_own(run_file: Path) -> None:
+    run = take("mindspeed-llm", f"python ray_gpt.py --config-name grpo --config-dir {run_file.parent}")
+    rl = run.tree["rl_config"]
+    resources = {role: rl[f"{role}_resource"]["num_npus"] for role in ("actor", "rollout", "reference", "reward")}
+    assert resources == {"actor": 2, "rollout": 4, "reference": 2, "reward": 1}
+    # a step has 8 completions on each of 2 replicas: 16 of 32, 4 prompts
+    assert (rl["mini_batch_size"], run.tree["megatron_training"]["global_batch_size"]) == (4, 8)
+    assert (rl["reward_model"], rl["rule_reward"], rl["init_kl_coef"], rl["kl_penalty"]) == ("./rm", False, 0.05, "k3")
+    assert run.tree["generate_config"]["sampling_config"]["max_tokens"] == 256
+    assert "its GRPO reads it in no place" in run.without_effect["algorithm.missing_eos_penalty"]
+
+
+def test_whitened_advantages_and_cold_log_probs_of_ray_gpt_are_named(run_file: Path) -> None:
+    overrides = "algorithm.advantage_whiten=true actor_rollout_ref.actor_rollout.temperature=0.7"
+    command = f"python ray_gpt.py --config-name grpo --config-dir {run_file.parent} {overrides}"
+    with pytest.raises(ConfigError) as caught:
+        take("mindspeed-llm", command)
+    assert "whitened over the batch" in str(caught.value) and "log-probs of temperature 1" in str(caught.value)
+    run = take("mindspeed-llm", command, "advantage", "loss")
+    assert run.tree["generate_config"]["sampling_config"]["temperature"] == 0.7
