@@ -392,6 +392,9 @@ def _build(run: Import, command: SourceCommand) -> None:
         _set_preference(run, command, kind, sizes)
     if run.get(f"{ACTOR}.load") is None:
         raise ConfigError(["the command names no model: --model is missing"])
+    folder = f"{'megatron_output' if sizes.is_megatron else 'output'}/{Path(str(run.get(f'{ACTOR}.load'))).name}"
+    run.add_default("run_dir", folder, "ms-swift's folder of the model")
+    run.add_default(f"{ACTOR}.save", f"{run.get('run_dir')}/checkpoints", "ms-swift always saves")
 
 
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:

@@ -145,6 +145,8 @@ def test_the_defaults_are_those_of_ms_swift_and_not_ours() -> None:
         "actor_config.lr": 1e-5,
         "generate_config.sampling_config.temperature": 0.9,
         "generate_config.sampling_config.max_tokens": 512,
+        "run_dir": "output/base",
+        "actor_config.save": "output/base/checkpoints",
     }
     assert values(run, *paths) == list(paths.values())
     adapters = imported("--tuner_type lora")
