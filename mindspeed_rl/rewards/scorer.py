@@ -2,8 +2,9 @@
 
 A parameter is filled by its name:
 
-    per sample   sample, prompt, response (completion), prompt_ids, response_ids (completion_ids, response_token_ids), label,
-                 solution (that column, else the label), truncated, max_response_length
+    per sample   sample, prompt, response (completion; solution_str in verl), prompt_ids, response_ids (completion_ids,
+                 response_token_ids), label (ground_truth in verl), solution (that column, else the label), truncated,
+                 max_response_length
     per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry for
                  each sample
     both         settings (RewardSettings), any additional dataset column under its name; `**columns` takes all of them
@@ -152,7 +153,11 @@ def _to_float(value: Any) -> float:
 
 
 def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[str, Any]:
-    answers = {"label": sample.label, "solution": sample.columns.get("solution", sample.label)}
+    answers = {
+        "label": sample.label,
+        "ground_truth": sample.columns.get("ground_truth", sample.label),
+        "solution": sample.columns.get("solution", sample.label),
+    }
     return {
         **sample.columns,
         **{name: answer for name, answer in answers.items() if answer is not None},
@@ -161,6 +166,7 @@ def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[st
         "prompt": sample.prompt,
         "response": sample.response,
         "completion": sample.response,
+        "solution_str": sample.response,
         "prompt_ids": sample.prompt_ids,
         "response_ids": sample.response_ids,
         "completion_ids": sample.response_ids,

@@ -48,6 +48,15 @@ def test_without_a_reference_answer_what_compares_with_one_fails_instead_of_scor
         Scorer.build(name, import_scorer(name), SETTINGS).call([sample], SETTINGS)
 
 
+def test_a_function_gets_response_and_answer_by_verls_names() -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth and data_source == "mine"), "length": len(solution_str)}
+
+    sample = RewardSample(response="42", response_ids=[5], label="42", columns={"data_source": "mine"})
+    scorer = Scorer.build("own", compute_score, SETTINGS)
+    assert scorer.to_values(scorer.call([sample], SETTINGS), 1) == [({"own": 1.0, "own/length": 2.0}, {})]
+
+
 def test_without_a_reference_answer_other_functions_score() -> None:
     samples = [RewardSample(response="a b", response_ids=[5], label=None, columns={"tests": ["assert True"]})] * 2
     for name in ("format", "repetition", "soft_overlong", "code"):
