@@ -235,8 +235,8 @@ class ChunkPlan:
         restore, window, ends, *indexes = moved
         built = []
         for counts, some in phases:
-            mine, indexes = indexes[: len(some)], indexes[len(some) :]
-            built.append(ChunkPhase(*mine[:4], counts, *mine[4:]))
+            (tokens, cells, sources, is_padding, *starts), indexes = indexes[: len(some)], indexes[len(some) :]
+            built.append(ChunkPhase(tokens, cells, sources, is_padding, counts, starts[0] if starts else None))
         return cls(size, tuple(built), restore, window, ends)
 
 

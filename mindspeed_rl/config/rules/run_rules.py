@@ -8,7 +8,6 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
-from mindspeed_rl.config.rules.engine_limits import read_engine_shape
 from mindspeed_rl.config.rules.rollout_rules import ROLLOUT_RULES
 from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
@@ -448,10 +447,11 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
             "generate_config.lora_push: adapter needs adapters; set lora_target_modules or leave it out",
             (merged,),
         )
+    known = cfg.model_metadata.get("actor_config")
     reasons = {
         "the rollout servers take merged weights": cfg.placement.disaggregated,
         "the engine takes no adapters of experts": bool(actor.num_experts),
-        "the engine takes no adapters of gated delta nets": read_engine_shape(cfg).linear_heads is not None,
+        "the engine takes no adapters of gated delta nets": known is not None and known.shape.linear_heads is not None,
         # the largest of vLLM's MaxLoRARanks
         f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
     }
