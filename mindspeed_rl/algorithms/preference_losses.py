@@ -120,6 +120,31 @@ def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
     return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 
+def cpo_loss(batch: PreferenceBatch, *, beta: float, alpha: float) -> LossOutput:
+    """Return the CPO loss (arXiv:2401.08417) summed over pairs.
+
+    -log sigmoid(beta (log pi_c - log pi_r)) + alpha * (-log pi_c / |c|). No reference model.
+    """
+    chosen, rejected = beta * batch.chosen_log_probs, beta * batch.rejected_log_probs
+    losses = -functional.logsigmoid(chosen - rejected) + _compute_sft_term(batch, alpha)
+    return _build_pair_output(losses, chosen, rejected)
+
+
+def orpo_loss(batch: PreferenceBatch, *, weight: float) -> LossOutput:
+    """Return the ORPO loss (arXiv:2403.07691) summed over pairs.
+
+    -log p_c + weight * (-log sigmoid(log odds(p_c) - log odds(p_r))), odds(p) = p / (1 - p), p the geometric mean of the
+    response's probabilities. No reference model.
+    """
+    chosen = batch.chosen_log_probs / _check_lengths(batch.chosen_lengths)
+    rejected = batch.rejected_log_probs / _check_lengths(batch.rejected_lengths)
+    # log(1 - p) = log(-expm1(log p)); p = 1 has no odds, and the next smaller number takes its place
+    least = torch.finfo(chosen.dtype).tiny
+    odds = [p - torch.log((-torch.expm1(p)).clamp(min=least)) for p in (chosen, rejected)]
+    losses = -chosen - weight * functional.logsigmoid(odds[0] - odds[1])
+    return _build_pair_output(losses, weight * chosen, weight * rejected)
+
+
 def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
     """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
 

@@ -217,7 +217,7 @@ ADVICE: dict[str, dict[str, Advice]] = {
 #: key of rl_config -> name elsewhere -> what it is, and the nearest that is here
 NOT_AVAILABLE: dict[str, dict[str, str]] = {
     "loss_type": {
-        "clip_cov": "Clip-Cov (2505.22617) picks tokens by covariance in a micro-batch; nearest: dapo with top_entropy_quantile",
+        "clip_cov": "Clip-Cov (2505.22617) picks tokens by covariance at random; nearest: dapo with top_entropy_quantile",
         "kl_cov": "KL-Cov (2505.22617) ranks tokens by covariance in a micro-batch; nearest: dapo with top_entropy_quantile",
         "real": "REAL (2602.05630) compares all responses of a group in one loss, which micro-batches split; nearest: sapo",
         "bypass_mode": "rollout log-probs are taken as old ones; nearest: rollout_importance_sampling_mode with dapo",

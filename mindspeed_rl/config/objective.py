@@ -402,10 +402,15 @@ def _supervised_formula(cfg: RunConfig) -> str:
     forms = {
         "dpo": f"{z}\n{preference[train.dpo_loss_type]}",
         "simpo": f"{margin}\n{simpo[train.simpo_loss_type]}",
+        "cpo": f"loss = -log sigmoid({train.cpo_beta:g} * (log pi(chosen) - log pi(rejected))) + {train.cpo_alpha:g} * "
+        "(-mean log pi(chosen))",
+        "orpo": f"loss = -log p(chosen) + {train.orpo_lambda:g} * (-log sigmoid(log odds(chosen) - log odds(rejected))), "
+        "odds = p / (1 - p), log p the mean log pi",
         "orm": "loss = -log sigmoid(score(chosen) - score(rejected))",
         "prm": "loss = cross entropy of the reward token at each placeholder",
     }
-    text = forms.get(cfg.stage or "", "loss = mean over all trained tokens of the global batch of -log pi(token)")
+    weight = "sg[pi(token)] * " if cfg.stage == "sft" and train.sft_loss_type == "dft" else ""
+    text = forms.get(cfg.stage or "", f"loss = mean over all trained tokens of the global batch of {weight}-log pi(token)")
     if cfg.stage in ("dpo", "simpo") and train.pref_ftx:
         text += f" + {train.pref_ftx:g} * (-log pi(chosen))"
     return text

@@ -142,7 +142,7 @@ class RunShape:
         rows = self.sizes.micro_batch_size
         if rl is None or self.generate is None:
             # chosen and rejected go through the model together
-            pairs = 2 if self.cfg.stage in ("dpo", "simpo", "orm") else 1
+            pairs = 2 if self.cfg.stage in ("dpo", "simpo", "cpo", "orpo", "orm") else 1
             return pairs * rows * self.max_len
         if rl.use_dynamic_bsz:
             return max(getattr(rl, f"{use}_max_packing_token_size"), self.max_len)

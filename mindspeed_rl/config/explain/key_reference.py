@@ -60,7 +60,7 @@ _SECTIONS: dict[str, str] = {
     "Fused kernels and builder switches; off the NPU the plain modules compute the same.": (
         "融合算子与构建开关；NPU 之外普通模块的结果相同。"
     ),
-    "Stages dpo and simpo.": "阶段 dpo 与 simpo。",
+    "Losses of stage sft and of the stages that compare two answers.": "阶段 sft 与比较两个回答的各阶段的损失。",
     "One role's training engine. `megatron_training` holds what all roles share.": (
         "一个角色的训练引擎。`megatron_training` 放所有角色共用的键。"
     ),

@@ -320,8 +320,8 @@ class _PreferenceKeys:
         range=Bounds(0, 0.5), stages="simpo", on_resume="exact")
     cpo_beta: float = key(0.1, "cpo: scale of the difference of log-probabilities", "cpo：对数概率之差的缩放",
         range=Range.POSITIVE, stages="cpo", on_resume="exact")
-    cpo_alpha: float = key(1.0, "cpo: weight of the supervised loss on the chosen answer", "cpo：对 chosen 回答的监督损失的权重",
-        range=Bounds(0, 1e6), stages="cpo", on_resume="exact")
+    cpo_alpha: float = key(1.0, "cpo: weight of the supervised loss on the chosen answer",
+        "cpo：对 chosen 回答的监督损失的权重", range=Bounds(0, 1e6), stages="cpo", on_resume="exact")
     orpo_lambda: float = key(0.1, "orpo: weight of the odds ratio", "orpo：几率比项的权重", range=Bounds(0, 1e6), stages="orpo",
         on_resume="exact")
     ref_model: str = key("", "dpo: folder of the reference weights; the policy's initial weights when empty",
@@ -365,8 +365,9 @@ class MegatronConfig(
         "权重与激活用 bfloat16，主权重用 fp32；false：全部 fp32", on_resume="fixed")
     npu_deterministic: bool = key(False, "reproducible kernels on the NPU", "NPU 上用可复现的算子", only_on="npu",
         on_resume="exact")
-    threads_per_worker: int | None = key(None, "threads of a worker; when unset OMP_NUM_THREADS, else the machine's cores divided by "
-        "the workers on it", "每个 worker 的线程数；不设时取 OMP_NUM_THREADS，否则为本机核数除以其上的 worker 数", only_on="cpu",
+    threads_per_worker: int | None = key(None,
+        "threads of a worker; when unset OMP_NUM_THREADS, else the machine's cores divided by the workers on it",
+        "每个 worker 的线程数；不设时取 OMP_NUM_THREADS，否则为本机核数除以其上的 worker 数", only_on="cpu",
         range=Range.PROCESSES, on_resume="exact")
     deterministic: bool = key(False, "reproducible kernels on CPU and CUDA", "CPU 与 CUDA 上用可复现的算子", only_on="cpu cuda",
         on_resume="exact")

@@ -6,6 +6,8 @@ STAGES = {
     "sft": "mindspeed_rl.workers.stages.instruction:Instruction",
     "dpo": "mindspeed_rl.workers.stages.preference:DirectPreference",
     "simpo": "mindspeed_rl.workers.stages.preference:SimplePreference",
+    "cpo": "mindspeed_rl.workers.stages.preference:ContrastivePreference",
+    "orpo": "mindspeed_rl.workers.stages.preference:OddsRatioPreference",
     "orm": "mindspeed_rl.workers.stages.reward_model:OutcomeReward",
     "prm": "mindspeed_rl.workers.stages.reward_model:ProcessReward",
 }

@@ -1,4 +1,4 @@
-"""Stages dpo and simpo: pairs of a chosen and a rejected answer to one prompt."""
+"""Stages dpo, simpo, cpo and orpo: pairs of a chosen and a rejected answer to one prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
-from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBatch, SimPOSettings, dpo_loss, simpo_loss
+from mindspeed_rl.algorithms.preference_losses import (
+    DPOSettings,
+    PreferenceBatch,
+    SimPOSettings,
+    cpo_loss,
+    dpo_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import PreferenceDataset, PreferencePair
 from mindspeed_rl.engine.batching import Rows
@@ -36,7 +44,7 @@ class Pairs(Stage[PreferencePair]):
 
 
 class _Preference(Pairs):
-    """Base class of dpo and simpo: log-probs are summed over the answers."""
+    """Base class of the stages that compare log-probs: summed over the answers."""
 
     _compute_loss: Callable[[PreferenceBatch], LossOutput]
 
@@ -77,3 +85,19 @@ class SimplePreference(_Preference):
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
         self._compute_loss = partial(simpo_loss, settings=SimPOSettings.from_config(config))
+
+
+class ContrastivePreference(_Preference):
+    """CPO: DPO without a reference, and a supervised loss on the chosen answer."""
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._compute_loss = partial(cpo_loss, beta=config.cpo_beta, alpha=config.cpo_alpha)
+
+
+class OddsRatioPreference(_Preference):
+    """ORPO: supervised tuning on the chosen answer, and the odds of both answers compared."""
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._compute_loss = partial(orpo_loss, weight=config.orpo_lambda)

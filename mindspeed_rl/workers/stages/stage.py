@@ -58,9 +58,15 @@ class Stage(ABC, Generic[_Item]):
         """Return the rows that the engine computes for these items."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of a micro-batch: unless a stage has another, -log p summed over the tokens of `loss_mask`."""
+        """Return the loss of a micro-batch: unless a stage has another, -log p summed over the tokens of `loss_mask`.
+
+        With `sft_loss_type: dft` each token is weighted by sg[p] (dynamic fine-tuning, arXiv:2508.05629): the gradient is that
+        of p, not of log p.
+        """
         mask = inputs.columns["loss_mask"] & inputs.mask
-        return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
+        log_probs = torch.where(mask, inputs.outputs[0], 0.0)
+        losses = -log_probs if self.config.sft_loss_type == "nll" else -log_probs.detach().exp() * log_probs
+        return LossOutput(losses.sum(), mask.sum())
 
     def num_tokens(self, item: _Item) -> int:
         """Return the tokens that the engine computes for an item."""

@@ -81,6 +81,8 @@ ELSEWHERE: dict[str, str] = {
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
+    "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda",
+    "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config",
     # left off, which explain says with the reason
@@ -98,7 +100,7 @@ ELSEWHERE: dict[str, str] = {
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage dropout_in_update",
     "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
-    "config/resolve.py": "fault_tolerance",
+    "config/resolve.py": "fault_tolerance threads_per_worker",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
@@ -141,7 +143,6 @@ ELSEWHERE: dict[str, str] = {
     "max_tool_response_length tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path",
-    "config/resolve.py": "threads_per_worker",
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
@@ -157,7 +158,6 @@ ELSEWHERE: dict[str, str] = {
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",
-    "workers/stages/stage.py": "full_shuffle_instruction_dataset",
     "workers/supervised_worker.py": "no_pad_to_seq_lengths",
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}

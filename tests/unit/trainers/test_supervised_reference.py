@@ -60,18 +60,24 @@ KEYS = {"lr": LR, "min_lr": MIN_LR, "lr_decay_style": "cosine", "weight_decay": 
 @pytest.mark.parametrize(
     "rl_config", [None, {"use_remove_padding": True, "use_dynamic_bsz": True, "max_packing_token_size": 64}]
 )
-def test_sft_follows_transformers(start: Callable, tiny_model: Path, tmp_path: Path, rl_config: dict | None) -> None:
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_sft_follows_transformers(
+    start: Callable, tiny_model: Path, tmp_path: Path, rl_config: dict | None, loss_type: str
+) -> None:
     samples = answers(50, seed=1)
     prefix = write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in samples])
 
     def loss(model: torch.nn.Module, batch: list) -> torch.Tensor:
         learnt = [log_probs(model, prompt + answer)[len(prompt) - 1 :] for prompt, answer in batch]
-        return -torch.cat(learnt).mean()
+        tokens = torch.cat(learnt)
+        weights = tokens.detach().exp() if loss_type == "dft" else torch.ones_like(tokens)
+        return -(weights * tokens).mean()
 
     expected = train_plainly(tiny_model, samples, loss)
-    found = train_here(start("sft", prefix, rl_config=rl_config, reset_attention_mask=rl_config is not None, **KEYS))
+    keys = {**KEYS, "sft_loss_type": loss_type, "reset_attention_mask": rl_config is not None}
+    found = train_here(start("sft", prefix, rl_config=rl_config, **keys))
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-    assert expected[-1][0] < expected[0][0] - 0.5  # there was something to follow
+    assert loss_type == "dft" or expected[-1][0] < expected[0][0] - 0.5  # there was something to follow
 
 
 def test_dpo_follows_transformers(start: Callable, tiny_model: Path, tmp_path: Path) -> None:
@@ -104,6 +110,8 @@ def test_dpo_follows_transformers(start: Callable, tiny_model: Path, tmp_path: P
         ("dpo", {"dpo_loss_type": "hinge", "dpo_beta": 0.3, "pref_ftx": 0.5}),
         ("dpo", {"dpo_loss_type": "ipo", "dpo_beta": 0.3}),
         ("simpo", {"simpo_beta": 2.0, "gamma_beta_ratio": 0.5, "pref_ftx": 0.2}),
+        ("cpo", {"cpo_beta": 0.3, "cpo_alpha": 0.7}),
+        ("orpo", {"orpo_lambda": 0.4}),
     ],
 )
 def test_other_preference_losses_start_and_move_as_their_formulas_say(
@@ -123,6 +131,12 @@ def test_other_preference_losses_start_and_move_as_their_formulas_say(
             if stage == "simpo":
                 z = chosen / len(sides[0]) - rejected / len(sides[1]) - keys["gamma_beta_ratio"]
                 value = -logsigmoid(keys["simpo_beta"] * z)
+            elif stage == "cpo":
+                value = -logsigmoid(keys["cpo_beta"] * (chosen - rejected)) - keys["cpo_alpha"] * chosen / len(sides[0])
+            elif stage == "orpo":
+                p, q = (chosen / len(sides[0])).exp(), (rejected / len(sides[1])).exp()
+                odds = (p / (1 - p)).log() - (q / (1 - q)).log()
+                value = -p.log() - keys["orpo_lambda"] * logsigmoid(odds)
             elif keys["dpo_loss_type"] == "ipo":
                 z = (chosen - tie[0]) / len(sides[0]) - (rejected - tie[1]) / len(sides[1])
                 value = (z - 1 / (2 * beta)) ** 2
