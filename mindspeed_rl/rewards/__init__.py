@@ -33,6 +33,7 @@ REWARDS: dict[str, str | RewardFunction] = {
     "cosine": "mindspeed_rl.rewards.shaping:cosine",
     "repetition": "mindspeed_rl.rewards.shaping:repetition",
     "soft_overlong": "mindspeed_rl.rewards.shaping:soft_overlong",
+    "think_format": "mindspeed_rl.rewards.text_scores:think_alone",
     # others
     "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",
     "multiple_choice": "mindspeed_rl.rewards.text_scores:multiple_choice",

@@ -123,6 +123,12 @@ def think_answer_alone(response: str) -> float:
     return 1.0 if re.search(r"</think>\s*<answer>", response[len("<think>") :]) else 0.0
 
 
+def think_alone(response: str) -> float:
+    """Return 1.0 if the response begins with its only <think>, and </think> follows: `think_format_reward` of TRL; else 0.0."""
+    opens, text = response.startswith("<think>"), response[len("<think>") :]
+    return 1.0 if opens and "<think>" not in text and "</think>" in text else 0.0
+
+
 def strict_format(response: str, prompt: str = "", truncated: bool = False) -> float:
     r"""Return 1.0 if the four tags and one \boxed{} occur once each, in order, with nothing around them; else -0.5.
 

@@ -1,8 +1,18 @@
 """Tables for the scorers that look at the shape of a response."""
 
+import re
+
 import pytest
 
-from mindspeed_rl.rewards.text_scores import json_format, regex_format, satisfies, step, strict_format, think_answer
+from mindspeed_rl.rewards.text_scores import (
+    json_format,
+    regex_format,
+    satisfies,
+    step,
+    strict_format,
+    think_alone,
+    think_answer,
+)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +174,21 @@ def test_json_format_parses_and_checks_the_schema(response: str, schema: object,
 def test_a_schema_keyword_that_is_not_checked_is_an_error_and_not_a_reward() -> None:
     with pytest.raises(ValueError, match="'oneOf' is not supported"):
         satisfies(1, {"oneOf": [{"type": "integer"}]})
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "<think>a</think>b",
+        "<think>\na\n</think>\nb\nc",
+        "a<think>b</think>",
+        "<think>a",
+        "<think>a<think>b</think>c",
+        "<think>a</think>b<think>c</think>",
+        "<think></think>",
+        "",
+    ],
+)
+def test_a_thought_at_the_start_is_found_as_by_the_pattern_of_trl(response: str) -> None:
+    pattern = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+    assert think_alone(response) == float(pattern.match(response) is not None)
