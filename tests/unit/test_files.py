@@ -79,7 +79,10 @@ def test_a_device_is_written_to_directly() -> None:
 
 
 def test_commands_end_without_a_traceback_where_they_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    swift = "swift rlhf --rlhf_type grpo --model m --dataset d --num_generations 8 --max_steps 10 --reward_funcs accuracy"
+    swift = (
+        "swift rlhf --rlhf_type grpo --model m --dataset d --num_generations 8 --per_device_train_batch_size 8 --max_steps 10 "
+        "--reward_funcs accuracy"
+    )
     (tmp_path / "file").write_text("")
     assert import_run(["-o", str(tmp_path / "file" / "x.yaml"), "--devices", "1", "swift", swift]) in (1, 2)
     assert import_run(["-o", "/proc/x.yaml", "--devices", "1", "swift", swift]) in (1, 2)

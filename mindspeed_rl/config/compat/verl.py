@@ -186,7 +186,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     launched = _count_processes(command.words) if program == "sft" else None
     if unknown := [item for word in trailing for item in list_unknown(word)]:
         raise request_variables(unknown)
-    return _complete(program, options, launched or devices, is_apart=any("one_step_off" in word for word in command.words))
+    return _complete(
+        program, options, launched or devices, is_disaggregated=any("one_step_off" in word for word in command.words)
+    )
 
 
 def _count_processes(words: Sequence[str]) -> int | None:
@@ -208,7 +210,7 @@ def _rename(name: str) -> str:
     return name
 
 
-def _complete(program: str, options: dict[str, object], devices: int | None, *, is_apart: bool) -> SourceCommand:
+def _complete(program: str, options: dict[str, object], devices: int | None, *, is_disaggregated: bool) -> SourceCommand:
     """Return the command with values of other keys in place of their names, its table and its devices."""
     config_name = str(options.pop("--config-name", ""))
     if "megatron" in config_name:
@@ -222,7 +224,7 @@ def _complete(program: str, options: dict[str, object], devices: int | None, *, 
     for name in options:
         if name not in table and (record := _find_record(name)) is not None:
             table[name] = record
-    if is_apart and program == "ppo":
+    if is_disaggregated and program == "ppo":
         options.setdefault("actor_rollout_ref.hybrid_engine", False)
         # the configuration of that trainer sets it
         options.setdefault(f"{_CORRECTION}bypass_mode", True)
