@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: package of plug-in files in ms-swift's form; `swift_plugins` has what they import
 _SWIFT = "swift"
+#: key -> registry of such files that has its names
+_REGISTRIES = {"multi_turn_scheduler": "multi_turns", "environment": "envs"}
 
 
 def check_reward_functions(rl: RLConfig) -> list[str]:
@@ -24,8 +27,8 @@ def check_reward_functions(rl: RLConfig) -> list[str]:
 
     Where a plug-in may register names that cannot be read from its source, unknown names are accepted here.
     """
-    scheduler = rl.multi_turn_scheduler if rl.multi_turn_enable else None
-    if not rl.rule_reward and (scheduler is None or ":" in scheduler):
+    named = _list_named(rl)
+    if not rl.rule_reward and not named:
         return []
     violations: list[str] = []
     plugins = _PluginNames()
@@ -34,17 +37,24 @@ def check_reward_functions(rl: RLConfig) -> list[str]:
             plugins.read(Path(path).expanduser())
         except ValueError as error:
             violations.append(f"rl_config.external_plugins: {error}")
-    if not violations and scheduler is not None and ":" not in scheduler and scheduler not in plugins.schedulers:
-        known = f"they have {', '.join(plugins.schedulers)}" if plugins.schedulers else "none has any"
-        violations.append(
-            f"rl_config.multi_turn_scheduler: '{scheduler}' is neither module:Class nor in multi_turns of a file in "
-            f"external_plugins; {known}"
-        )
+    for key, (name, registry) in named.items() if not violations else ():
+        known = plugins.entries.get(registry, [])
+        if name not in known:
+            have = f"they have {', '.join(known)}" if known else "none has any"
+            violations.append(
+                f"rl_config.{key}: '{name}' is neither module:Class nor in {registry} of a file in external_plugins; {have}"
+            )
     if not violations and rl.rule_reward:
         for name in rl.verifier_function:
             if problem := _find_problem(name, plugins):
                 violations.append(f"rl_config.verifier_function: {problem}")
     return violations
+
+
+def _list_named(rl: RLConfig) -> dict[str, tuple[str, str]]:
+    """Return keys whose value is a name in a registry of plug-in files, each with the name and the registry."""
+    found = {key: (getattr(rl, key), registry) for key, registry in _REGISTRIES.items() if rl.multi_turn_enable}
+    return {key: item for key, item in found.items() if item[0] is not None and not re.search(r":|\.ya?ml$", item[0])}
 
 
 def _find_problem(name: str, plugins: _PluginNames) -> str | None:
@@ -68,12 +78,12 @@ class _PluginNames:
 
     Attributes:
         names: of reward functions.
-        schedulers: of conversations of several turns.
+        entries: registry of ms-swift -> names of its schedulers or environments.
         complete: False if they may register names that are not in their source.
     """
 
     names: list[str] = field(default_factory=list)
-    schedulers: list[str] = field(default_factory=list)
+    entries: dict[str, list[str]] = field(default_factory=dict)
     complete: bool = True
 
     def read(self, path: Path) -> None:
@@ -101,7 +111,9 @@ class _PluginNames:
                 self.complete = False
             else:
                 self.names.append(name)
-        self.schedulers += [name for name in _find_entries(tree, "multi_turns") if name is not None]
+        for registry in _REGISTRIES.values():
+            found = [name for name in _find_entries(tree, registry) if name is not None]
+            self.entries.setdefault(registry, []).extend(found)
         self.complete &= not any(_is_local(package, path) for package in _list_imports(tree))
 
 

@@ -12,8 +12,9 @@ import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
+from uuid import uuid4
 
 from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
@@ -21,6 +22,8 @@ from mindspeed_rl.rewards.scorer import Scorer, import_scorer
 
 #: names of schedulers that plug-in files have registered, and their classes
 MULTI_TURNS: dict[str, type] = {}
+#: the same of environments
+ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
 #: names in ms-swift -> ours
 _BUILT_IN = {
     "accuracy": "accuracy",
@@ -194,10 +197,47 @@ class _MultiTurnScheduler:
 
 
 class _Env:
-    """Base class of ms-swift's environments, which do not run here."""
+    """Base class of environments: coroutines reset, step and close."""
 
     def __init__(self, env_config: object) -> None:
         self.env_config = env_config
+
+    async def close(self) -> None:
+        """Release what the environment holds."""
+
+
+class GymEnvironment:
+    """An environment of `envs` with the methods of ours; the column env_config of a row may name another one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inner: Any = None
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return the system message, if there is one, and the first observation.
+
+        Raises:
+            ValueError: no plug-in file has the environment.
+        """
+        config = row.get("env_config") or {}
+        name = config.get("name", self._name)
+        if name not in ENVIRONMENTS:
+            raise ValueError(f"environment '{name}' is not in envs of external_plugins; they have {', '.join(ENVIRONMENTS)}")
+        self._inner = ENVIRONMENTS[name](config)
+        request = SimpleNamespace(messages=list(row.get("messages") or []), data_dict=dict(row), uuid=str(uuid4()))
+        observation, _, system = await self._inner.reset(request)
+        opening = [{"role": "system", "content": system}] if system else []
+        return [*opening, {"role": "user", "content": observation}]
+
+    async def step(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, str]], float, bool]:
+        """Return what follows the model's turn, its reward, and True at the end of the episode."""
+        observation, reward, done, _ = await self._inner.step(messages)
+        return [] if done else [{"role": "user", "content": observation}], float(reward), bool(done)
+
+    async def close(self) -> None:
+        """Close the environment, if an episode began."""
+        if self._inner is not None:
+            await self._inner.close()
 
 
 class _Absent:
@@ -228,7 +268,7 @@ def install() -> None:
     rewards |= {name: _build_in_class(own) for name, own in _CLASSES.items()}
     turns: dict[str, object] = {"MultiTurnScheduler": _MultiTurnScheduler, "multi_turns": MULTI_TURNS, "Messages": list}
     turns["RolloutScheduler"] = _MultiTurnScheduler
-    gym: dict[str, object] = {"Env": _Env, "envs": {}, "ContextManager": _Env, "context_managers": {}}
+    gym: dict[str, object] = {"Env": _Env, "envs": ENVIRONMENTS, "ContextManager": _Env, "context_managers": {}}
     utils: dict[str, object] = {"get_logger": lambda *names: logging.getLogger("swift")}
     messages: dict[str, object] = {"Messages": list}
     everything = rewards | turns | gym

@@ -843,14 +843,32 @@ def _set_engine(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
     for name in ("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "async_generate"):
         if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
             run.note(f"--{name}", "the engines share the devices of the trainer, or the servers are those of another option")
+    if command.has("use_gym_env", "gym_env"):
+        _set_environment(run, command)
     if command.has("multi_turn_scheduler"):
         name = command.text("multi_turn_scheduler")
-        if ":" not in name and not command.has("external_plugins"):
+        if name == "gym_scheduler" and command.has("gym_env"):
+            run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_enable": True}, "see --gym_env")
+        elif ":" not in name and not command.has("external_plugins"):
             run.refuse("--multi_turn_scheduler", f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
-        run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
+        else:
+            run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
         turns = command.number("max_turns", 0)
         total = response * int(turns) if turns else response
         run.add_default(f"{RL}.max_total_response_length", max(total, response), "all turns")
+
+
+def _set_environment(run: Import, command: SourceCommand) -> None:
+    """Set the environment of a plug-in file, whose rewards are those of the run."""
+    scheduler, name = command.text("multi_turn_scheduler"), command.text("gym_env")
+    is_on = command.flag("use_gym_env", default=bool(name))
+    if is_on and (scheduler != "gym_scheduler" or not name or not command.has("external_plugins")):
+        run.refuse("--use_gym_env", "an environment without a name in --gym_env, a file in --external_plugins or gym_scheduler")
+    elif is_on:
+        run.translate("--gym_env", {f"{RL}.environment": name}, "the sum of its rewards is the reward")
+    for option in ("use_gym_env", "gym_env"):
+        if command.has(option) and f"--{option}" not in {*run.translated, *run.refused}:
+            run.translated[f"--{option}"] = "see --gym_env" if is_on else "off"
 
 
 def _list_urls(command: SourceCommand) -> list[str]:

@@ -484,9 +484,9 @@ class _ToolKeys:
         on_resume="in_flight")
     environment: str | None = key(None,
         "module:Class of an environment with reset, step and close, verifiers:NAME of that library, or a YAML file that "
-        "names one under environment, with args, python and timeout_s",
+        "names one under environment, with args, python and timeout_s; or a name in envs of a file in external_plugins",
         "环境的 module:Class，有 reset、step 与 close；或该库的 verifiers:NAME；或一个 YAML 文件，在 environment 下指定其一，"
-        "另有 args、python 与 timeout_s", needs=_TOOLS, on_resume="in_flight")
+        "另有 args、python 与 timeout_s；或 external_plugins 文件里 envs 中的名字", needs=_TOOLS, on_resume="in_flight")
     multi_turn_scheduler: str | None = key(None,
         "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them, or a name in "
         "multi_turns of a file in external_plugins",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.rewards.swift_plugins import ENVIRONMENTS, GymEnvironment
+from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.program import ProgramEpisodes
@@ -43,7 +45,15 @@ class _ObjectEpisodes:
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
         if spec.python is not None:
             raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
-        self._make = make_environment_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
+        target, args = spec.target, spec.args
+        if ":" not in target:
+            for path in settings.external_plugins:
+                load_plugin(path)
+            if target not in ENVIRONMENTS:
+                known = ", ".join(ENVIRONMENTS) or "nothing"
+                raise ValueError(f"rl_config.environment: '{target}' is not in envs of external_plugins; {known} is")
+            target, args = f"{GymEnvironment.__module__}:{GymEnvironment.__name__}", {"name": target}
+        self._make = make_environment_factory(target, args, timeout_s=spec.timeout_s)
         self._turns = settings.turns
 
     async def play(self, conversation: AgentConversation, task: Task) -> float | None:

@@ -78,6 +78,17 @@ def test_a_plug_in_file_and_its_functions_are_those_of_the_run() -> None:
     ]
 
 
+def test_an_environment_and_a_scheduler_of_a_plug_in_file_are_named() -> None:
+    bare = GRPO.replace("--reward_funcs accuracy", "")
+    run = imported("--external_plugins p.py --gym_env lake --multi_turn_scheduler gym_scheduler --max_turns 4", bare)
+    paths = ("environment", "multi_turn_enable", "rule_reward", "max_turns", "multi_turn_scheduler")
+    assert values(run, *(f"rl_config.{name}" for name in paths)) == ["lake", True, False, 4, None]
+    run = imported("--external_plugins p.py --multi_turn_scheduler tools --max_turns 2")
+    assert run.get("rl_config.multi_turn_scheduler") == "tools"
+    assert run.plans is not None and [plan.response_length for plan in run.plans] == [1024, 1024]
+    assert "gym_scheduler" in refusal("--use_gym_env true", bare)
+
+
 def test_a_generative_reward_model_is_the_judge_at_an_address_that_is_set() -> None:
     options = "--reward_funcs accuracy --reward_model models/judge --reward_model_plugin genrm --reward_weights 1 0.25"
     run = imported(options, variables={"JUDGE_URL": "http://host:1/v1"})

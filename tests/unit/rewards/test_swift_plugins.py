@@ -68,7 +68,18 @@ class Driver(MultiTurnScheduler):
 
 
 class Game(Env):
-    pass
+    """Counts up from the row's number, and ends at 3 with a reward."""
+
+    async def reset(self, config):
+        self.state = config.data_dict["start"]
+        return f"at {{self.state}}", {{}}, "count"
+
+    async def step(self, action):
+        self.state += int(action[-1]["content"])
+        return f"at {{self.state}}", 0.5 * self.state, self.state >= 3, {{}}
+
+    async def close(self):
+        self.state = None
 
 
 orms["sum"], orms["words"], orms["both"] = Sum, Words, Both
@@ -110,6 +121,20 @@ turns = plugin.Again(max_turns=2)
 result["finished"] = [turns.check_finished(None, Choice, 1), turns.check_finished(None, Choice, 2)]
 from mindspeed_rl.rollout.agents.scheduler import _load_scheduler
 result["scheduler"] = _load_scheduler("again", [sys.argv[1]]) is plugin.Again
+from mindspeed_rl.rollout.agents.environment_loop import _ObjectEpisodes
+from mindspeed_rl.tools.environments import EnvironmentSpec
+from types import SimpleNamespace
+
+async def play():
+    episodes = _ObjectEpisodes(EnvironmentSpec("game"), SimpleNamespace(external_plugins=(sys.argv[1],), turns=None))
+    game = episodes._make()
+    opening = await game.reset({"start": 1})
+    first = await game.step([*opening, {"role": "assistant", "content": "1"}])
+    second = await game.step([*opening, {"role": "assistant", "content": "2"}])
+    await game.close()
+    return [opening, first, second]
+
+result["game"] = asyncio.run(play())
 for name in ("driver", "other"):
     try:
         _load_scheduler(name, [sys.argv[1]])
@@ -137,6 +162,8 @@ def test_a_file_in_ms_swifts_form_scores_as_it_does_there(tmp_path: Path, packag
     assert found["length"] == [1.0, float(len(text))]
     assert "DefaultRMPlugin" in found["absent"] or "Judge of ms-swift is not available here" in found["absent"]
     assert found["finished"] == [False, True] and found["scheduler"]
+    opening = [{"role": "system", "content": "count"}, {"role": "user", "content": "at 1"}]
+    assert found["game"] == [opening, [[{"role": "user", "content": "at 2"}], 1.0, False], [[], 2.0, True]]
     assert "run of its own" in found["driver"] and "again, driver" in found["other"]
 
 
@@ -151,3 +178,7 @@ def test_names_of_such_a_file_are_known_before_anything_runs(tmp_path: Path) -> 
     assert check_reward_functions(RLConfig(**keys, **turns)) == []
     (wrong,) = check_reward_functions(RLConfig(**keys, **(turns | {"multi_turn_scheduler": "agian"})))
     assert "rl_config.multi_turn_scheduler: 'agian'" in wrong and "again, driver" in wrong
+    game = {"multi_turn_enable": True, "rule_reward": False, "environment": "game"}
+    assert check_reward_functions(RLConfig(**keys, **game)) == []
+    (wrong,) = check_reward_functions(RLConfig(**keys, **(game | {"environment": "gaem"})))
+    assert "rl_config.environment: 'gaem'" in wrong and "they have game" in wrong
