@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig
 
 SEED = 7
 NUM_HELD_OUT = 500
@@ -46,24 +46,30 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The network of configs/model/tiny_qwen25.yaml, with random weights."""
+def make_model(tokenizer: PreTrainedTokenizerFast, family: str = "qwen2.5") -> PreTrainedModel:
+    """A tiny model with random weights: that of configs/model/tiny_qwen25.yaml, or a Qwen3.5 with gated delta nets."""
     torch.manual_seed(SEED)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen2ForCausalLM(config)
+    common = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": INITIALIZER_RANGE,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen3.5":
+        # three gated delta nets to one full attention; vLLM's CPU kernel takes heads of 64 and more
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        config = Qwen3_5TextConfig(**common, **heads, linear_key_head_dim=64, linear_value_head_dim=64, head_dim=32)
+    else:
+        config = Qwen2Config(**common)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
@@ -73,7 +79,7 @@ def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, family: str) -> None:
     """Writes the task; the same bytes every time."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(pairs)
@@ -82,7 +88,7 @@ def main(folder: Path) -> None:
     write_rows(folder / "raw" / "train.jsonl", rest)
     write_rows(folder / "raw" / "heldout.jsonl", held_out)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, family)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     print(f"task: {NUM_SFT} solved additions for SFT, {len(rest)} for GRPO, {NUM_HELD_OUT} held out")
@@ -90,4 +96,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *(sys.argv[2:] or ["qwen2.5"]))

@@ -26,6 +26,7 @@ from mindspeed_rl.diagnostics.cost_iteration import CountJob
 from mindspeed_rl.engine import parallel, vocab
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_transformer_config
+from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.optimizer import build_optimizer, ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -125,7 +126,14 @@ class _MegatronTrainer:
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
         # WrappedTorchNorm is no module itself, but makes one
         norm = cast(type[nn.Module], WrappedTorchNorm)
-        spec = layer_spec(plan.model_config, transformer, norm=norm, core_attention=DotProductAttention, layout=plan.layout)
+        spec = layer_spec(
+            plan.model_config,
+            transformer,
+            norm=norm,
+            core_attention=DotProductAttention,
+            linear_attention=GatedDeltaNet,
+            layout=plan.layout,
+        )
         model = build_gpt_model(plan.model_config, transformer, spec, pre_process=stage == 0, post_process=stage == stages - 1)
         model = model.to(self._device)
         inner: MegatronModule = Float16Module(transformer, model) if config.bf16 else model
