@@ -149,3 +149,17 @@ def test_the_first_update_is_the_same_under_every_layout(
 ) -> None:
     command = finished(task, tmp_path, *changes, "megatron_training.train_iters=2", timeout_s=900)
     assert_same_first_update(command, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["true", "false"])
+def test_a_group_may_be_spread_over_replicas(task: Path, tmp_path: Path, order: str) -> None:
+    """Three prompts of four responses, on two replicas with six responses each."""
+    sizes = ["megatron_training.global_batch_size=3", "rl_config.mini_batch_size=3", "actor_config.micro_batch_size=3"]
+    sizes += ["megatron_training.train_iters=2", f"rl_config.guarantee_order={order}"]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    alone = finished(task, tmp_path / "one", *ONE_PROCESS, *sizes)
+    spread = finished(task, tmp_path / "two", TP(1), *sizes)
+    assert alone.metrics[0]["grpo/score/mean"] == spread.metrics[0]["grpo/score/mean"]
+    assert_same_first_update(spread, alone)

@@ -17,6 +17,8 @@ from mindspeed_rl.config.compat.shell_text import Command, list_unknown, request
 from mindspeed_rl.config.compat.source_plan import Rates, Schedule, SourcePlan
 from mindspeed_rl.config.compat.verl_options import GENERATE, MEGATRON, RL, TABLES, TRANSFORMER
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys import collect_keys
+from mindspeed_rl.config.keys.ignored import IGNORED
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout", "model"))
 _CORRECTION = "algorithm.rollout_correction."
@@ -26,6 +28,8 @@ _PROGRAMS = {
     "main_ppo": "ppo",
     "sft_trainer": "sft",
     "sft_trainer_ray": "sft",
+    # a recipe of earlier releases, whose groups and penalty main_ppo has now
+    "main_dapo": "ppo",
 }
 _REFUSED_PROGRAMS = {
     "fully_async_policy": "the fully asynchronous trainer; see rl_config.trainer_mode: async",
@@ -33,7 +37,6 @@ _REFUSED_PROGRAMS = {
     "main_generation": "generation; see mindspeed-rl generate",
     "main_eval": "evaluation; see mindspeed-rl evaluate",
     "main_spin": "SPIN",
-    "main_dapo": "the recipe of DAPO, of releases before 0.9; write the options of main_ppo with algorithm.filter_groups",
     "main_prime": "PRIME",
 }
 
@@ -73,6 +76,7 @@ _RENAMED = (
     (r"critic\.model\.fsdp_config\.", "critic.fsdp."),
     (r"reward\.reward_kwargs\.", "reward_model.reward_kwargs."),
     (r"reward_model\.sandbox_fusion\.", "sandbox_fusion."),
+    (r"reward_model\.overlong_buffer\.", "reward_model.reward_kwargs.overlong_buffer_cfg."),
 )
 #: options that a release takes without listing them: pattern -> record, by the name that the pattern finds
 _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
@@ -130,6 +134,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"reward_model\.reward_kwargs\.(?:max_resp_len|overlong_buffer_cfg\.\w+)", with_others("overlong_buffer_*")),
     (r"ray_kwargs\.ray_init\.[\w.]+", no_effect("the command starts or finds the Ray cluster")),
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
+    (r"hydra\.[\w.]+", no_effect("the folder of the run is run_dir")),
     (r"model_engine", with_others("the engine")),
 )
 
@@ -142,8 +147,16 @@ def _find_record(name: str) -> Option | None:
     """Return the record of an option that no release lists."""
     for pattern, entry in _OPEN:
         if match := re.fullmatch(pattern, name):
-            return entry if isinstance(entry, Option) else entry.get(match.group(1))
+            return entry if isinstance(entry, Option) else entry.get(match.group(1)) or _find_argument(match.group(1))
     return None
+
+
+def _find_argument(name: str) -> Option | None:
+    """Return the record of an argument of Megatron or MindSpeed that is a key here by the same name."""
+    if f"{MEGATRON}.{name}" in collect_keys():
+        return to(f"{MEGATRON}.{name}")
+    ignored = IGNORED["MegatronConfig"].get(name)
+    return None if ignored is None else no_effect(ignored.reason[0])
 
 
 # -------------------------------------------------------------------------------------------------------------------- read
@@ -152,9 +165,7 @@ def _find_record(name: str) -> Option | None:
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     found: list[tuple[str, Command]] = []
     for command in commands:
-        modules = [
-            re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "verl" in word or "main_ppo" in word
-        ]
+        modules = [re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "=" not in word]
         parts = {part for module in modules for part in module}
         for name, feature in _REFUSED_PROGRAMS.items():
             if name in parts:
@@ -679,7 +690,8 @@ def _set_batch(run: Import, command: SourceCommand, batch: _Batch, layout: _Layo
         (f"{_ROLLOUT}log_prob_max_token_len_per_gpu", "actor_max_packing_token_size"),
     ):
         if dynamic and (command.has(option) or key == "max_packing_token_size"):
-            tokens = command.count(option, 16384) * layout.context
+            longest = command.count("data.max_prompt_length", 512) + command.count("data.max_response_length", 512)
+            tokens = max(longest, command.count(option, 16384) * layout.context)
             _put(run, command, [option], {f"{RL}.{key}": tokens}, f"tokens of a device x {layout.context}")
         elif command.has(option):
             run.note(option, "read with use_dynamic_bsz alone")
@@ -830,6 +842,14 @@ def _set_reward(run: Import, command: SourceCommand) -> None:
             if command.has(option) and option not in (*run.translated, *run.refused):
                 run.note(option, "verl's own reward", changes_nothing=False)
     _set_overlong(run, command, manager)
+    names = run.get(f"{RL}.verifier_function")
+    if run.get(f"{RL}.filter_groups_enable") and isinstance(names, list):
+        run.add_default(f"{RL}.filter_groups_metric", names[0], "the score by which verl filters groups")
+        metric = command.text("algorithm.filter_groups.metric", "reward")
+        if metric not in ("acc", "score") and run.get(f"{RL}.overlong_buffer_enable"):
+            run.refuse(
+                "algorithm.filter_groups.metric", f"groups that are filtered by {metric}, with the penalty of long responses"
+            )
 
 
 def _find_module(command: SourceCommand, option: str) -> str:
@@ -852,7 +872,7 @@ def _set_overlong(run: Import, command: SourceCommand, manager: str) -> None:
         f"{RL}.overlong_buffer_enable": True,
         f"{RL}.overlong_buffer": command.count(f"{buffer}len", 1),
         f"{RL}.overlong_buffer_penalty_factor": command.number(f"{buffer}penalty_factor", 1.0),
-        f"{RL}.rollout_max_tokens": command.count(f"{prefix}max_resp_len", 512),
+        f"{RL}.rollout_max_tokens": command.count(f"{prefix}max_resp_len", command.count("data.max_response_length", 512)),
     }
     _put(run, command, given, values, "grows over the last `len` tokens before max_resp_len")
 

@@ -223,7 +223,8 @@ def test_rollout_corrections() -> None:
 
 def test_ppo_has_a_critic_with_its_own_rate() -> None:
     run = imported(
-        "algorithm.adv_estimator=gae critic.model.path=c critic.optim.lr=2e-5 trainer.critic_warmup=3 critic.cliprange_value=0.4"
+        "algorithm.adv_estimator=gae critic.model.path=c critic.optim.lr=2e-5 "
+        "trainer.critic_warmup=3 critic.cliprange_value=0.4"
     )
     assert values(run, *(f"critic_config.{name}" for name in ("load", "lr", "lr_decay_style"))) == ["c", 2e-5, "constant"]
     assert values(run, "megatron_training.stage", "rl_config.critic_warmup", "rl_config.lam") == ["ray_ppo", 3, 1.0]
@@ -311,6 +312,26 @@ def test_options_of_open_groups_are_translated_one_by_one() -> None:
     assert run.get("generate_config.engine_kwargs") == {"block_size": 32}
     assert run.get("megatron_training.enable_thinking") is False
     assert "no option of verl" in refusal(f"+{A}.megatron.override_transformer_config.never_heard_of=1")
+
+
+def test_the_recipe_of_dapo_filters_groups() -> None:
+    recipe = BASE.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+    options = (
+        "data.gen_batch_size=96 data.train_batch_size=32 algorithm.filter_groups.enable=True "
+        "algorithm.filter_groups.metric=acc "
+        "algorithm.filter_groups.max_num_gen_batches=10 reward_model.reward_manager=dapo "
+        "reward_model.overlong_buffer.enable=True "
+        "reward_model.overlong_buffer.len=64 trainer.total_training_steps=20 hydra.run.dir=out"
+    )
+    run = imported(options, recipe)
+    keys = ("enable", "metric", "max_batches", "train_batch_size")
+    assert values(run, *(f"rl_config.filter_groups_{key}" for key in keys)) == [True, "gsm8k", 10, 32]
+    assert values(run, "rl_config.overlong_buffer", "rl_config.rollout_max_tokens") == [64, 512]
+    assert run.plans is not None
+    for plan in run.plans:
+        # 96 prompts are sampled, 32 train, in two steps of 16 prompts
+        assert (plan.rollout_prompts, plan.step_samples, plan.steps_per_rollout, plan.total_steps) == (96, 128, 2, 40)
+    assert "filtered by seq_reward" in refusal(options.replace("metric=acc", "metric=seq_reward"), recipe)
 
 
 # --- the supervised trainer
