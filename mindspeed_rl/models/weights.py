@@ -161,7 +161,7 @@ class Interleave(_Packing):
         heads = [(0, 0, (2 * head + half) * width, width) for half in (0, 1) for head in range(self.gated)]
         return heads + ranges[1:]
 
-    def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return views [groups, rows, ...] of the tensors, in Megatron's order."""
         groups = tensors[0].shape[0] // sum(self.sections[0])
         parts = [
@@ -171,10 +171,10 @@ class Interleave(_Packing):
         return [parts[tensor][section].narrow(1, first, rows) for tensor, section, first, rows in self._ranges]
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        return concatenate(self._pieces(tensors), dim=1).flatten(0, 1)
+        return concatenate(self._parts(tensors), dim=1).flatten(0, 1)
 
     def pack_chunks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [chunk for group in zip(*self._pieces(tensors)) for chunk in group]
+        return [chunk for group in zip(*self._parts(tensors)) for chunk in group]
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         return [concatenate(chunks) for chunks in self.unpack_chunks(packed)]

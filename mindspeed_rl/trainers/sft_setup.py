@@ -32,7 +32,7 @@ from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.runtime.reports import DataSummary
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.prompt_loader import resolve_length
-from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations, select_sound_checkpoint
+from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
@@ -91,10 +91,9 @@ def check_supervised(run: Run) -> SupervisedInputs:
         print(text, flush=True)
     load_tokenizer_of(config, source)  # raises where there is none
     _check_data(config, run.models["actor"].plan.model_config.vocab_size)
-    num_rows = None if config.train_epochs is None else _count_rows(config)
+    num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:
-        run = resolve_length(run, num_rows)
-        check_remaining_iterations(run, resume)
+        run = resolve_length(run, num_rows, resume=resume)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
@@ -177,11 +176,10 @@ _COLUMNS = {
 }
 
 
-def _count_rows(config: MegatronConfig) -> int:
+def _count_rows(stage: str, data_path: object, split: str | None) -> int:
     """Return the rows that train: those of the first share of split."""
-    assert config.stage is not None
-    prefix = column_prefix(Path(str(config.data_path)).expanduser(), _COLUMNS[config.stage][0])
-    return round(len(read_index(prefix).lengths) * read_split(config.split)[0])
+    prefix = column_prefix(Path(str(data_path)).expanduser(), _COLUMNS[stage][0])
+    return round(len(read_index(prefix).lengths) * read_split(split)[0])
 
 
 def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:

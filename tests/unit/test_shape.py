@@ -33,7 +33,8 @@ DECIDED_IN = {
     "place": ("config/run.py",),
     "read_sizes": ("config/run.py",),
     # parity compares losses of given batches, without a run
-    "build_objective": ("config/run.py", "config/objective.py", "cli/parity.py"),
+    # the page shows the formula of every algorithm
+    "build_objective": ("config/run.py", "config/objective.py", "cli/parity.py", "config/explain/algorithm_page.py"),
     "find_model": ("trainers/model_plans.py", "checkpoint/model_source.py"),
     # inference has no run
     "plan_model": ("trainers/model_plans.py", "inference/megatron_engine.py"),

@@ -47,7 +47,7 @@ class Instruction(Stage[InstructionSample]):
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
         self.packed = config.reset_attention_mask
-        check_resets(config)
+        check_resets(config.reset_position_ids, config.reset_attention_mask)
 
     def open(self, prefix: str | Path) -> InstructionDataset:
         config = self.config
@@ -75,13 +75,13 @@ class Instruction(Stage[InstructionSample]):
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
 
 
-def check_resets(config: MegatronConfig) -> None:
+def check_resets(position_ids: bool, attention_mask: bool) -> None:
     """Check that positions restart where the attention does.
 
     Raises:
         ValueError: they do not.
     """
-    if config.reset_position_ids and not config.reset_attention_mask:
+    if position_ids and not attention_mask:
         raise ValueError(
             "reset_position_ids: true needs reset_attention_mask: true; rotary positions are relative, so they restart "
             "where the attention does, and nowhere else."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,16 @@ class Pairs(Stage[PreferencePair]):
 
 
 class _Preference(Pairs):
-    """Base class of the stages that compare log-probs: summed over the answers."""
+    """Base class of the stages that compare log-probs, summed over the answers."""
 
-    _compute_loss: Callable[[PreferenceBatch], LossOutput]
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._compute_loss = self._choose_loss(config)
+
+    @staticmethod
+    @abstractmethod
+    def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
+        """Return the loss of the stage with the numbers of its keys."""
 
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
         sides = []
@@ -74,30 +82,30 @@ class DirectPreference(_Preference):
 
     needs_reference = True
 
-    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self._compute_loss = partial(dpo_loss, settings=DPOSettings.from_config(config))
+    @staticmethod
+    def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
+        return partial(dpo_loss, settings=DPOSettings.from_config(config))
 
 
 class SimplePreference(_Preference):
     """SimPO, without one."""
 
-    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self._compute_loss = partial(simpo_loss, settings=SimPOSettings.from_config(config))
+    @staticmethod
+    def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
+        return partial(simpo_loss, settings=SimPOSettings.from_config(config))
 
 
 class ContrastivePreference(_Preference):
     """CPO: DPO without a reference, and a supervised loss on the chosen answer."""
 
-    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self._compute_loss = partial(cpo_loss, beta=config.cpo_beta, alpha=config.cpo_alpha)
+    @staticmethod
+    def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
+        return partial(cpo_loss, beta=config.cpo_beta, alpha=config.cpo_alpha)
 
 
 class OddsRatioPreference(_Preference):
     """ORPO: supervised tuning on the chosen answer, and the odds of both answers compared."""
 
-    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self._compute_loss = partial(orpo_loss, weight=config.orpo_lambda)
+    @staticmethod
+    def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
+        return partial(orpo_loss, weight=config.orpo_lambda)

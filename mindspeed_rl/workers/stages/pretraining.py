@@ -33,7 +33,7 @@ class Pretraining(Stage[Mapping[str, Tensor]]):
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
         self.packed = config.reset_attention_mask
-        check_resets(config)
+        check_resets(config.reset_position_ids, config.reset_attention_mask)
         if config.seq_length is None:
             raise ValueError("seq_length: not set; stage pretrain cuts documents into samples of this many tokens.")
         self._seq_length = config.seq_length
