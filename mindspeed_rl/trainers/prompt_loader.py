@@ -18,6 +18,7 @@ from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
 
 if TYPE_CHECKING:
@@ -148,13 +149,17 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
 # ---------------------------------------------------------------------- length
 
 
-def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0)) -> Run:
-    """Return the run with the iterations of its train_epochs over so many prompts; itself where it has train_iters.
+def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0), resume: ResumePoint | None = None) -> Run:
+    """Return the run with the iterations of its train_epochs over so many prompts or rows; itself where it has train_iters.
 
     Args:
         run: with its batch.
         num_prompts: of its data.
         done: iterations before a resume, and prompts of their rollouts, which may have been of another number.
+        resume: the point to resume from.
+
+    Raises:
+        ValueError: nothing is left to do after that point.
     """
     epochs = run.config.actor_config.train_epochs
     if epochs is None:
@@ -170,9 +175,12 @@ def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0)) -
         role: dataclasses.replace(model, config=dataclasses.replace(model.config, train_iters=iters))
         for role, model in run.models.items()
     }
-    return dataclasses.replace(
+    longer = dataclasses.replace(
         run,
         config=dataclasses.replace(run.config, **roles),
         plan=dataclasses.replace(run.plan, train_iters=iters),
         models=models,
     )
+    if resume is not None:
+        check_remaining_iterations(longer, resume)
+    return longer

@@ -42,7 +42,7 @@ from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
-from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations, select_sound_checkpoint
+from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import build_rollout
@@ -134,8 +134,7 @@ def check_rl(run: Run) -> RLInputs:
         check_tool_columns(run.rl, tokenizer, dataset)
     order_change = resume.describe_order_change(describe_order(prompts, seed=actor.seed, shuffle=not actor.no_shuffle))
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
-    run = resolve_length(run, len(prompts), (resume.iteration, done))
-    check_remaining_iterations(run, resume)
+    run = resolve_length(run, len(prompts), (resume.iteration, done), resume)
     _check_models(run, tokenizer, tokenizer_path)
     lines = [prompts.describe()]
     if actor.train_epochs:

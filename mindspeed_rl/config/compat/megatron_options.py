@@ -230,14 +230,15 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
     return table
 
 
-def set_first_and_last_stage(run: Import, command: SourceCommand, prefix: str, num_layers: int | None) -> None:
+def set_first_and_last_stage(run: Import, command: SourceCommand, prefix: str) -> None:
     """Set the layers of each pipeline stage where the first or the last one has a number of its own."""
     names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     given = {name: command.count(name, 1) for name in names if command.get(name) is not None}
     stages = command.count("pipeline_model_parallel_size", 1)
     if not given:
         return
-    rest = None if num_layers is None else num_layers - sum(given.values())
+    has_layers = command.get("num_layers") is not None
+    rest = command.count("num_layers", 1) - sum(given.values()) if has_layers else None
     middle = stages - len(given)
     for name in given:
         if rest is None or middle < 0 or (middle and rest % middle) or (not middle and rest):

@@ -393,8 +393,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     run.translate("stage", {f"{_ACTOR}.stage": stage}, "" if command.has("stage") else f"of {command.program}_gpt.py")
     run.set(f"{_ACTOR}.num_npus", command.devices)
     set_rate(run, command, "", 1)
-    layers = command.get("num_layers")
-    set_first_and_last_stage(run, command, "", int(str(layers)) if layers is not None else None)
+    set_first_and_last_stage(run, command, "")
     if command.has("tokenizer_model"):
         folder = Path(command.text("tokenizer_model"))
         values = {f"{_ACTOR}.tokenizer_name_or_path": str(folder.parent if folder.suffix in (".model", ".json") else folder)}

@@ -363,7 +363,10 @@ class _Batch:
         samples = self.prompts * self.group
         steps = command.get("num_steps_per_rollout")
         layout = plan_layout(command, command.devices)
-        default = command.count("micro_batch_size", 1) * layout[-1] if steps is None else samples // int(str(steps))
+        if steps is None:
+            default = command.count("micro_batch_size", 1) * layout[-1]
+        else:
+            default = samples // command.count("num_steps_per_rollout", 1)
         self.step = command.count("global_batch_size", default)
         if samples % self.step:
             raise ConfigError([f"{samples} completions of a rollout are no whole optimizer steps of {self.step}"])
@@ -383,8 +386,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     _set_batch(run, command, batch)
     run.note(f"--{_SCRIPT}", command.text(_SCRIPT), changes_nothing=False)
     set_rate(run, command, "--", 1 if batch.is_sft else batch.steps)
-    num_layers = command.get("num_layers")
-    set_first_and_last_stage(run, command, "--", int(str(num_layers)) if num_layers is not None else None)
+    set_first_and_last_stage(run, command, "--")
     _set_weights(run, command)
     run.set(f"{_ACTOR}.context_parallel_algo", "megatron_cp_algo")
     run.add_default(f"{_ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state")

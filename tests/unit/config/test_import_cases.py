@@ -7,7 +7,9 @@ the error). The tables of docs/importing.md and docs/zh/importing.md count them;
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -73,3 +75,18 @@ def test_the_page_counts_the_cases(page: str) -> None:
         path.write_text(text)
     found = re.search(r"\| --- \| ---: .*\n((?:\|.*\n)+)", text)
     assert found is not None and found.group(1).splitlines() == rows, "write the tables with WRITE_IMPORT_TABLES=1"
+
+
+def test_damaged_commands_are_refused_and_raise_nothing_else() -> None:
+    chance = random.Random(7)
+    values = ["", "-1", "0", "1e-6", "true", "None", "x", "[1,2]", '{"a":1}', "99999999", "3.5", "'", "--y"]
+    for _ in range(120):
+        project, case = chance.choice(CASES)
+        words = case["command"].split()
+        place = chance.randrange(1, len(words))
+        if chance.random() < 0.3:
+            words += [f"--{chance.choice([*next(iter(PROJECTS[project].tables.values()))])}", chance.choice(values)]
+        else:
+            words[place : place + chance.randrange(2)] = [chance.choice(values)]
+        with contextlib.suppress(ConfigError):
+            import_command(PROJECTS[project], " ".join(words), settings(case, []))
