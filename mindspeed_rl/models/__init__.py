@@ -61,8 +61,8 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
     inner = hf_config.get("text_config")
     if isinstance(inner, dict) and any(inner.get("model_type") in candidate.model_types for candidate in known):
         raise ValueError(
-            f"config.json is of {classes or [model_type]}, a text model with a vision tower; its text model is supported: save it "
-            "with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
+            f"config.json is of {classes or [model_type]}, a text model with a vision tower; its text model is supported: save "
+            "it with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
         )
     supported = ", ".join(name for candidate in known for name in candidate.hf_classes if name.endswith("CausalLM"))
     raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported; supported are {supported}")
