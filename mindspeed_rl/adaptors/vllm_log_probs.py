@@ -14,6 +14,7 @@ It can go when vLLM has such a mode; `tests/unit/adaptors` compares it with tran
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 #: vLLM samples greedily below it
 _GREEDY = 1e-5
 
+#: modules of model runners that may be loaded already
+_RUNNERS = ("worker.gpu_model_runner", "worker.model_runner_v1")
 #: attribute of logits from which a grammar removed tokens: a copy with all of them
 _ALL_TOKENS = "_logits_of_all_tokens"
 
@@ -62,7 +65,6 @@ def apply() -> None:
 
     sampler.forward, sampler.tempers_log_probs = forward, True
     from vllm.v1.structured_output import utils
-    from vllm.v1.worker import gpu_model_runner
 
     remove_tokens = utils.apply_grammar_bitmask
 
@@ -71,8 +73,8 @@ def apply() -> None:
         remove_tokens(step, grammar, batch, logits)
         setattr(logits, _ALL_TOKENS, full)
 
-    # the runners import it by name
-    modules: tuple[Any, ...] = (utils, gpu_model_runner)
+    # runners import it by name, from here on this one; importing one here would be before a platform's own patches
+    modules: list[Any] = [utils, *(module for name, module in sys.modules.items() if name.endswith(_RUNNERS))]
     for module in modules:
         module.apply_grammar_bitmask = apply_grammar_bitmask
     _applied = True
