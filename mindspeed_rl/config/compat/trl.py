@@ -799,12 +799,15 @@ def _set_objective(run: Import, command: SourceCommand) -> None:
     """Set loss, advantages, KL and correction of GRPO and RLOO."""
     low = command.number("epsilon", 0.2)
     high = command.number("epsilon_high", low)
-    form = str(command.get("loss_type", "dapo")) if command.program == "grpo" else "grpo"
+    # RLOO sums the log-probs of a response, which is luspo's average of sums
+    form = command.text("loss_type", "dapo") if command.program == "grpo" else "luspo"
     forms = {name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo", "luspo")} | {"cispo": "cispo_cap"}
     if form not in forms:
         run.refuse("--loss_type", f"the policy loss {form}")
         return
     values: dict[str, object] = {f"{_RL}.loss_type": forms[form]}
+    if command.program == "rloo":
+        values[f"{_RL}.importance_sampling_level"] = "token"
     run.translate("--loss_type", values)
     clips: dict[str, object] = {f"{_RL}.clip_higher_enable": True, f"{_RL}.clip_ratio_low": low, f"{_RL}.clip_ratio_high": high}
     run.translate("--epsilon", {} if form in _UNCLIPPED else clips, f"{form} clips nothing" if form in _UNCLIPPED else "")
@@ -993,7 +996,7 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
     """Return the plan with the numbers of GRPO and RLOO."""
     assert sizes.rollout is not None, "grpo and rloo have rollouts"
     is_rloo = command.program == "rloo"
-    form = "grpo" if is_rloo else command.text("loss_type", "dapo")
+    form = "luspo" if is_rloo else command.text("loss_type", "dapo")
     # the tokens of the whole rollout divide the losses of each of its steps
     token = "token" if sizes.steps == sizes.iterations else "token of the rollout"
     averages = {"dapo": token, "cispo": token, "vespo": token, "bnpo": "token of a micro-batch", "dr_grpo": "constant"}
@@ -1005,12 +1008,15 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
     mode = command.text("vllm_importance_sampling_mode", "sequence_mask")
     rewards = [_REWARDS[name][0] if name in _REWARDS else name for name in command.list_texts("reward_funcs")]
     levels: dict[str, Level] = {"token": "token", "sequence": "sequence"}
+    # its ratio is the product over the tokens of a response, which is 1 as those of the tokens are while there is one step
+    level = levels[command.text("importance_sampling_level", "token")]
+    is_product = is_rloo and sizes.steps > 1
     return dataclasses.replace(
         plan,
         rollout_prompts=sizes.rollout // sizes.group,
         rollout_completions=sizes.rollout,
         loss={"cispo": "cispo_cap", "sapo": "sapo", "vespo": "vespo"}.get(form, "grpo"),
-        level=levels[command.text("importance_sampling_level", "token")],
+        level=None if is_product else level,
         clip_low=None if form in ("cispo", *_UNCLIPPED) else low,
         clip_high=None if form in _UNCLIPPED else command.number("epsilon_high", low),
         delta=None if is_rloo or command.get("delta") is None else command.number("delta", 0.0),

@@ -219,3 +219,10 @@ def test_whitened_advantages_and_cold_log_probs_of_ray_gpt_are_named(run_file: P
     assert "whitened over the batch" in str(caught.value) and "log-probs of temperature 1" in str(caught.value)
     run = take("mindspeed-llm", command, "advantage", "loss")
     assert run.tree["generate_config"]["sampling_config"]["temperature"] == 0.7
+
+
+def test_rloo_of_trl_sums_a_response_and_multiplies_its_ratios() -> None:
+    command = TRL.replace("trl grpo", "trl rloo") + "--max_steps 8 --per_device_train_batch_size 2"
+    run = take("trl", command, devices=8)
+    assert run.plans is not None and run.plans[0].aggregation == "summed" and run.plans[0].kl_place == "reward"
+    fail("trl", command + " --num_iterations 2", "level would be token here", devices=8)
