@@ -663,6 +663,8 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan:
     coefficient = command.number("algo.kl.init_coef", 0.01)
     low, high = _clips(command)
     has_critic = estimator == "gae"
+    # baselines of groups are of rewards without the KL, which each token loses afterwards
+    place = "reward" if estimator in ("gae", "reinforce_plus_plus") else "reward after the baseline"
     return dataclasses.replace(
         plan,
         stage="ray_ppo" if has_critic else "ray_grpo",
@@ -675,7 +677,7 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan:
         aggregation="token" if _averages_tokens(command) else "sequence",
         kl_coef=coefficient,
         kl_estimator=command.text("algo.kl.estimator", "k1") if coefficient else None,
-        kl_place=None if not coefficient else "loss" if command.flag("algo.kl.use_loss") else "reward",
+        kl_place=None if not coefficient else "loss" if command.flag("algo.kl.use_loss") else place,
         advantage=estimator,
         advantage_scale=_scale(command) if estimator == "group_norm" else None,
         entropy_coef=command.number("actor.entropy_coef", 0.0),

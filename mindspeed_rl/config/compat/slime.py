@@ -705,7 +705,12 @@ def _plan_rollout(command: SourceCommand, batch: _Batch, plan: SourcePlan) -> So
         aggregation="token" if command.flag("calculate_per_token_loss") else "sequence",
         kl_coef=coefficient,
         kl_estimator=kind if coefficient else None,
-        kl_place=place if coefficient else None,
+        # the baseline of the group is of rewards without the KL, which each token loses afterwards
+        kl_place=None
+        if not coefficient
+        else "reward after the baseline"
+        if (place, estimator) == ("reward", "reinforce_plus_plus_baseline")
+        else place,
         advantage=estimator,
         advantage_scale=_scale(command, batch) if estimator == "group_norm" else None,
         entropy_coef=command.number("entropy_coef", 0.0),

@@ -145,10 +145,12 @@ def test_slime_gets_shapes_from_config_json_and_skips_the_array_of_another_file(
 
 def test_openrlhf_has_the_kl_in_the_reward_unless_use_loss() -> None:
     sizes = "--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.batch_size 128 "
-    run = take("openrlhf", OPENRLHF + sizes + "--algo.advantage.estimator group_norm", rows=640)
+    run = take("openrlhf", OPENRLHF + sizes + "--algo.advantage.estimator reinforce", rows=640)
     # 256 completions are two steps; 10 rollouts
     assert run.plans is not None and run.plans[0].total_steps == 20
     assert run.plans[0].kl_place == "reward" and run.tree["rl_config"]["kl_penalty"] == "k1"
+    group = "--algo.advantage.estimator group_norm"
+    fail("openrlhf", OPENRLHF + sizes + group, "kl_place would be reward here, but is reward after the baseline")
     run = take("openrlhf", OPENRLHF + sizes + "--algo.advantage.estimator dr_grpo --algo.kl.use_loss --algo.kl.estimator k3")
     assert run.tree["rl_config"]["scale_rewards"] == "none" and run.tree["rl_config"]["use_kl_in_reward"] is False
 
