@@ -12,7 +12,7 @@ import fnmatch
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -431,7 +431,9 @@ class _Interpreter:
             status = self.run(parts[0])
             if status is None or len(self.commands) > count:  # only the machine knows how a program ends
                 bodies = parts[1::2] + ([parts[-1]] if len(parts) % 2 else [[]])
-                self._run_uncertain(bodies, f"the condition of line {node.line}")
+                words = [word for part in parts[0] for word in part.words]
+                unknown = [item for word in words for text in self.expand(word) for item in list_unknown(text)]
+                self._run_uncertain(bodies, f"the condition of line {node.line}", unknown)
                 return True
             if status:
                 return self.run(parts[1])
@@ -451,16 +453,20 @@ class _Interpreter:
 
     def _run_case(self, node: _Node) -> bool | None:
         value = " ".join(self.expand(node.words[0]))
-        if list_unknown(value):
-            self._run_uncertain([*node.parts, []], f"the case of line {node.line}")
+        if unknown := list_unknown(value):
+            self._run_uncertain([*node.parts, []], f"the case of line {node.line}", unknown)
             return True
         for patterns, body in zip(node.patterns, node.parts):
             if any(fnmatch.fnmatchcase(value, " ".join(self.expand(pattern))) for pattern in patterns):
                 return self.run(body)
         return True
 
-    def _run_uncertain(self, bodies: list[list[_Node]], condition: str) -> None:
-        """Follow every body; variables that they leave with different values are unknown after them."""
+    def _run_uncertain(self, bodies: list[list[_Node]], condition: str, causes: Sequence[tuple[str, int]] = ()) -> None:
+        """Follow every body; variables that they leave with different values are unknown after them.
+
+        Args:
+            causes: unknown variables of the condition: their values are requested, not those that follow from them.
+        """
         before, outer = dict(self.variables), self.uncertain
         results = []
         for body in bodies:
@@ -472,7 +478,8 @@ class _Interpreter:
             results.append(before)
         names = {name for result in results for name in result}
         equal = {name for name in names if all(result.get(name) == results[0].get(name) for result in results)}
-        self.variables = {name: results[0][name] if name in equal else self._mark(name) for name in names}
+        cause = "".join(f"\0{name}@{line}\0" for name, line in causes[:1])
+        self.variables = {name: results[0][name] if name in equal else cause or self._mark(name) for name in names}
 
     def _run_simple(self, node: _Node) -> bool | None:
         words = list(node.words)
@@ -570,6 +577,8 @@ class _Interpreter:
             value = items
         else:
             value = " ".join(self.expand(text, splits=False))
+            # the output of a program is requested by the name of the variable that takes it
+            value = re.sub("\0line_\\d+@", f"\0{name}@", value)
             if plus and isinstance(old, list):
                 value = [old[0] + value, *old[1:]] if old else [value]
             elif plus and isinstance(old, str):

@@ -92,6 +92,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         no_effect("memory of the optimizer; see swap_optimizer"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
+    (r"(?:\w+\.)*turbo_config\.[\w.]+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
     (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),
     (
         r"(?:\w+\.)*model\.override_config\.(?:attn_implementation|_attn_implementation)",
@@ -108,7 +109,13 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         no_effect("text models only"),
     ),
     (
-        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(compilation_config\.\w+)",
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(max_model_len|max_num_seqs|max_num_batched_tokens|enforce_eager|"
+        r"gpu_memory_utilization|enable_prefix_caching|dtype)",
+        by(lambda run, option, value: _set_engine(run, option, value, f"{GENERATE}."), "the key of that name"),
+    ),
+    (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.async_scheduling", no_effect("the engine schedules by itself")),
+    (
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.((?:compilation|additional)_config\.[\w.]+)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{GENERATE}."), "compilation_config"),
     ),
     (
@@ -186,7 +193,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     words = [*command.words, *(word for item in keys if item is not command for word in item.words)]
     options: dict[str, object] = {}
     # a word that is nothing but a variable may stand for any option
-    trailing = tuple(word for word in words if not _is_key(word) and list_unknown(word) and word.startswith("\0"))
+    start = next((index for index, word in enumerate(words) if "=" not in word and "verl" in word or "main_" in word), 0)
+    trailing = tuple(word for word in words[start:] if not _is_key(word) and list_unknown(word) and word.startswith("\0"))
     for word in words:
         if word.startswith("--config-name"):
             options["--config-name"] = word.partition("=")[2]
@@ -197,9 +205,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     launched = _count_processes(command.words) if program == "sft" else None
     if unknown := [item for word in trailing for item in list_unknown(word)]:
         raise request_variables(unknown)
-    return _complete(
-        program, options, launched or devices, is_disaggregated=any("one_step_off" in word for word in command.words)
-    )
+    recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
+    is_disaggregated = any("one_step_off" in word for word in command.words)
+    return _complete(program, options, launched or devices, recipe, is_disaggregated=is_disaggregated)
 
 
 def _count_processes(words: Sequence[str]) -> int | None:
@@ -221,10 +229,13 @@ def _rename(name: str) -> str:
     return name
 
 
-def _complete(program: str, options: dict[str, object], devices: int | None, *, is_disaggregated: bool) -> SourceCommand:
+def _complete(
+    program: str, options: dict[str, object], devices: int | None, recipe: str, *, is_disaggregated: bool
+) -> SourceCommand:
     """Return the command with values of other keys in place of their names, its table and its devices."""
     config_name = str(options.pop("--config-name", ""))
-    if "megatron" in config_name:
+    # those keys exist in the configuration of that engine alone
+    if "megatron" in config_name or any(name.startswith(f"{_ACTOR}megatron.") for name in options):
         options.setdefault("model_engine", "megatron")
     for name, value in options.items():
         if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
@@ -244,7 +255,7 @@ def _complete(program: str, options: dict[str, object], devices: int | None, *, 
     world = per_node * command.count("trainer.nnodes", 1)
     if devices is not None and not command.has("trainer.n_gpus_per_node"):
         world = devices
-    return SourceCommand(program, options, devices=world, table=table)
+    return SourceCommand(program, options, devices=world, table=table, trailing=(recipe,) if recipe else ())
 
 
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
@@ -268,7 +279,7 @@ class _Layout:
     def of_role(cls, command: SourceCommand, role: str, engine_group: str) -> _Layout:
         """Read the layout of a role; `engine_group` is the group of its FSDP keys."""
         name = str(command.get(f"{role}strategy") or command.get("model_engine") or "fsdp")
-        engine = {"fsdp": "fsdp", "fsdp2": "fsdp", "dp": "fsdp", "megatron": "megatron"}.get(name)
+        engine = {"fsdp": "fsdp", "fsdp2": "fsdp", "fsdp_turbo": "fsdp", "dp": "fsdp", "megatron": "megatron"}.get(name)
         if engine is None:
             raise ConfigError([f"not available here: the training engine {name}; fsdp and megatron are"])
         if engine == "fsdp":
@@ -297,19 +308,26 @@ def _read_layout(command: SourceCommand) -> _Layout:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Numbers of a batch, in prompts (supervised: rows)."""
+    """Numbers of a batch, in prompts (supervised: rows).
+
+    Attributes:
+        rollout: that are sampled.
+        trained: that groups are filtered to.
+        counted: of which a pass over the data has whole numbers: the recipe of DAPO counts those that are sampled.
+    """
 
     rollout: int
     trained: int
     group: int
     mini: int
     epochs: int
+    counted: int
 
     @classmethod
     def from_command(cls, command: SourceCommand) -> _Batch:
         if command.program == "sft":
             rows = command.count("data.train_batch_size", 256)
-            return cls(rows, rows, 1, rows, 1)
+            return cls(rows, rows, 1, rows, 1, rows)
         trained = command.count("data.train_batch_size", 1024)
         filters = command.flag("algorithm.filter_groups.enable")
         rollout = command.count("data.gen_batch_size", trained) if filters else trained
@@ -319,6 +337,7 @@ class _Batch:
             command.count(f"{_ROLLOUT}n", 1),
             command.count(f"{_ACTOR}ppo_mini_batch_size", 256),
             command.count(f"{_ACTOR}ppo_epochs", 1),
+            rollout if "main_dapo" in command.trailing else trained,
         )
 
     @property
@@ -334,7 +353,7 @@ def _count_rollouts(command: SourceCommand, batch: _Batch, rows: int) -> int:
         return total
     limit = command.get("data.train_max_samples")
     rows = min(rows, limit) if isinstance(limit, int) and limit > 0 else rows
-    return rows // batch.trained * command.count("trainer.total_epochs", 30 if command.program == "ppo" else 4)
+    return rows // batch.counted * command.count("trainer.total_epochs", 30 if command.program == "ppo" else 4)
 
 
 def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float, total: int) -> Schedule:
@@ -598,7 +617,11 @@ def _set_length(run: Import, command: SourceCommand, batch: _Batch) -> None:
         _put(run, command, ["trainer.total_epochs"], {f"{MEGATRON}.train_iters": count}, note)
         return
     note = "the incomplete last batch of a pass is filled with rows of the next; --rows N makes it exact"
-    _put(run, command, ["trainer.total_epochs"], {f"{MEGATRON}.train_epochs": epochs}, note)
+    passes = epochs * batch.rollout / batch.counted
+    if passes != epochs:
+        note = f"so many iterations as passes over {batch.counted} prompts a step have; {note}"
+    values = {f"{MEGATRON}.train_epochs": epochs if passes == epochs else passes}
+    _put(run, command, ["trainer.total_epochs"], values, note)
 
 
 def _set_rate(

@@ -81,6 +81,8 @@ def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> 
     assert list_unknown(list(command.words)) == [("DATA_ROOT", 2)]
     error = request_variables(list_unknown(list(command.words)))
     assert str(error) == "line 2: the value of DATA_ROOT is not in the script; say it with --set DATA_ROOT=VALUE"
+    (command,) = read_script('KIND=${KIND:-$(python3 -c "import x" && echo a || echo b)}\ntrain $KIND')
+    assert list_unknown(list(command.words)) == [("KIND", 1)]
     (command,) = read_script("DIR=$DATA_ROOT/x\ntrain $DIR", {"DATA_ROOT": "/d"})
     assert command.words == ("train", "/d/x")
 
@@ -95,6 +97,14 @@ def test_what_an_unknown_condition_decides_is_unknown() -> None:
     assert command.words[2] == "2" and list_unknown(command.words[1])
     first, second = read_script("if nvidia-smi; then train a; else train b; fi")[1:]
     assert first.uncertain and second.uncertain
+
+
+def test_what_is_requested_is_the_variable_of_the_condition() -> None:
+    script = 'L=(a)\ncase "${DEVICE}" in\n  npu) L+=(b) ;;\nesac\nif [ "$MODE" = x ]; then Y=1; fi\ntrain ${L[@]} $Y'
+    (command,) = read_script(script)
+    assert [name for name, _ in list_unknown(list(command.words))] == ["DEVICE", "MODE"]
+    (command,) = read_script(script, {"DEVICE": "npu", "MODE": "x"})
+    assert command.words == ("train", "a", "b", "1")
 
 
 def test_the_environment_of_a_command_is_what_is_exported_or_in_front_of_it() -> None:
