@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
-from mindspeed_rl.config.compat.options import SourceCommand, SourceProject
+from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, no_effect, refused
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
 from mindspeed_rl.config.compat.swift_options import (
@@ -94,6 +94,13 @@ _PROMPT_LENGTH = 2048
 
 
 _BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS for name in _STAGES}
+#: options of earlier releases, which its guides still name
+_RETIRED: dict[str, Option] = {
+    "vllm_device": no_effect("the rollout shares the actor's devices, or has rl_config.rollout_resource", "auto"),
+    "num_infer_workers": no_effect("it follows from the devices / generate_config.infer_tensor_parallel_size"),
+    "gc_collect_after_offload": no_effect("memory that is freed is always returned to the device"),
+    "multi_turn_func": refused("a function of several turns; see rl_config.multi_turn_scheduler"),
+}
 _TABLES = {
     **_BY_STAGE,
     **{f"{_MEGATRON}{name}": table for name, table in _BY_STAGE.items()},
@@ -143,7 +150,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         environment |= {"SWIFT_SERVER_TP": str(servers[0][2].get("vllm_tensor_parallel_size", 1))}
         environment |= {"SWIFT_SERVER_DP": str(servers[0][2].get("vllm_data_parallel_size", 1))}
     world = devices or _count_devices(environment, command.words, program)
-    return SourceCommand(program, options, environment, world, _TABLES[program], trailing)
+    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], trailing)
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
