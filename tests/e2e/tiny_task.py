@@ -24,6 +24,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 GIVEN_UP = "??"
@@ -42,17 +43,20 @@ _SIZES = {
     "bos_token_id": None,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-#: models by name: those with four experts, and one with gated delta nets
+#: one gated delta net and one attention; vLLM's CPU kernel takes heads of 64 and more in the first
+_HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+#: models by name: those with four experts, those with gated delta nets, one with both
 OTHER_MODELS = {
-    # vLLM's CPU kernel takes heads of 64 and more in the gated delta nets
-    "qwen3.5": lambda: Qwen3_5TextConfig(
-        **_SIZES,
-        head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
+    "qwen3.5": lambda: Qwen3_5TextConfig(**_SIZES | _HYBRID),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_SIZES | _HYBRID | _EXPERTS | {"tie_word_embeddings": False}, num_experts=4, shared_expert_intermediate_size=32
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
     # its latent sizes are those that vLLM's CPU kernel is built for
