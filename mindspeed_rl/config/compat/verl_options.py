@@ -114,7 +114,8 @@ TRANSFORMER: dict[str, Option] = {
             "attention_backend use_flash_attn apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion "
             "bias_activation_fusion bias_dropout_fusion deallocate_pipeline_outputs persist_layer_norm moe_enable_deepep "
             "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split moe_shared_expert_overlap "
-            "moe_router_dtype use_naive_l2norm overlap_moe_expert_parallel_comm use_fused_rmsnorm use_fused_swiglu use_fused_rotary_pos_emb "
+            "moe_router_dtype use_naive_l2norm overlap_moe_expert_parallel_comm use_fused_rmsnorm use_fused_swiglu "
+            "use_fused_rotary_pos_emb "
             "use_rotary_position_embeddings cp_comm_type context_parallel_algo variable_seq_lengths moe_router_fusion "
             "use_distributed_optimizer no_gradient_accumulation_fusion multi_head_latent_attention sequence_parallel"
         ).split(),
