@@ -378,11 +378,13 @@ def _prediction_tensors(
     if architecture.read_mtp_ops is None:
         return frozenset()
     layers: dict[int, set[str]] = {}
+    apart = architecture.read_mtp_ops(model_config, 0, ExpertPacking())[0].hf[0].startswith(_MTP)
     for name in names:
-        if (layer := _layer_of(name)) is not None and layer >= model_config.num_layers:
-            layers.setdefault(layer - model_config.num_layers, set()).add(name)
-        elif name.startswith(_MTP):
+        layer = _layer_of(name)
+        if apart and name.startswith(_MTP):
             layers.setdefault(0, set()).add(name)
+        elif not apart and layer is not None and layer >= model_config.num_layers:
+            layers.setdefault(layer - model_config.num_layers, set()).add(name)
     found: set[str] = set()
     for number, present in layers.items():
         ops = architecture.read_mtp_ops(model_config, number, ExpertPacking())
