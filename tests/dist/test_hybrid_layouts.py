@@ -97,4 +97,5 @@ def test_half_precision_stays_close_to_full_precision(
     reports = ranks(2).run(jobs.train, setting=Setting(str(models["hybrid"]), SP | ZERO | {"bf16": True}))
     # later steps follow from the rounding of those before
     assert reports[0]["grad_norm"][0] == pytest.approx(one_process("hybrid")[0]["grad_norm"][0], rel=0.02)
-    assert losses(reports)[:2] == pytest.approx(losses(one_process("hybrid"))[:2], rel=0.02)
+    assert losses(reports)[0] == pytest.approx(losses(one_process("hybrid"))[0], rel=0.01)
+    assert losses(reports)[-1] < losses(reports)[0] / 2
