@@ -89,8 +89,8 @@ class TransferDock:
     """Columns x rows with a ready bit per cell and a consumed bit per consumer and row.
 
     Row = prompt * n_samples_per_prompt + k. A row is served to a consumer when all requested columns are ready and it has not
-    consumed the row before. Rows are served lowest index first, in complete groups of n_samples_per_prompt where a request is for
-    a multiple of them.
+    consumed the row before. Rows are served lowest index first, in complete groups of n_samples_per_prompt where a request is
+    for a multiple of them.
 
     Args:
         num_prompts: prompts of an iteration.

@@ -90,9 +90,9 @@ class AgentEngine:
             turns,
             limits,
             toolbox,
-            settings.multi_turn_scheduler,
-            settings.environment,
-            choose_parser(rl, turns),
+            multi_turn_scheduler=settings.multi_turn_scheduler,
+            environment=settings.environment,
+            tool_parser=choose_parser(rl, turns),
         )
         self._agents = AgentRunner(load_agent_loop(rl.agent_loop_name)(loop_settings), toolbox)
         self._engine: Engine  # set by `wrap`

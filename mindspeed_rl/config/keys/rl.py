@@ -490,8 +490,8 @@ class _ToolKeys:
     multi_turn_scheduler: str | None = key(None,
         "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them, or a name in "
         "multi_turns of a file in external_plugins",
-        "有 step 与 check_finished 的 module:Class，或处理行列表的 module:function，写法同 ms-swift；或 external_plugins 文件里 "
-        "multi_turns 中的名字", needs=_TOOLS,
+        "有 step 与 check_finished 的 module:Class，或处理行列表的 module:function，写法同 ms-swift；"
+        "或 external_plugins 文件里 multi_turns 中的名字", needs=_TOOLS,
         on_resume="in_flight")
     trajectory_reward: Literal["both", "turns", "final", "none"] = key("both",
         "rewards of tools and environments that are added: those of turns, those of the final state",
