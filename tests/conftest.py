@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from ports import find_free_port
 
 #: folders whose tests build Megatron's modules; elsewhere "grouped" says how a checkpoint's files are laid out
 _BUILDING = ("unit/engine", "dist", "e2e")
+
+
+def pytest_configure() -> None:
+    """Take back the handlers of signals that a parent ignores, as `nohup` and `&` do: a run would ignore them too."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

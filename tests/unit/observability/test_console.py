@@ -64,10 +64,11 @@ def test_rows_without_a_text_are_left_out():
     assert format_table("plan", {"a": "1", "long": "", "bb": "2"}) == "plan\n  a   1\n  bb  2"
 
 
-def test_the_plan_says_what_is_trained_on_what_and_in_which_sizes(tmp_path):
+def test_the_plan_says_what_is_trained_on_what_and_in_which_sizes(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     rows = _plan_rows(resolve(build_run_config(CPU_RUN), platform="cpu"), 2)
     assert rows["stage"] == "ray_grpo" and rows["length"] == "10 iterations"
-    assert rows["devices"] == "2 x cpu on 1 node(s), TP 2, fp32"
+    assert rows["devices"] == "2 x cpu on 1 node(s), TP 2, fp32, 3 thread(s) each"
     assert rows["rollout"] == "4 prompts x 8 responses, at most 16 tokens, temperature 0.5"
     assert rows["update"] == "2 optimizer step(s) of 16 responses, micro-batches of 4"
     assert (rows["rewards"], rows["learning rate"], rows["saves to"]) == ("exact_match", "0.001, linear", "nowhere")
