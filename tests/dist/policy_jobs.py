@@ -39,9 +39,11 @@ def _objective(**keys: Any) -> Objective:
     return build_objective(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
 
 
+#: bounds that are no width of a clipped ratio: an absolute cap, a difference of probabilities, a KL
+_HIGH = {"cispo_cap": 5.0, "dppo_tv": 0.01, "dppo_kl": 0.002}
 #: the update made in each step
 UPDATES = [
-    *(_objective(loss_type=name, clip_ratio_high=5.0 if name == "cispo_cap" else 0.28) for name in POLICY_LOSSES),
+    *(_objective(loss_type=name, clip_ratio_high=_HIGH.get(name, 0.28)) for name in POLICY_LOSSES),
     *(_objective(loss_type="dapo", **extra) for extra in _EXTRAS),
 ]
 _ENTROPY_THRESHOLD = 1.0
