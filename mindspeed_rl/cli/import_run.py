@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if words[1:] and words[1].startswith("-") and Path(words[0]).is_file():
+        parser.error(f"{words[1]} stands after the script {words[0]}; options of import stand before {arguments.project}")
     if not words:
         parser.error("there is no command")
     variables = dict(item.partition("=")[::2] for item in arguments.variables)

@@ -246,6 +246,15 @@ def test_options_of_the_command_are_checked(tmp_path, monkeypatch, capsys):
         main(["--set", "DATA", "verl", command])
 
 
+def test_an_option_behind_a_script_is_sent_to_its_place(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text("swift rlhf --rlhf_type grpo\n")
+    with pytest.raises(SystemExit) as caught:
+        main(["swift", str(script), "-o", "made.yaml"])
+    assert caught.value.code == 2
+    assert f"-o stands after the script {script}; options of import stand before swift" in capsys.readouterr().err
+
+
 def test_a_command_that_cannot_be_imported_leaves_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["swift", "swift rlhf --model 'm"]) == 2
