@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status
 from mindspeed_rl.config.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.config.run import PLATFORMS
+from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
@@ -211,7 +212,7 @@ def open_session(args: argparse.Namespace) -> Session:
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
-    os.environ.update(build_quiet_environment(os.environ))
+    os.environ.update({**WAITING, **os.environ, **build_quiet_environment(os.environ)})
     os.environ.update(build_local_ray_environment(os.environ))
     # imports torch, which must find this environment, and which --help and wrong options do not need
     from mindspeed_rl.inference import session

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
 from mindspeed_rl.config import GenerateConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
+from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.observability.logging import build_quiet_environment
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _serve(
     args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
 ) -> int:
-    os.environ.update(build_quiet_environment(os.environ))
+    os.environ.update({**WAITING, **os.environ, **build_quiet_environment(os.environ)})
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 #: what OpenMP, MKL and OpenBLAS read when they are loaded
 VARIABLE = "OMP_NUM_THREADS"
+#: idle threads sleep until there is work, instead of running until then: without it two threads are 14 times slower than one
+#: on a machine whose cores are busy with other processes, and no faster on a free one; read when torch is loaded
+WAITING: dict[str, str] = {"OMP_WAIT_POLICY": "passive"}
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -25,8 +28,7 @@ class Threads:
 def decide_threads(key: int | None, num_workers: int, environment: Mapping[str, str]) -> Threads:
     """Decide the threads of each worker: the key, else OMP_NUM_THREADS of the user, else the cores divided by the workers.
 
-    More threads than cores are slower by more than ten times, because idle threads of OpenMP wait by running; so the
-    division rounds down.
+    More threads than cores are slower, so the division rounds down.
 
     Args:
         key: megatron_training.threads_per_worker.

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.platform.base import GIB, MemoryStats, Platform
 
 #: of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes on; larger blocks are mapped alone
@@ -60,10 +61,10 @@ class CpuPlatform(Platform):
             Path("/proc/self/clear_refs").write_text("5")
 
     def worker_env(self) -> dict[str, str]:
-        # One thread, until whoever starts a process that computes says more (`Run.threads`): two ranks with two threads each on
-        # two cores run 20 to 60 times slower, because idle OpenMP threads spin.
+        # One thread, until whoever starts a process that computes says more (`Run.threads`).
         # TORCHDYNAMO_DISABLE: vLLM compiles a rank counter with inductor otherwise (15 s).
         return {
+            **WAITING,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", _CACHED_PRODUCTS),
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _CACHED_PRODUCTS),

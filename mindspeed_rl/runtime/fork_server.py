@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.runtime.scratch import scratch_folder
 
 _LOG = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(settings)],
                 # a server with a pool of threads could not be forked; the copies set the number of theirs
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ROOM": "." * _RESERVED_BYTES},
+                env={**WAITING, **os.environ, "OMP_NUM_THREADS": "1", "ROOM": "." * _RESERVED_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
