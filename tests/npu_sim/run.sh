@@ -49,7 +49,13 @@ export TASK_QUEUE_ENABLE=0 NPU_SIM_DEVICES="${NPU_SIM_DEVICES:-8}" CUDA_DEVICE_M
 case "${1:-}" in
     --set-up) exit 0 ;;
     --shell) exec "${SHELL:-bash}" ;;
-    --run) shift; exec "$@" ;;
+    --run)
+        shift
+        if [[ -z "${MINDSPEED_SRC:-}" ]]; then
+            echo "tests/npu_sim/run.sh: MINDSPEED_SRC names no checkout of MindSpeed core_r0.16.0; commands that train will ask for it." >&2
+        fi
+        exec "$@"
+        ;;
 esac
 paths=("$here")
 for argument in "$@"; do  # files or folders among the arguments replace the whole suite
