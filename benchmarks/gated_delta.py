@@ -34,7 +34,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """What transformers runs without flash-linear-attention."""
+    """Run the rule as transformers does without flash-linear-attention."""
     q, k = (one.repeat_interleave(RATIO, 1)[None] for one in (q, k))
     return modeling_qwen3_5.torch_chunk_gated_delta_rule(q, k, v[None], g[None], beta[None], use_qk_l2norm_in_kernel=True)[0][0]
 

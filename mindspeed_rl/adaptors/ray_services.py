@@ -1,4 +1,4 @@
-"""A Ray cluster of one machine, of one run: without the services that nobody would ask, and apart from the driver's signals.
+"""A Ray cluster of one machine, of one run: without unused services, in a session of its own.
 
 Each service is a Python process that imports Ray: together half of the processor time of a cluster's start, and `ray.init`
 waits for the last of them. Ray has options for them on its command line alone.

@@ -55,7 +55,7 @@ class _Plane:
                     self._dock.put(data, indexes, overwrite)
 
     def forget(self) -> None:
-        """What every rank has put alike needs no exchange."""
+        """Do nothing: every rank has put the same values."""
         self._mine = []
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an option of another project: one frozen record an option, and the record of a project.
+"""Options of other projects: one frozen record for each, and the record of a project.
 
 A project's module has a table with a record for every option of the release that it was written for. An option is `mapped` to
 keys by a formula, the `same` by nature, without effect here (`no_effect`), or `refused`: it changes objective, data, reward,

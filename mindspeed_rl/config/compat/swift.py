@@ -407,8 +407,7 @@ def _build(run: Import, command: SourceCommand) -> None:
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
     """Note options that the stage answers: what trains, and how losses are averaged."""
     if command.has("calculate_per_token_loss"):
-        wanted = kind in ("sft", "pt")
-        if command.flag("calculate_per_token_loss") == wanted:
+        if command.flag("calculate_per_token_loss") == (kind in ("sft", "pt")):
             run.note("--calculate_per_token_loss", "as the loss is averaged here", changes_nothing=False)
         else:
             run.refuse("--calculate_per_token_loss", "another average of the loss")

@@ -940,17 +940,17 @@ def _set_rollout(run: Import, command: SourceCommand) -> None:
         values = {f"{RL}.rollout_importance_sampling_mode": mode, f"{RL}.rollout_importance_sampling_threshold": high}
         values |= {} if low is None else {f"{RL}.rollout_importance_sampling_threshold_min": low}
     _put(run, command, names, values, "" if correction else "no correction")
-    apart = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
+    dedicated_rollout = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     dedicated = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
-    values = {f"{RL}.trainer_mode": "one_step_off", f"{RL}.rollout_resource.num_npus": dedicated} if apart else {}
-    values |= {f"{RL}.use_integrated_worker": False} if apart else {}
+    values = {f"{RL}.trainer_mode": "one_step_off", f"{RL}.rollout_resource.num_npus": dedicated} if dedicated_rollout else {}
+    values |= {f"{RL}.use_integrated_worker": False} if dedicated_rollout else {}
     names = ["actor_rollout_ref.hybrid_engine", "rollout.n_gpus_per_node", "rollout.nnodes"]
     _put(
         run,
         command,
         names,
         values,
-        "the rollout has devices of its own" if apart else "training and rollout share their devices",
+        "the rollout has devices of its own" if dedicated_rollout else "training and rollout share their devices",
     )
     for name in ("nnodes", "n_gpus_per_node"):
         if command.has(f"{_ROLLOUT}{name}"):

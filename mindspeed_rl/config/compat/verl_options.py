@@ -1,4 +1,4 @@
-"""What becomes of every option of verl 0.9.1: tables of `main_ppo` and of the supervised trainer.
+"""Records of every option of verl 0.9.1: tables of `main_ppo` and of the supervised trainer.
 
 An engine's options occur under the actor, the reference, the critic and the supervised trainer: each block below is written
 once and put under all of them.
