@@ -79,7 +79,7 @@ def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(folder: Path, family: str) -> None:
+def main(folder: Path, family: str = "qwen2.5") -> None:
     """Writes the task; the same bytes every time."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(pairs)
@@ -96,4 +96,4 @@ def main(folder: Path, family: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(sys.argv[2:] or ["qwen2.5"]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
