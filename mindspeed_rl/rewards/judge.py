@@ -1,7 +1,7 @@
 """A language model as the judge: any server with OpenAI's chat completions, a prompt template and a parser.
 
-Calls are asynchronous, many at a time in one worker. The client is a few lines over asyncio streams, so that a worker needs no
-further library; it connects directly to the server (no proxies, no redirects).
+Calls are asynchronous, many at a time in one worker. The client connects directly to the server (no proxies, no redirects) and
+reads no more of a reply than a reply can be.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import os
 import random
 import re
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import aiohttp
 
 from mindspeed_rl import registry
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
@@ -24,6 +25,7 @@ _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.5
 # temporary: overload, limits, gateways
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
+_MAX_REPLY_BYTES = 8 << 20
 _TEMPLATE = """Judge the answer to a question.
 
 [Question]
@@ -80,9 +82,8 @@ class Judge:
         address = urlsplit(settings.judge_url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise ValueError(f"rl_config.judge_url is '{settings.judge_url}'; it must look like http://host:port/v1")
-        self._host, self._tls = address.hostname, address.scheme == "https"
-        self._port = address.port or (443 if self._tls else 80)
-        self._path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._server = address.netloc.rpartition("@")[2]
+        self._url = settings.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"
         self._template = _read_template(settings.judge_prompt)
         self._parse: Callable[[str], _Score] = _parse_score
@@ -100,8 +101,8 @@ class Judge:
         body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": self.prompt(sample)}]}
         for attempt in range(_ATTEMPTS):
             try:
-                status, reply = await self._post(json.dumps(body).encode())
-            except (OSError, asyncio.IncompleteReadError) as error:
+                status, reply = await self._post(body)
+            except (OSError, aiohttp.ClientError, asyncio.IncompleteReadError) as error:
                 status, reply = 0, f"{type(error).__name__}: {error}".encode()
             if status == 200:
                 return self._parse(_content(reply))
@@ -111,7 +112,7 @@ class Judge:
                 # random, so that calls that failed together are not repeated together
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
         raise JudgeError(
-            f"the judge at {self._host}:{self._port} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
+            f"the judge at {self._server} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
         )
 
     def prompt(self, sample: RewardSample) -> str:
@@ -124,62 +125,24 @@ class Judge:
         }
         return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
 
-    async def _post(self, body: bytes) -> tuple[int, bytes]:
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, ssl=ssl.create_default_context() if self._tls else None
-        )
-        try:
-            headers = [
-                f"POST {self._path} HTTP/1.1",
-                f"Host: {self._host}:{self._port}",
-                "Content-Type: application/json",
-                f"Content-Length: {len(body)}",
-                # a reply without a length then ends with the connection
-                "Connection: close",
-            ]
-            if self._key:
-                headers.append(f"Authorization: Bearer {self._key}")
-            writer.write("\r\n".join([*headers, "", ""]).encode() + body)
-            await writer.drain()
-            return await _read_reply(reader)
-        finally:
-            writer.close()
-
-
-async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return status and body of an HTTP/1.1 reply, with any encoding of its length."""
-    status_line = await reader.readline()
-    fields = status_line.split()
-    if len(fields) < 2 or not fields[1].isdigit():
-        raise ConnectionError(f"not an HTTP reply: {status_line[:80]!r}")
-    headers: dict[str, str] = {}
-    while (line := await reader.readline()) not in (b"\r\n", b"\n", b""):
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.strip().lower()] = value.strip()
-    if "chunked" in headers.get("transfer-encoding", "").lower():
-        body = b""
-        while (size := _parse_length(await reader.readline(), 16)) > 0:
-            body += await reader.readexactly(size)
-            await reader.readline()
-    elif "content-length" in headers:
-        body = await reader.readexactly(_parse_length(headers["content-length"].encode(), 10))
-    else:
-        body = await reader.read()
-    return int(fields[1]), body
-
-
-def _parse_length(line: bytes, base: int) -> int:
-    digits = line.split(b";")[0].strip()
-    try:
-        return int(digits, base)
-    except ValueError:
-        raise ConnectionError(f"not the length of an HTTP reply: {line[:80]!r}") from None
+    async def _post(self, body: dict[str, object]) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(self._url, json=body, allow_redirects=False) as response,
+        ):
+            reply = bytearray()
+            async for piece in response.content.iter_any():
+                reply += piece
+                if len(reply) > _MAX_REPLY_BYTES:
+                    raise JudgeError(f"the judge at {self._server} sent more than {_MAX_REPLY_BYTES >> 20} MiB")
+            return response.status, bytes(reply)
 
 
 def _content(reply: bytes) -> str:
     try:
         content = json.loads(reply)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise JudgeError(f"the judge's reply is not a chat completion: {reply[:200]!r}") from error
     if not isinstance(content, str):
         raise JudgeError("the judge's reply has no text")

@@ -1,6 +1,7 @@
 """The judge: a real HTTP server on this machine, replies good and bad."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -155,16 +156,48 @@ def test_a_reply_without_a_score_is_an_error(reply: str) -> None:
         _parse_score(reply)
 
 
-@pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n<html>\r\n", b"Content-Length: many\r\n\r\n"])
-def test_a_reply_of_no_known_length_is_an_error_of_the_connection(head: bytes) -> None:
-    async def read() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"HTTP/1.1 200 OK\r\n" + head)
-        reader.feed_eof()
-        await judge._read_reply(reader)
+_GOOD = b'{"choices": [{"message": {"content": "Score: 7"}}]}'
 
-    with pytest.raises(ConnectionError, match="not the length of an HTTP reply"):  # which is asked again
-        asyncio.run(read())
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(_GOOD), _GOOD), 0.7),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + _GOOD, 0.7),  # ends with the connection
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n<html>\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n" + _GOOD, None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9%s\r\n\r\n" % (b"9" * 10), None),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"a" * (9 << 20), None),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, None),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 200_000, None),
+        (b"a" * (1 << 20), None),
+        (b"", None),
+    ],
+)
+def test_whatever_the_server_sends_is_a_score_or_an_error_of_the_judge(
+    reply: bytes, found: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "_ATTEMPTS", 1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(reply)
+            await writer.drain()
+        writer.close()
+
+    async def ask() -> object:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await Judge(RewardSettings(judge_url=f"http://127.0.0.1:{port}/v1"))(RewardSample(response="1", label="1"))
+
+    if found is not None:
+        assert asyncio.run(ask()) == found
+    else:
+        with pytest.raises(JudgeError, match="the judge"):
+            asyncio.run(ask())
 
 
 def test_json_scores_become_parts_with_their_mean() -> None:
