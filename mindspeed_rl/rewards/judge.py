@@ -11,7 +11,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -125,7 +125,7 @@ class Judge:
         }
         return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
 
-    async def _post(self, body: dict[str, object]) -> tuple[int, bytes]:
+    async def _post(self, body: Mapping[str, object]) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         async with (
             aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
