@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +24,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return the part of a sentence that proposes the nearest name, such as "; did you mean 'sft'?", or nothing."""
     near = find_similar(name, known)
     return "" if near is None else f"; did you mean {near!r}?"
+
+
+def search_folders(folders: Iterable[Path]) -> None:
+    """Find modules in these folders too, after all others: a console script has not even the working directory."""
+    for folder in folders:
+        if folder not in [Path(entry).absolute() for entry in sys.path]:
+            sys.path.append(str(folder))
 
 
 def load(target: str, subject: str, wraps: type[Exception] = ImportError) -> Any:

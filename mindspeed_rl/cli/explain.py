@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
         directory, name = locate(arguments.config_name, arguments.config_dir)
         tree = compose(directory, name, arguments.overrides)
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
+        registry.search_folders(cfg.plugin_folders)
         report = explain(cfg, arguments.nodes)
         if cfg.rl_config is not None and not cfg.is_supervised:
             report["errors"] += check_reward_functions(cfg.rl_config)

@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    registry.search_folders([Path.cwd()])
     try:
         with contextlib.ExitStack() as early:
             early.enter_context(_exit_on_signal())

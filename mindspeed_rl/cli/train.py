@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
                 parser.error("--config-dir is for an existing run file; --config-name is the path that --from-swift writes")
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
             arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
+        registry.search_folders(cfg.plugin_folders)
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         prepare_environment()
         # to the end: apart from importing, the driver waits and records metrics

@@ -6,6 +6,7 @@ import glob
 import os
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
@@ -16,6 +17,7 @@ from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.objective import Objective, build_objective
 from mindspeed_rl.config.placement import Placement, place
 from mindspeed_rl.config.rules.resume_rules import record_keys
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.config.sizes import Sizes, read_sizes
 
 #: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
@@ -43,7 +45,7 @@ class RunConfig:
         megatron_training: keys that all roles share, with the model block it names.
         actor_config: shared keys, model block and the role's keys merged; so are the other roles.
         ref_config: the actor's merged keys when the run file has no such group.
-        reward_config, critic_config, vit_config: None when the run file has no such group.
+        reward_config, critic_config, teacher_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
         aliased: the values, as the run file has them, of keys that have an alias, by dotted name.
         model_metadata: shape from the model's files, by group of a role; without roles whose files are not on this machine.
@@ -62,6 +64,7 @@ class RunConfig:
     ref_config: MegatronConfig
     reward_config: MegatronConfig | None = None
     critic_config: MegatronConfig | None = None
+    teacher_config: MegatronConfig | None = None
     vit_config: MegatronConfig | None = None
     rl_config: RLConfig | None = None
     generate_config: GenerateConfig | None = None
@@ -124,6 +127,22 @@ class RunConfig:
             load_iteration=None,
         )
 
+    def read_teacher_keys(self, folder: str) -> MegatronConfig:
+        """Return the keys of the teacher with weights in a folder: those of teacher_config, or the actor's, but its shape."""
+        return replace(
+            (self.teacher_config or self.actor_config).without_model_keys(),
+            load=folder,
+            pretrained_checkpoint=None,
+            load_iteration=None,
+            tokenizer_name_or_path=None,
+            finetune=True,
+            save=None,
+            save_hf=False,
+            no_save_optim=True,
+            no_save_rng=True,
+            lora_target_modules=None,
+        )
+
     def with_shape(self, group: str) -> MegatronConfig:
         """Return the keys of a role with the shape of its config.json, where the run file leaves it to that and it is here.
 
@@ -153,12 +172,23 @@ class RunConfig:
         return record_keys({shared: self.actor_config} | {name: group for name, group in groups.items() if group is not None})
 
     @property
+    def plugin_folders(self) -> tuple[Path, ...]:
+        """Folders with modules of the user: the working directory and the folder of the run file."""
+        here, folder = Path.cwd(), Path(self.config_dir).resolve()
+        return (here,) if folder == find_project_configs() else (here, folder)
+
+    @property
     def response_limit(self) -> int:
         """Maximum tokens after a prompt, over all turns."""
         assert self.rl_config is not None and self.generate_config is not None
-        one = self.generate_config.sampling_config.max_tokens
-        several = self.rl_config.agent_loop_name != "single_turn"
-        return max(one, self.rl_config.max_total_response_length) if several else one
+        rl, generate = self.rl_config, self.generate_config
+        one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
+        if rl.agent_loop_name == "single_turn":
+            return one
+        if not total:
+            is_set = "max_model_len" in self.set_keys.get("generate_config", ())
+            total = (generate.max_model_len if is_set else self.actor_config.seq_length or 0) - rl.max_prompt_length
+        return max(one, total)
 
     @property
     def response_limit_key(self) -> str:

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,19 @@ class VerifiersProgram:
         target: "verifiers:NAME".
         arguments: of the environment's load_environment.
         python: an interpreter that has the library; None for this one.
+        folders: with modules of the user, after those of the interpreter's PYTHONPATH.
 
     Raises:
         ValueError: the target has no name, or there is no such interpreter.
     """
 
-    def __init__(self, target: str, arguments: Mapping[str, object] | None = None, python: str | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, object] | None = None,
+        python: str | None = None,
+        folders: Sequence[str] = (),
+    ) -> None:
         name = target.removeprefix(PREFIX)
         if not target.startswith(PREFIX) or not name or name.startswith("-"):
             raise ValueError(f"rl_config.environment is {target!r}, but must look like {PREFIX}NAME")
@@ -64,6 +71,7 @@ class VerifiersProgram:
             raise ValueError(f"there is no interpreter '{python}' for {target}")
         self._target = target
         self._command = [python or sys.executable, str(_HOST), name, "--arguments", json.dumps(dict(arguments or {}))]
+        self._path = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *folders) if path)
         self._ids = itertools.count()
         self._open: dict[int, asyncio.Future[_EpisodeResult]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -81,6 +89,7 @@ class VerifiersProgram:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
+            env=os.environ | {"PYTHONPATH": self._path},
             # signals of the terminal must not end it; it ends when its input does
             start_new_session=True,
         )

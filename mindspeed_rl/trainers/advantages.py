@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,18 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components, read_part_weights
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions
 
+_LOG = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
+
+#: distinct reasons of failed samples that a run shows
+_MAX_REASONS = 20
 
 #: prefix of the score metrics by stage
 _SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
@@ -103,19 +109,15 @@ class Advantages:
         plane: DataPlane,
         baselines: GreedyBaselines,
         schedule: Schedule,
-        note: Callable[[str], None],
         observers: Sequence[Callable[[TrainBatch], None]],
     ) -> None:
-        """Compute nothing yet.
-
-        Args:
-            note: shows a line to the user.
-        """
+        """Compute nothing yet."""
         self._rl, self._plan, self._stage, self._timeout_s = run.rl, run.plan, run.stage, run.deadlines.rows_s
         self._plane, self._baselines, self._schedule = plane, baselines, schedule
-        self._note, self._observers = note, observers
+        self._observers = observers
         self.entropy_threshold: float | None = None
         self._unscored = 0  # iterations in a row
+        self._reasons: set[str] = set()  # of failed samples, as shown
 
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
         """Add advantages, returns, scored_mask (tokens that count at all) and loss_mask (tokens that train) to the rows.
@@ -142,7 +144,9 @@ class Advantages:
         greedy_rewards = self._baselines.rewards() if "greedy_baseline" in objective.needs else None
         self._unscored = 0 if scored.any() else self._unscored + 1
         if self._unscored:
-            self._warn_unscored(iteration, [result.state for result in objects(batch["reward_results"])])
+            self._warn_unscored(iteration, objects(batch["reward_results"]))
+        else:
+            self._warn_failed(iteration, objects(batch["reward_results"]))
         metrics = self._score_metrics(batch, rewards[scored])
         if greedy_rewards is not None:
             metrics.add_mean("remax/greedy_unscored", greedy_rewards.isnan().sum().item(), len(greedy_rewards))
@@ -214,18 +218,29 @@ class Advantages:
             metrics.add_mean(name, value)
         return metrics
 
-    def _warn_unscored(self, iteration: int, states: Sequence[str]) -> None:
+    def _warn_failed(self, iteration: int, results: Sequence[RewardResult]) -> None:
+        """Warn of failed samples with their most common reason, unless it was shown before."""
+        failures = Counter(result.error for result in results if result.failed)
+        if failures and (reason := failures.most_common(1)[0][0]) not in self._reasons and len(self._reasons) < _MAX_REASONS:
+            self._reasons.add(reason)
+            text = f"{failures.total()} of {len(results)} samples failed; {failures[reason]} of them: {reason}"
+            _LOG.warning("warning: iteration %d: %s", iteration + 1, text)
+
+    def _warn_unscored(self, iteration: int, results: Sequence[RewardResult]) -> None:
         """Warn of an iteration without any score, and stop a run in which there are too many of them.
 
         Raises:
             RuntimeError: `unscored_iterations_limit` iterations in a row.
         """
         limit = self._rl.unscored_iterations_limit
-        counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
-        text = (
-            f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a "
-            "reward function that returns None has no opinion."
-        )
+        states = Counter(result.state for result in results)
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        failures = Counter(result.error for result in results if result.failed)
+        reason = "a reward function that returns None has no opinion"
+        if failures:
+            reason = f"the most common failure is {failures.most_common(1)[0][0]}"
+        text = f"iteration {iteration + 1}: none of {len(results)} responses got a score ({counts}), so nothing is learnt; "
+        text += f"{reason}."
         if limit and self._unscored >= limit:
             raise RuntimeError(f"{text} That is iteration {self._unscored} in a row (rl_config.unscored_iterations_limit).")
-        self._note(f"warning: {text}")
+        _LOG.warning("warning: %s", text)

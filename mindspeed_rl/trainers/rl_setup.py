@@ -286,7 +286,7 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer)
     observers = [logger.on_batch, *batch_recorders(run, plane)]
-    advantages = Advantages(run, plane, baselines, schedule, logger.note, observers)
+    advantages = Advantages(run, plane, baselines, schedule, observers)
     return RLTrainer(
         actors,
         rollout,

@@ -98,6 +98,7 @@ class RolloutLogger(RunLogger):
             result, reward = objects(rows["reward_results"])[row], float(rows["rewards"][row])
             tokens = self._describe_tokens(rows, row, batch.advantages[row], batch.loss_mask[row])
             extra = {"label": rows["labels"][row], "truncated": bool(rows["truncated"][row]), "state": result.state}
+            extra |= {"error": result.error} if result.error else {}
             completions.append(
                 Completion(
                     prompts[row],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
@@ -40,6 +41,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     Raises:
         ValueError: a key of the loop, of its tools or of its plug-in is wrong.
     """
+    registry.search_folders(run.config.plugin_folders)
     rl = run.rl
     name = rl.agent_loop_name
     if name == "single_turn":
@@ -54,6 +56,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         multi_turn_scheduler=rl.multi_turn_scheduler,
         external_plugins=tuple(rl.external_plugins),
         environment=rl.environment,
+        folders=tuple(map(str, run.config.plugin_folders)),
         tool_parser=choose_parser(rl, turns),
     )
     return AgentRunner(load_agent_loop(name)(settings), toolbox)

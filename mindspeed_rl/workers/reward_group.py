@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from mindspeed_rl import registry
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
@@ -51,6 +52,7 @@ class RewardWorker:
         heartbeat.start(run.folder, f"reward worker {index}", interval_s=run.fault_tolerance.heartbeat_interval_s)
         self.run, self.plan, self.plane = run, run.plan, plane
         self.max_tokens = run.config.response_limit
+        registry.search_folders(run.config.plugin_folders)
         self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
         self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {index}")

@@ -159,7 +159,7 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         metrics.merge(worker.compute_values(count).metrics)
         plane.exchange()
         names.append("values")
-    advantages = Advantages(worker.run, plane, _Greedy(run), schedule, print, ())  # pyrefly: ignore[bad-argument-type]
+    advantages = Advantages(worker.run, plane, _Greedy(run), schedule, ())  # pyrefly: ignore[bad-argument-type]
     on_driver = advantages.compute(ITERATION, kl_coef=schedule.kl.coef)
     plane.forget()
     composition = _Composition()

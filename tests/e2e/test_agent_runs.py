@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, Command, finished, running
+from grpo_command import ONE_PROCESS, Command, finished, overrides, running
 from safetensors.torch import load_file
 from test_grpo_run import figures
 from test_rollout_modes import IN_TURN, consumed, responses, same_figures
+
+from mindspeed_rl.config.run_files import find_project_configs
 
 HERE = Path(__file__).parent
 SERVER = [
@@ -177,3 +180,52 @@ def test_an_asynchronous_run_that_is_killed_between_turns_loses_no_prompt(task: 
         versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
         assert max(record["version"] - version for version in versions) <= 1
     assert all(record["turns/max"] == 2.0 for record in command.metrics)
+
+
+# --- next to the run file -------------------------------------------------------------------------------------------------
+
+WORLDS = '''
+class Closed:
+    """Gives a point for an answer; raises for half of the prompts."""
+
+    def reset(self, task):
+        if int(task["label"]) % 2:
+            raise ValueError("the world of odd numbers is closed")
+        return []
+
+    def step(self, messages):
+        return [], 1.0, True
+'''
+
+
+def test_an_environment_next_to_the_run_file_is_found_and_its_exceptions_are_shown(task: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "worlds.py").write_text(WORLDS)
+    shutil.copy(find_project_configs() / "grpo_tiny_cpu.yaml", mine / "run.yaml")
+    # the console script has not even the working directory on its path
+    script = [str(Path(sys.executable).with_name("mindspeed-rl")), "train", "--config-name", str(mine / "run.yaml")]
+    keys = [
+        *TURNS[:1],
+        "rl_config.environment=worlds:Closed",  # all other keys of several turns are left to their defaults
+        *TURNS[4:9],
+        "megatron_training.train_iters=1",
+        "rl_config.save_rollouts_interval=0",
+    ]
+    done = subprocess.run(
+        [*script, *overrides(task, tmp_path), *ONE_PROCESS, *keys],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reason = "environment: ValueError: the world of odd numbers is closed"
+    assert reason in done.stderr and reason in (tmp_path / "run" / "run.log").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["extra"]["state"] == "failed"]
+    assert failed and len(failed) < len(lines)
+    for line in lines:
+        assert (line in failed) == bool(int(line["extra"]["label"]) % 2)
+        assert (line["reward"], line["extra"].get("error")) == ((None, reason) if line in failed else (1.0, None))

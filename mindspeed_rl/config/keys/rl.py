@@ -509,8 +509,11 @@ class _ToolKeys:
         needs=_TOOLS, on_resume="in_flight")
     max_parallel_calls: int = key(0, "calls of one turn; 0: no limit", "一轮的调用数；0：不限", range=Range.CALLS, needs=_TOOLS,
         on_resume="in_flight")
-    max_total_response_length: int = key(0, "tokens after the prompt, of all turns together",
-        "prompt 之后所有轮合计的 token 数", range=Range.TOKENS_FROM_0, needs=_TOOLS, on_resume="in_flight")
+    max_total_response_length: int = key(0,
+        "tokens after the prompt, of all turns together; 0: as many as max_model_len, or seq_length where that is not set, "
+        "has after max_prompt_length",
+        "prompt 之后所有轮合计的 token 数；0：max_model_len（未设时为 seq_length）减去 max_prompt_length", range=Range.TOKENS_FROM_0,
+        needs=_TOOLS, on_resume="in_flight")
     max_tool_response_length: int = key(0, "tokens of one tool reply", "一次工具回复的 token 数", range=Range.TOKENS_FROM_0,
         needs=_TOOLS, on_resume="in_flight")
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(None, "part of a long reply that is cut",

@@ -143,7 +143,7 @@ def _turns(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or generate is None or cfg.is_supervised or not rl.multi_turn_enable:
         return
     one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
-    if total < one:
+    if 0 < total < one:
         yield Violation(
             "tool_response_length",
             {"rl_config.max_total_response_length": total, "generate_config.sampling_config.max_tokens": one},

@@ -59,6 +59,7 @@ class LoopSettings:
         multi_turn_scheduler: "module:Class", or a name in `multi_turns` of a plug-in, of the loop `scheduler`.
         external_plugins: files with such names.
         environment: the key of this name, of the loop `environment`.
+        folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
     """
 
@@ -69,6 +70,7 @@ class LoopSettings:
     multi_turn_scheduler: str | None = None
     external_plugins: tuple[str, ...] = ()
     environment: str | None = None
+    folders: tuple[str, ...] = ()
     tool_parser: str = DEFAULT_PARSER
 
 

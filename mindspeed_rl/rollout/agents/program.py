@@ -40,7 +40,7 @@ class ProgramEpisodes:
     """
 
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
-        self._program = VerifiersProgram(spec.target, spec.args, spec.python)
+        self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders)
         self._endpoint = RecordingEndpoint()
         self.resources = self._program, self._endpoint
         self._settings, self._target = settings, spec.target
