@@ -95,6 +95,9 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
         raise ValueError("dpo needs the log-probs of a reference model, which the batch does not have")
     chosen = batch.chosen_log_probs - batch.ref_chosen_log_probs
     rejected = batch.rejected_log_probs - batch.ref_rejected_log_probs
+    # a policy that still is its reference differs by the rounding of the sums, which prefers neither answer
+    rounding = 8 * torch.finfo(chosen.dtype).eps * (batch.chosen_log_probs.abs() + batch.rejected_log_probs.abs())
+    decided = (chosen - rejected).abs() > rounding
     if settings.loss_type == "ipo":
         chosen, rejected = chosen / _check_lengths(batch.chosen_lengths), rejected / _check_lengths(batch.rejected_lengths)
         losses = (chosen - rejected - 1.0 / (2.0 * settings.beta)).square()
@@ -102,7 +105,7 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
         losses = _compute_margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
     losses = losses + _compute_sft_term(batch, settings.pref_ftx)
     # DPO's implicit rewards, up to a term of the prompt alone
-    return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected)
+    return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected, decided)
 
 
 def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
@@ -197,12 +200,13 @@ def _check_lengths(lengths: Tensor) -> Tensor:
     return lengths
 
 
-def _build_pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor) -> LossOutput:
+def _build_pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor, decided: Tensor | None = None) -> LossOutput:
+    """Return the sum of the losses; `decided` pairs, all by default, count in the accuracy."""
     all_pairs = torch.ones_like(losses, dtype=torch.bool)
     metrics = {
         "rewards/chosen": masked_mean(chosen, all_pairs),
         "rewards/rejected": masked_mean(rejected, all_pairs),
         "rewards/margins": masked_mean(chosen - rejected, all_pairs),
-        "rewards/accuracies": masked_mean(chosen > rejected, all_pairs),
+        "rewards/accuracies": masked_mean(chosen > rejected, all_pairs if decided is None else decided),
     }
     return LossOutput(losses.sum(), all_pairs.sum(), PendingMetrics(metrics))

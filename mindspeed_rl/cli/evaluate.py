@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl import registry
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
+    PENALTIES,
+    SHAPE,
     add_agent_options,
     add_model_options,
     add_prompt_options,
@@ -142,6 +144,8 @@ def _check_harness(args: argparse.Namespace) -> None:
     for name, path in tasks:
         if str(path) != "-" and not path.expanduser().is_dir():
             raise ValueError(f"{name}: --task-data-path {path} is no folder; - stands for lm-eval's own tasks alone")
+    if given := [name for name in (*SHAPE, *PENALTIES) if vars(args)[name] is not None]:
+        print_status(f"note: --{given[0].replace('_', '-')} has no effect on lm-eval's tasks, which set their own sampling")
     if args.prompt_type is not None:
         raise ValueError("lm-eval's tasks are put into the tokenizer's own template: --hf-chat-template, not --prompt-type")
 

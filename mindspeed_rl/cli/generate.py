@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
+    PENALTIES,
     SAMPLED,
+    SHAPE,
     add_agent_options,
     add_model_options,
     add_prompt_options,
@@ -36,7 +38,6 @@ from mindspeed_rl.inference.batch_generation import (
     write_jsonl,
 )
 from mindspeed_rl.inference.engine_interface import Engine, Request
-from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rollout.requests import sample_seed
@@ -99,6 +100,8 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
             rows = read_jsonl(file, str(path), args.input_key)
     else:
         texts = args.prompt if args.prompt is not None else _read_piped_lines()
+        if empty := [str(index) for index, text in enumerate(texts, start=1) if not text.strip()]:
+            raise ValueError(f"--prompt {', '.join(empty)} is empty")
         rows = [(Conversation([user(text)]), {"prompt": text}) for text in texts]
     if args.system_prompt is None:
         return rows
@@ -120,7 +123,7 @@ def _choose_methods(args: argparse.Namespace) -> list[Method]:
     Raises:
         ValueError: an unknown name, or chat among others.
     """
-    given = [name for name in ("temperature", "top_k", "top_p", "min_p") if vars(args)[name] is not None]
+    given = [name for name in SHAPE if vars(args)[name] is not None]
     if args.task is None:
         return ["do_sample"] if given and args.temperature != 0 else ["greedy"]
     for name in args.task:
@@ -143,7 +146,7 @@ def _build_generation_settings(
         ValueError: an option does not fit the method.
     """
     if method in ("greedy", "beam_search"):
-        sampling = replace(MOST_LIKELY, max_tokens=args.max_new_tokens, stop_token_ids=stop_token_ids)
+        sampling = build_sampling(args, MOST_LIKELY, stop_token_ids, PENALTIES)
     else:
         sampling = build_sampling(args, SAMPLED, stop_token_ids)
     return GenerationSettings(
@@ -192,19 +195,25 @@ def _generate_responses(
     opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, agents=agents)
     with opened as engine:
         if args.stream:
-            _stream(session.prompt_format, engine, ids[0], settings[0])
+            _stream(session, engine, ids[0], settings[0])
         else:
             _generate_all(session, engine, prompts, ids, settings, args.output)
 
 
-def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
-    text = IncrementalText(prompt_format.decoder)
+def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
+    text, finish = IncrementalText(session.prompt_format.decoder), None
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
     for partial in engine.stream([request], settings.sampling):
         # the end token is sampled like any other, and is no text of the response
-        ids = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
-        print(clean_text(text.add(ids)), end="", flush=True)
+        added = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
+        print(clean_text(text.add(added)), end="", flush=True)
+        finish = partial.finish
     print(clean_text(text.finish()), flush=True)
+    if finish == "length":
+        limit = f"--max-new-tokens {settings.sampling.max_tokens}"
+        if len(ids) + settings.sampling.max_tokens > session.settings.max_model_len:
+            limit = f"the {session.settings.max_model_len} tokens of --max-length, of which the prompt has {len(ids)}"
+        print_status(f"note: the answer was cut by {limit}")
 
 
 def _generate_all(
@@ -221,7 +230,9 @@ def _generate_all(
         answers = generate(engine, session.prompt_format, ids, setting)
         seconds, tokens = time.perf_counter() - start, sum(answer.num_tokens for answer in answers)
         speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
-        print_status(f"{setting.method}: {len(answers)} answers, {speed}")
+        cut = sum(answer.finish == "length" for answer in answers)
+        limits = f"; {cut} cut by --max-new-tokens or --max-length" if cut else ""
+        print_status(f"{setting.method}: {len(answers)} answers, {speed}{limits}")
         if path is None:
             _print(prompts, answers, setting, several=len(settings) > 1)
         output += [_build_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: default sampling: upstream's values, and the most likely response
 SAMPLED = Sampling(temperature=0.7, max_tokens=128, stop_token_ids=(), top_p=0.95, top_k=50)
 MOST_LIKELY = Sampling(temperature=0.0, max_tokens=1, stop_token_ids=())
+#: options of sampling: what shapes the distribution, and what changes it as an answer grows
+SHAPE = ("temperature", "top_p", "top_k", "min_p")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 #: max tokens of a conversation without --max-length
 DEFAULT_LENGTH = 4096
@@ -100,6 +103,7 @@ def add_prompt_options(parser: Parser) -> None:
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
     add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
+    add("--stop-token-ids", nargs="+", type=int, default=[], metavar="ID", help="the same, by id")
 
 
 def add_agent_options(parser: Parser) -> None:
@@ -152,6 +156,10 @@ def add_sampling_options(parser: Parser, *, max_new_tokens: int | None = 128) ->
     add("--top-k", type=int, help="most likely tokens that are kept, -1 keeps all; default 50")
     add("--top-p", type=float, help="probability mass that is kept; default 0.95")
     add("--min-p", type=float, help="tokens below this fraction of the most likely one are dropped; default 0")
+    add("--repetition-penalty", type=float, help="divides logits of tokens that prompt or answer have; default 1, off")
+    add("--presence-penalty", type=float, help="subtracted from the logits of tokens that the answer has; default 0")
+    add("--frequency-penalty", type=float, help="the same, times their number; default 0")
+    add("--min-tokens", type=int, help="no end token before so many tokens; default 0")
 
 
 def check_common(args: argparse.Namespace) -> None:
@@ -181,16 +189,21 @@ def check_common(args: argparse.Namespace) -> None:
         value = vars(args)[name]
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be positive")
+    if args.min_tokens is not None and not 0 <= args.min_tokens <= (args.max_new_tokens or args.min_tokens):
+        raise ValueError(f"--min-tokens is {args.min_tokens}; it must be between 0 and --max-new-tokens {args.max_new_tokens}")
     ranges = {
         "temperature": (0.0, MAX_TEMPERATURE),
         "top_p": (1e-9, 1.0),
         "min_p": (0.0, 1.0),
         "gpu_memory_utilization": (1e-9, 1.0),
+        "repetition_penalty": (0.01, 100.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
     }
     for name, (minimum, maximum) in ranges.items():
         value = vars(args)[name]
         if value is not None and not minimum <= value <= maximum:
-            allowed = f"in {'[0' if minimum == 0 else '(0'}, {maximum:g}]"
+            allowed = f"in {'(0' if minimum == 1e-9 else f'[{minimum:g}'}, {maximum:g}]"
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must be {allowed}")
     if args.top_k is not None and args.top_k < 1 and args.top_k != -1:
         if args.top_k != 0:
@@ -199,9 +212,10 @@ def check_common(args: argparse.Namespace) -> None:
         args.top_k = -1
 
 
-def build_sampling(args: argparse.Namespace, default: Sampling, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Build the sampling settings from the options; those not given keep their default."""
-    names = ("temperature", "top_p", "top_k", "min_p")
+def build_sampling(
+    args: argparse.Namespace, default: Sampling, stop_token_ids: tuple[int, ...], names: Sequence[str] = (*SHAPE, *PENALTIES)
+) -> Sampling:
+    """Build the sampling settings from the options with these names; those not given keep their default."""
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     return replace(default, max_tokens=args.max_new_tokens or default.max_tokens, stop_token_ids=stop_token_ids, **given)
 

@@ -89,6 +89,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--cache-dir", help="cache for dataset names")
     add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading all of it")
     add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
+    add("--image-folder", help="folder of images that rows name by relative paths (default: the working directory)")
+    add("--min-pixels", type=int, help="smaller images are enlarged to this area (default: the model's)")
+    add("--max-pixels", type=int, help="larger images are reduced to this area (default: the model's)")
     add("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
     add("--interleave-probs", type=float, nargs="+", help="fraction of each dataset")
     add("--mix-strategy", choices=PreprocessConfig.choices["mix_strategy"])
@@ -110,7 +113,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     add("--pad-to-multiple-of", type=int)
     add("--pack", action="store_true", default=None, help="several samples in a row")
-    add("--neat-pack", action="store_true", default=None, help="... separated by the attention mask")
+    add("--neat-pack", action="store_true", default=None, help="--pack, with samples separated by the attention mask")
     add("--placeholder-token", help="end of a step (process reward)")
     add("--reward-tokens", nargs="*", help="allowed verdicts (process reward)")
 

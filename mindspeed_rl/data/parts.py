@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler
-from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, read_index
+from mindspeed_rl.data.indexed import IMAGE_BYTES, SUFFIXES, IndexedWriter, column_type, read_index
 from mindspeed_rl.data.sources import Chunk, RowSource, read_chunk
 from mindspeed_rl.data.summary import Counts
 
@@ -53,9 +53,10 @@ def _encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> _ChunkR
     counts.rows_truncated = sum(row.truncated for row in batch.rows)
     columns = {}
     for name in handler.columns:
-        values = [np.asarray(row.columns[name], dtype=np.int32) for row in batch.rows]
+        kind = column_type(name)
+        values = [np.asarray(row.columns[name], dtype=kind) for row in batch.rows]
         lengths = np.fromiter((len(value) for value in values), dtype=np.int32, count=len(values))
-        columns[name] = (np.concatenate(values) if values else np.empty(0, dtype=np.int32), lengths)
+        columns[name] = (np.concatenate(values) if values else np.empty(0, dtype=kind), lengths)
     counts.tokens, counts.tokens_trained = handler.count_tokens({name: flat for name, (flat, _) in columns.items()})
     return _ChunkResult(columns, counts, chunk.weight, first_error)
 
@@ -100,6 +101,20 @@ def _encode_chunks(
         gc.unfreeze()
 
 
+def make_folder(output_prefix: str) -> None:
+    """Create the folder of the written files.
+
+    Raises:
+        ValueError: it cannot be created.
+    """
+    folder = Path(output_prefix).expanduser().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the folder {str(folder)!r} cannot be made: {error.strerror}"
+        raise ValueError(f"output_prefix={output_prefix!r}: {problem}") from error
+
+
 @contextmanager
 def work_folder(output_prefix: str, fingerprint: str, *, resume: bool) -> Iterator[Path]:
     """Lock a hidden folder next to the target; keep it after a failure only if a repeated run can resume from it."""
@@ -135,7 +150,7 @@ class _PartWriter:
     def __init__(self, part: int, prefixes: Mapping[str, str]) -> None:
         self.part = part
         self.counts = Counts()
-        self._writers = {name: IndexedWriter(prefix) for name, prefix in prefixes.items()}
+        self._writers = {name: IndexedWriter(prefix, name) for name, prefix in prefixes.items()}
 
     def add(self, result: _ChunkResult) -> None:
         """Append the rows of a chunk."""
@@ -259,13 +274,13 @@ def write_parts(
     return total, [prefixes[part] for part in sorted(finished) if finished[part].rows_kept]
 
 
-def join_parts(parts: Sequence[str], prefix: str, *, move: bool) -> None:
-    """Concatenate indexed datasets into one; with `move` there is only one, which gets the new name."""
+def join_parts(parts: Sequence[str], prefix: str, *, move: bool, column: str = "") -> None:
+    """Concatenate indexed datasets into one, a column; with `move` there is only one, which gets the new name."""
     if move:
         for suffix in SUFFIXES:
             os.replace(parts[0] + suffix, prefix + suffix)
         return
-    writer = IndexedWriter(prefix)
+    writer = IndexedWriter(prefix, column)
     for part in parts:
         writer.add_dataset(part)
     writer.close()
@@ -294,8 +309,6 @@ def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
     if not root.is_dir():
         raise ValueError(f"input={folder!r} must be a folder of .bin and .idx files when merge_group_keys is given")
     target = Path(output_prefix).expanduser()
-    if not target.parent.is_dir():
-        raise ValueError(f"output_prefix={output_prefix!r}: the folder {str(target.parent)!r} does not exist")
     groups: dict[str, list[str]] = {}
     for key in keys:
         names = sorted(
@@ -311,12 +324,14 @@ def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
             # half a pair is found before anything is written
             read_index(root / name)
         groups[key] = [str(root / name) for name in names]
+    make_folder(output_prefix)
     work = target.parent / f".{target.name}.merge-{os.getpid()}.incomplete"
     work.mkdir()
     try:
         built = {key: str(work / key) for key in keys}
         for key, parts in groups.items():
-            join_parts(parts, built[key], move=False)
+            holds_bytes = all(part.endswith(f"_packed_{IMAGE_BYTES}_document") for part in parts)
+            join_parts(parts, built[key], move=False, column=IMAGE_BYTES if holds_bytes else key)
         return publish(built, {key: f"{target}_{key}" for key in keys})
     finally:
         shutil.rmtree(work)

@@ -24,15 +24,18 @@ import numpy as np
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
+from mindspeed_rl.data.images import ImageReader, ImageRules, join_image_columns
 from mindspeed_rl.data.indexed import (
     IGNORE_INDEX,
+    IMAGE_BYTES,
+    IMAGE_SIZES,
     SAMPLE_LENGTHS,
     SUFFIXES,
     IndexedWriter,
     column_prefix,
     open_indexed,
 )
-from mindspeed_rl.data.parts import join_parts, publish, work_folder, write_parts
+from mindspeed_rl.data.parts import join_parts, make_folder, publish, work_folder, write_parts
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import Counts, format_summary, render_columns
 from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
@@ -41,7 +44,7 @@ from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 #: a number of processes that any machine can start; all of them are forked at once
 _MAX_WORKERS = 64
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
-_OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools")
+_OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools", "images")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class PreprocessConfig:
     mix_strategy: str = "concat"
     max_samples: int | None = None
     seed: int = 1234
+    image_folder: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer_type not in self.choices["tokenizer_type"]:
@@ -97,8 +103,8 @@ class PreprocessConfig:
             )
         if not self.tokenizer_name_or_path:
             raise ValueError("tokenizer_name_or_path is missing; give the folder of the tokenizer")
-        if self.neat_pack and not self.pack:
-            raise ValueError("neat_pack needs pack; give both")
+        if self.neat_pack:
+            object.__setattr__(self, "pack", True)
         if self.pack and self.seq_length is None:
             raise ValueError("pack needs seq_length, the length of a packed row")
         for name in ("on_bad_row", "enable_thinking", "mix_strategy"):
@@ -154,7 +160,14 @@ def _build_handler(config: PreprocessConfig) -> Handler:
             set_eos_token(tokenizer, template.eos_token)
         _check_reasoning(config, template)
     settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _OTHER_SETTINGS}
-    return kind(HandlerSettings(tokenizer=tokenizer, template=template, **settings))
+    images = None
+    rules = ImageRules.read(config.tokenizer_name_or_path, config.min_pixels, config.max_pixels)
+    if rules is not None and kind.can_read_images:
+        images = ImageReader.build(rules, tokenizer, config.image_folder)
+    elif config.image_folder is not None:
+        reason = f"{config.handler_name} reads none" if rules else "tokenizer_name_or_path is no folder of a model with images"
+        raise ValueError(f"image_folder={config.image_folder!r} has no meaning: {reason}")
+    return kind(HandlerSettings(tokenizer=tokenizer, template=template, images=images, **settings))
 
 
 def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) -> None:
@@ -185,15 +198,13 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); no row was kept.
     """
     started = time.monotonic()
-    parent = Path(config.output_prefix).expanduser().parent
-    if not parent.is_dir():
-        raise ValueError(f"output_prefix={config.output_prefix!r}: the folder {str(parent)!r} does not exist")
     handler = _build_handler(config)
     source = _open_input(config, handler, chunk_size)
     for path in source.ignored:
         print(f"ignored (of another format or split than the files that are read): {path}", file=sys.stderr)
     if source.note:
         print(source.note, file=sys.stderr)
+    make_folder(config.output_prefix)
     names = {name: column_prefix(config.output_prefix, name, packed=handler.packed) for name in handler.columns}
     total_weight = source.total_weight()
     # a single part is complete only at the end, so there is nothing to resume from
@@ -208,14 +219,17 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
             )
         merged = {name: str(work / f"merged_{Path(prefix).name}") for name, prefix in names.items()}
         for name, prefix in merged.items():
-            join_parts([f"{part}_{Path(names[name]).name}" for part in parts], prefix, move=config.n_subs == 1)
+            files = [f"{part}_{Path(names[name]).name}" for part in parts]
+            join_parts(files, prefix, move=config.n_subs == 1, column=name)
         first_column = open_indexed(merged[handler.length_column])
         lengths = np.array(first_column.sequence_lengths)
         packs = None
         if config.pack:
             merged, packs = _pack(config, handler, merged, lengths, work)
             names[SAMPLE_LENGTHS] = column_prefix(config.output_prefix, SAMPLE_LENGTHS)
-        written = {name: open_indexed(prefix) for name, prefix in merged.items() if name != SAMPLE_LENGTHS}
+        written = {
+            name: open_indexed(prefix) for name, prefix in merged.items() if name not in (SAMPLE_LENGTHS, IMAGE_BYTES)
+        }
         sample = {name: np.asarray(dataset[0]) for name, dataset in written.items()}
         first_sample = render_columns(handler.settings.tokenizer, sample)
         files = publish(merged, names)
@@ -323,7 +337,8 @@ def _pack(
     inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
     columns = {**merged, SAMPLE_LENGTHS: column_prefix(config.output_prefix, SAMPLE_LENGTHS)}
     packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in columns.items()}
-    writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
+    writers = {name: IndexedWriter(prefix, name) for name, prefix in packed.items()}
+    images = {name: open_indexed(merged[name]) for name in (IMAGE_BYTES, IMAGE_SIZES) if name in merged}
     pad_id = handler.settings.tokenizer.pad_token_id
     for pack in packs:
         samples = [(np.asarray(inputs[index]), np.asarray(labels[index])) for index in pack]
@@ -332,6 +347,10 @@ def _pack(
         row += (np.array([len(ids) for ids, _ in samples], dtype=np.int32),)
         for name, values in zip(("input_ids", "attention_mask", "labels", SAMPLE_LENGTHS), row, strict=True):
             writers[name].add_documents(values, [len(values)])
+        if images:
+            rows = [[np.asarray(images[name][index]) for index in pack] for name in (IMAGE_BYTES, IMAGE_SIZES)]
+            for name, values in zip((IMAGE_BYTES, IMAGE_SIZES), join_image_columns(*rows)):
+                writers[name].add_documents(values, [len(values)])
     for writer in writers.values():
         writer.close()
     filled = lengths.sum() / (len(packs) * config.seq_length)

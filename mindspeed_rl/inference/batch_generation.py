@@ -67,6 +67,8 @@ class GenerationSettings:
                 raise ValueError("--top-k -1: beam_search_with_sampling looks at the most likely tokens only; say how many")
             if self.sampling.temperature == 0 or self.sampling.min_p > 0:
                 raise ValueError("beam_search_with_sampling needs a --temperature above 0, and knows no --min-p")
+        if self.uses_beams and (changed := self.sampling.list_penalties()):
+            raise ValueError(f"--{changed[0].replace('_', '-')}: {self.method} ranks sequences by their log-probs alone")
 
     @property
     def uses_beams(self) -> bool:
@@ -193,6 +195,8 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
         if isinstance(value, str):
             extra = row.get("input") if key == "instruction" else None
             text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
+            if not text.strip():
+                raise MalformedRowError(f"the prompt (column {key}) is empty")
             system = row.get("system")
             return Conversation([user(text)], system=system if isinstance(system, str) and system else None)
     raise MalformedRowError(
@@ -221,6 +225,8 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
     conversation.check_roles()
     if messages[-1].role != "user":
         raise MalformedRowError("the last message is from the assistant: there is nothing to answer")
+    if not messages[-1].content.strip():
+        raise MalformedRowError("the last message is empty: there is nothing to answer")
     return conversation
 
 

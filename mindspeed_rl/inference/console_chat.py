@@ -69,8 +69,9 @@ def _stream_answer(
     """Yield the answer in parts as they are generated, by kind; an empty part where nothing is generated for a while."""
     thinking = prompt_format.opens_thought(prompt_ids)
     text, splitter = IncrementalText(prompt_format.decoder), ThoughtSplitter(prompt_format.thought_marks, thinking=thinking)
+    finish = None
     for delta in engine.stream([Request(prompt_ids, seed)], sampling):
-        token_ids = delta.token_ids
+        token_ids, finish = delta.token_ids, delta.finish
         if delta.finish == "stop" and token_ids and token_ids[-1] in sampling.stop_token_ids:
             token_ids = token_ids[:-1]
         if delta.from_tools:
@@ -88,6 +89,8 @@ def _stream_answer(
             yield "answer", ""
     yield from splitter.add(text.finish())
     yield from splitter.finish()
+    if finish == "length":
+        yield "limit", ""
 
 
 def run_chat(
@@ -162,6 +165,8 @@ def _show_answer(parts: Generator[tuple[Kind, str], None, None], write: Callable
                 answer += text
             elif kind == "tools":
                 answer = ""
+            elif kind == "limit":
+                write(" [cut by --max-new-tokens]")
             if text and (kind != "thought" or show_thinking):
                 if kind != last:
                     write({"thought": "[thinking] ", "tools": "\n[tools] "}.get(kind, "\n[answer] "))

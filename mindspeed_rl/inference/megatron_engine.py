@@ -6,7 +6,7 @@ Importing this imports Megatron, so `adaptors.apply("train")` must have run.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ class _Answer:
     Attributes:
         index: of its request.
         max_tokens: limit of its tokens.
+        token_ids: generated so far.
     """
 
     index: int
@@ -44,8 +45,7 @@ class _Answer:
     generator: torch.Generator
     finder: StopStringFinder
     max_tokens: int
-    count: int = 0
-    last: int = 0
+    token_ids: list[int] = field(default_factory=list)
     done: bool = False
 
 
@@ -128,17 +128,17 @@ class MegatronEngine:
             if all(answer.done for answer in answers):
                 return
             # answers that are done continue with their last token, and the results are ignored
-            column = [prompt[read] if read < len(prompt) else answer.last for prompt, answer in zip(prompts, answers)]
+            column = [prompt[read] if read < len(prompt) else answer.token_ids[-1] for prompt, answer in zip(prompts, answers)]
             logits = self._model.next_logits(torch.tensor(column)[:, None])
             read += 1
 
     def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
-        token, log_prob = _sample_token(logits, sampling, answer.generator, answer.request.allowed_ids)
-        answer.count, answer.last = answer.count + 1, token
+        token, log_prob = _sample_token(logits, sampling, answer.generator, answer.request, answer.token_ids)
+        answer.token_ids.append(token)
         finish: Finish | None = None
         if token in sampling.stop_token_ids or answer.finder.ends([token]):
             finish = "stop"
-        elif answer.count == answer.max_tokens:
+        elif len(answer.token_ids) == answer.max_tokens:
             finish = "length"
         answer.done = finish is not None
         return Delta(answer.index, [token], [log_prob], finish)
@@ -200,7 +200,7 @@ def _fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> 
 
 
 def _sample_token(
-    logits: Tensor, sampling: Sampling, generator: torch.Generator, allowed_ids: tuple[int, ...] = ()
+    logits: Tensor, sampling: Sampling, generator: torch.Generator, request: Request, token_ids: Sequence[int] = ()
 ) -> tuple[int, float]:
     """Sample (token, its log-prob under the untempered model) of one sequence.
 
@@ -208,13 +208,16 @@ def _sample_token(
         logits: [vocabulary] float32, on the host.
         sampling: of the answer.
         generator: of this answer alone.
-        allowed_ids: tokens to choose from; empty allows all.
+        request: its prompt, and the tokens to choose from.
+        token_ids: of the answer so far.
     """
     log_probs = logits.log_softmax(-1)
+    logits = _penalize(logits, sampling, request.prompt_ids, token_ids)
     allowed = logits
-    if allowed_ids:
+    if request.allowed_ids:
+        chosen = list(request.allowed_ids)
         allowed = torch.full_like(logits, float("-inf"))
-        allowed[list(allowed_ids)] = logits[list(allowed_ids)]
+        allowed[chosen] = logits[chosen]
     if sampling.temperature == 0.0:
         token = int(allowed.argmax())
     else:
@@ -222,6 +225,27 @@ def _sample_token(
             torch.multinomial(_cut_logits(allowed / sampling.temperature, sampling).softmax(-1), 1, generator=generator)
         )
     return token, float(log_probs[token])
+
+
+def _penalize(logits: Tensor, sampling: Sampling, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+    """Return logits with the penalties on repeated tokens, and no stop token before `min_tokens`, as vLLM's sampler has them.
+
+    A token of the prompt or the answer is divided by repetition_penalty (multiplied where negative). Each of its occurrences in
+    the answer subtracts frequency_penalty, and all of them together presence_penalty.
+    """
+    if sampling.repetition_penalty == 1.0 and not (sampling.presence_penalty or sampling.frequency_penalty):
+        if len(token_ids) >= sampling.min_tokens:
+            return logits
+    logits = logits.clone()
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt_ids, *token_ids}))
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    counts = torch.bincount(torch.tensor(token_ids, dtype=torch.long), minlength=logits.numel())
+    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    if len(token_ids) < sampling.min_tokens:
+        logits[list(sampling.stop_token_ids)] = float("-inf")
+    return logits
 
 
 def _cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:

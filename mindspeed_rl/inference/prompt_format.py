@@ -43,6 +43,7 @@ class PromptFormat:
         thinking: Thinking = "none",
         hf_folder: Path | None = None,
         end_tokens: Sequence[str] = (),
+        end_ids: Sequence[int] = (),
     ) -> None:
         """Load the template.
 
@@ -50,7 +51,7 @@ class PromptFormat:
             tokenizer: of the model.
             name: a template's name, "hf" for the tokenizer's own, None for plain text.
             hf_folder: may contain generation_config.json.
-            end_tokens: additional tokens that end an answer.
+            end_tokens, end_ids: additional tokens that end an answer, as text and by id.
 
         Raises:
             ValueError: unknown template, or an end token that is not in the vocabulary.
@@ -77,16 +78,22 @@ class PromptFormat:
         self._encoder = TextEncoder(tokenizer)
         for token in end_tokens:
             stops.add(self._encoder.special_id(Token(token)))
-        self.stop_token_ids = tuple(sorted(stops))
+        if wrong := [str(token) for token in end_ids if not 0 <= token < len(tokenizer)]:
+            raise ValueError(f"--stop-token-ids {' '.join(wrong)}: the tokenizer's ids are from 0 to {len(tokenizer) - 1}")
+        self.stop_token_ids = tuple(sorted({*stops, *end_ids}))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Return prompts whose next tokens are the answer.
 
         Raises:
-            ValueError: a conversation needs a template and there is none, or the template cannot render it.
+            ValueError: a conversation needs a template and there is none, the template cannot render it, or a text has no
+                tokens.
         """
         if self._template is None:
-            return [self._plain(conversation) for conversation in conversations]
+            plain = [self._plain(conversation) for conversation in conversations]
+            if [] in plain:
+                raise ValueError(f"prompt {plain.index([]) + 1} is empty: its text has no tokens")
+            return plain
         complete = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
         renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
         encoded = raise_encoding_errors(self._encoder.encode_renderings(renderings))

@@ -77,6 +77,7 @@ class SessionOptions:
     hf_chat_template: bool
     enable_thinking: Thinking
     add_eos_token: Sequence[str]
+    stop_token_ids: Sequence[int]
 
     def build_model_settings(self) -> ModelSettings:
         """Return the settings of the model."""
@@ -202,6 +203,7 @@ def open_session(options: SessionOptions) -> Session:
         thinking=options.enable_thinking,
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
+        end_ids=options.stop_token_ids,
     )
     if options.engine == "megatron" and model.model_config.linear_attention is not None:
         raise ValueError(

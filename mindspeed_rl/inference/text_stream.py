@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-Kind = Literal["thought", "answer", "tools"]
+#: "limit" is no text: the answer ended at the max tokens
+Kind = Literal["thought", "answer", "tools", "limit"]
 
 
 class TextDecoder:

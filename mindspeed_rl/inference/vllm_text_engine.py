@@ -64,12 +64,17 @@ class VllmTextEngine(VllmEngine):
         indexes: dict[str, int] = {}
         finders = [StopStringFinder(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
         for index, request in enumerate(requests):
+            max_tokens = request.max_tokens or sampling.max_tokens
             params = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
-                max_tokens=request.max_tokens or sampling.max_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                max_tokens=max_tokens,
+                min_tokens=min(sampling.min_tokens, max_tokens),
                 stop_token_ids=list(sampling.stop_token_ids),
                 # vLLM refuses an empty list
                 allowed_token_ids=list(request.allowed_ids) or None,

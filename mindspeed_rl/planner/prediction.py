@@ -256,6 +256,10 @@ def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
 def _measure_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
     """Return the means of the samples that a run measured."""
     response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
+    if cfg.is_supervised and medians.get("train/tokens") and medians.get("train/samples"):
+        # a pair has two sequences
+        rows = medians["train/samples"] * (2 if cfg.stage in ("dpo", "simpo", "cpo", "orpo", "orm") else 1)
+        return SampleMeans(min(medians["train/tokens"] / rows, float(cfg.actor_config.seq_length or 4096)))
     if response is not None and cfg.generate_config is not None:
         response = min(response, max_response_len(cfg))
     return SampleMeans(response or None, prompt or None, medians.get("turns/mean"), medians.get("tool_seconds/mean"))

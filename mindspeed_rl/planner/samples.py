@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from statistics import NormalDist
 from typing import ClassVar
 
+import numpy as np
+
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.data.indexed import column_prefix, read_index
 
 #: default mean lengths: of the limit of responses, of that of prompts
 _MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
@@ -81,7 +85,7 @@ class SampleMeans:
     """Known means of the samples; None where a mean is not known.
 
     Attributes:
-        response, prompt: tokens; those of the response over all turns.
+        response, prompt: tokens; those of the response over all turns. In supervised stages `response` is a whole sequence.
         turns: of the model.
         tool_seconds: that a sample waits for its tools or its environment, over all turns.
     """
@@ -152,3 +156,31 @@ def assume_samples(cfg: RunConfig, known: SampleMeans) -> Samples:
         if known.tool_seconds is None:
             notes.append("tools and environments answer at once; --tool-seconds sets how long a sample waits for them")
     return Samples(Lengths(mean, limit), prompt, turns, tool_seconds, tuple(notes))
+
+
+def assume_row_length(cfg: RunConfig, max_len: int, micro_batch_size: int, known: SampleMeans) -> tuple[float, str]:
+    """Return the mean tokens that a sequence of a supervised stage costs, and a sentence about them.
+
+    Where the data is on this machine and its sequences are not padded to seq_length, its index has their lengths; with padding,
+    each costs as much as the longest of its micro-batch.
+
+    Raises:
+        ValueError: the known length is out of its bounds.
+    """
+    config = cfg.actor_config
+    if known.response is not None:
+        if not 0 < known.response <= max_len:
+            bounds = f"must be above 0 and at most the longest sequence, {max_len}"
+            raise ValueError(f"--mean-response: {known.response:g} {bounds}.")
+        return known.response, f"sequences of {known.response:.0f} tokens in the mean"
+    packs = config.reset_attention_mask or (cfg.rl_config is not None and cfg.rl_config.use_remove_padding)
+    if cfg.stage == "pretrain" or not (packs or config.no_pad_to_seq_lengths) or not isinstance(config.data_path, str):
+        return float(max_len), f"sequences of {max_len} tokens, the maximum; --mean-response sets their mean"
+    column = "input_ids" if cfg.stage in ("sft", "prm") else "chosen_input_ids"
+    try:
+        lengths = np.minimum(read_index(column_prefix(Path(config.data_path).expanduser(), column)).lengths, max_len)
+    except (ValueError, OSError):  # the data is elsewhere, or training will refuse it
+        return float(max_len), f"sequences of {max_len} tokens, the maximum; --mean-response sets their mean"
+    count = 1 if packs else max(1, min(micro_batch_size, len(lengths)))
+    mean = float(lengths[: len(lengths) // count * count].reshape(-1, count).max(axis=1).mean())
+    return mean, f"sequences of {mean:.0f} tokens in the mean, by the index of data_path"

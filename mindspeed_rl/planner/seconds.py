@@ -23,7 +23,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
 from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
-from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_samples
+from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters
 
 _POINTS = 48
@@ -117,7 +117,7 @@ def plan_time(
     run = shape or read_shape(cfg, device, num_nodes)
     efficiency = efficiency or EFFICIENCIES[device.name]
     if run.generate is None:
-        return _plan_supervised(run, efficiency)
+        return _plan_supervised(run, efficiency, samples or SampleMeans())
     assert cfg.rl_config is not None
     assumed = assume_samples(cfg, samples or SampleMeans())
     parts = _plan_parts(run, efficiency, assumed)
@@ -365,11 +365,11 @@ def _offloaded_bytes(run: RunShape) -> int:
     return 2 * largest
 
 
-def _plan_supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
-    length = float(run.max_len)
+def _plan_supervised(run: RunShape, efficiency: Efficiency, known: SampleMeans) -> TimePlan:
+    length, note = assume_row_length(run.cfg, run.max_len, int(run.sizes.micro_batch_size), known)
     assumed = Samples(Lengths(length, length), prompt=0.0)
     actor = _Passes(run, run.actor, efficiency, assumed)
-    samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
+    samples = run.sizes.global_batch_size * run.tokens("update") / run.max_len / run.sizes.micro_batch_size
     # the reference makes one forward pass over the same samples
     passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
     parts = {Phases.UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
@@ -382,7 +382,7 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
         run.sizes.actor.num_npus,
         efficiency,
         assumed.lengths,
-        (f"sequences of {length:.0f} tokens, the maximum",),
+        (note,),
     )
 
 

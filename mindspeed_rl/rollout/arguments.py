@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.models.costs import cpu_cache_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
@@ -41,6 +42,7 @@ def build_engine_arguments(
     *,
     kv_bytes_per_token: int,
     changes: EngineArguments | None = None,
+    image_rules: ImageRules | None = None,
 ) -> EngineArguments:
     """Return the keyword arguments of an engine with dummy weights, as configured in the run file.
 
@@ -49,6 +51,7 @@ def build_engine_arguments(
         layout: of the engines; a platform's hooks may replace its executor.
         kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
         changes: arguments that replace those made here.
+        image_rules: of a model of images.
     """
     arguments: EngineArguments = {
         "model": str(hf_folder),
@@ -74,7 +77,20 @@ def build_engine_arguments(
         **layout.engine_arguments(),
         **hooks.engine_arguments(config),
     }
+    if image_rules is not None:
+        arguments |= {
+            # its processor of images has the tokenizer as a part
+            "skip_tokenizer_init": False,
+            "limit_mm_per_prompt": {"image": config.limit_mm_image_per_prompt, "video": 0},
+            # else it starts by encoding images of the largest size, to measure memory that is configured here
+            "skip_mm_profiling": True,
+        }
+        if not image_rules.own_limits:
+            low, high = image_rules.min_pixels, image_rules.max_pixels
+            arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": low, "longest_edge": high}}
     hf_config = json.loads(Path(hf_folder, "config.json").read_text())
+    # a model of images has the sizes of its language model in a part
+    hf_config |= hf_config.get("text_config", {})
     if "quantization_config" in hf_config:
         # the trainer sends weights in full precision, also where the published ones are quantized
         arguments["hf_overrides"] = {"quantization_config": None}
@@ -100,6 +116,21 @@ def build_engine_arguments(
     return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
 
 
+def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageRules | None) -> dict[str, Any]:
+    """Return vLLM's prompt of these tokens, with the images whose tokens are among them.
+
+    vLLM takes one token for each image and writes all of them itself, by the same processor.
+
+    Raises:
+        ValueError: an image cannot be read, or its tokens are not there.
+    """
+    if not images or rules is None:
+        return {"prompt_token_ids": list(prompt_ids)}
+    stored = prepare_images(rules, images)
+    pictures = [open_image(image.key) for image in stored]
+    return {"prompt_token_ids": collapse_image_tokens(prompt_ids, stored), "multi_modal_data": {"image": pictures}}
+
+
 def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: RequestOutputKind) -> SamplingParams:
     """Return vLLM's parameters of a response: with a generator of its own, and with the log-prob of each sampled token."""
     form = StructuredOutputsParams(**json.loads(sampling.structured_output)) if sampling.structured_output else None
@@ -112,6 +143,7 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         max_tokens=sampling.max_tokens,
+        min_tokens=min(sampling.min_tokens, sampling.max_tokens),
         stop=list(sampling.stop),
         structured_outputs=form,
         stop_token_ids=list(sampling.stop_token_ids),

@@ -12,16 +12,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a response.
+    """Parameters of a response, all but its tokens.
 
     Attributes:
         temperature: 0 is greedy.
         top_p, top_k, min_p: cut-offs; 1.0, -1 and 0.0 leave the full distribution.
         max_tokens: upper limit of generated tokens.
+        min_tokens: no stop token is sampled before so many tokens.
         stop_token_ids: tokens that end a response; they belong to it.
         repetition_penalty, presence_penalty, frequency_penalty: 1.0, 0.0 and 0.0 are off.
         stop: texts that end a response; the token that completes one is its last.
         structured_output: fields of vLLM's `StructuredOutputsParams` as JSON; empty where any text is allowed.
+        images: references of the images in the context, in the order of their tokens.
     """
 
     temperature: float
@@ -33,8 +35,15 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     structured_output: str = ""
+    images: tuple[str, ...] = ()
+
+    def list_penalties(self) -> list[str]:
+        """Return the names of what changes the logits as an answer grows."""
+        off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+        return [name for name, value in off.items() if getattr(self, name) != value]
 
 
 @dataclass(frozen=True)

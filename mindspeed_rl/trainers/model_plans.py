@@ -27,6 +27,12 @@ from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_i
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
+#: start of a path in the run files that are included -> the command that makes it; the longer one first
+_EXAMPLES = {
+    **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
+    "runs/quickstart": "bash examples/quickstart.sh",
+    "runs/agent": "bash examples/agent.sh",
+}
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
@@ -92,8 +98,9 @@ def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | Non
         raise ConfigError(violations)
 
 
-def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], ModelSource]]:
-    """Yield a check of the weights of each role that the run file names."""
+def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield a check of the weights of each role that the run file names, and of the files of an example."""
+    yield partial(_check_example, cfg.actor_config)
     roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config}
     if cfg.critic_config is not None and not cfg.is_supervised:
         roles["critic_config"] = cfg.critic_config
@@ -103,6 +110,24 @@ def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], ModelSource]]:
         return
     if cfg.reward_model_keys is not None:
         yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
+    term = None if cfg.objective is None else cfg.objective.distillation
+    for folder in () if term is None else term.models:
+        keys = cfg.read_teacher_keys(folder)
+        yield partial(find_model, keys, "teacher_config", "rl_config.distillation.teacher_models")
+
+
+def _check_example(config: MegatronConfig) -> None:
+    """Raise ValueError with the command that makes the files of a run file that is included, where they are not here."""
+    data = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    for name in (config.load, config.tokenizer_name_or_path, *data):
+        path = name.removeprefix("./") if isinstance(name, str) else ""
+        start = next((start for start in _EXAMPLES if path.startswith(start)), None)
+        if start is None or Path(path).exists() or (name in data and any(Path().glob(f"{path}_*"))):
+            continue
+        raise ValueError(
+            f"{start} is made by `{_EXAMPLES[start]}`, in the project's folder; train there. "
+            "`mindspeed-rl new NAME` makes the files of a run of your own here"
+        )
 
 
 def _find_reward_model(cfg: RunConfig, keys: MegatronConfig) -> ModelSource:
@@ -145,6 +170,13 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
             critic_source = find_model(critic, "critic_config")
             check_critic_start(critic, critic_source, resumes_after)
             models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
+        term = run.objective.distillation
+        for folder, name in () if term is None else term.models.items():
+            keys = cfg.read_teacher_keys(folder)
+            models[name] = _plan_role(name, keys, find_model(keys, "teacher_config", "rl_config.distillation.teacher_models"))
+        if term is not None:
+            term = dataclasses.replace(term, topk=min(term.topk, models["actor"].plan.model_config.vocab_size))
+            run = dataclasses.replace(run, objective=dataclasses.replace(run.objective, distillation=term))
         if (reward := cfg.reward_model_keys) is not None:
             reward_source = _find_reward_model(cfg, reward)
             check_reward_start(reward, reward_source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mindspeed_rl.rollout.requests import Sampling
 
 PROMPTS = [[5, 9, 40, 17, 22], [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38], [8]]
 NUM_NEW = 12
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.3, "frequency_penalty": 0.2, "min_tokens": 6}
 
 
 class Letters:
@@ -51,6 +53,7 @@ def generate(folder: str, tensor: int = 1, pipeline: int = 1, temperature: float
             "next": engine.next_tokens(PROMPTS, 3),
             "stopped": collect(engine.stream(requests[:1], stops), 1)[0],
             "at_text": collect(engine.stream(requests[:1], sampling, [text]), 1)[0].token_ids,
+            "penalized": collect(engine.stream(requests[:1], replace(stops, **PENALTIES)), 1)[0].token_ids,
             "allowed": collect(engine.stream([Request(PROMPTS[0], 0, (7, 8), 2)], sampling), 1)[0].token_ids,
         }
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from generation_jobs import NUM_NEW, PROMPTS, Letters, generate
+from generation_jobs import NUM_NEW, PENALTIES, PROMPTS, Letters, generate
 from ranks import RankFailureError, Ranks
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +33,23 @@ def by_transformers(folder: Path) -> tuple[list[list[int]], list[float]]:
     return answers, sums
 
 
+def penalize(folder: Path, stop: int) -> list[int]:
+    """The greedy answer to the first prompt with penalties on repeated tokens, a token at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answer: list[int] = []
+    while len(answer) < NUM_NEW and answer[-1:] != [stop]:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[0] + answer]), use_cache=False).logits[0, -1].tolist()
+        for token in {*PROMPTS[0], *answer}:
+            logits[token] *= PENALTIES["repetition_penalty"] ** (-1 if logits[token] > 0 else 1)
+        for token in set(answer):
+            logits[token] -= PENALTIES["presence_penalty"] + PENALTIES["frequency_penalty"] * answer.count(token)
+        if len(answer) < PENALTIES["min_tokens"]:
+            logits[stop] = -math.inf
+        answer.append(logits.index(max(logits)))
+    return answer
+
+
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS)
 def test_greedy_answers_are_those_of_transformers(
     name: str, tensor: int, pipeline: int, ranks: Callable[[int], Ranks], models: dict[str, Path]
@@ -46,6 +64,7 @@ def test_greedy_answers_are_those_of_transformers(
         letters = Letters().decode(expected[0], skip_special_tokens=True)
         assert found["at_text"] == expected[0][: letters.index(letters[1:3]) + 2]
         assert found["scores"] == [[(pytest.approx(value, abs=1e-4), True) for value in scores] for scores in found["each"]]
+        assert found["penalized"] == penalize(models[name], stop) != expected[0]
         assert len(found["allowed"]) == 2 and set(found["allowed"]) <= {7, 8}
 
 

@@ -107,6 +107,13 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
             ],
             "",
         ),
+        (
+            [
+                *("generate", "--load", str(folder / "hf"), "--prompt", *PROMPTS, "--max-new-tokens", str(NUM_NEW)),
+                *("--repetition-penalty", "1.5", "--min-tokens", str(NUM_NEW), "--output", str(folder / "penalized.jsonl")),
+            ],
+            "",
+        ),
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands)],
@@ -179,7 +186,18 @@ def test_beam_search_finds_the_sequence_that_transformers_finds(session: Session
 
 def test_sampled_answers_differ_from_greedy_ones_and_the_speed_is_told(session: Session) -> None:
     assert [row["response"] for row in answers(session, "do_sample")] != [row["response"] for row in answers(session, "greedy")]
-    assert session.said.count("tokens/s)") == 3
+    assert session.said.count("tokens/s)") == 4
+
+
+def test_penalties_and_the_least_number_of_tokens_are_those_of_transformers(session: Session) -> None:
+    rows = [json.loads(line) for line in (session.folder / "penalized.jsonl").read_text(encoding="utf-8").splitlines()]
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        ids = session.tokenizer(prompt)["input_ids"]
+        tokens, _ = continue_with_transformers(session, ids, repetition_penalty=1.5, min_new_tokens=NUM_NEW)
+        assert row["response"] == text_of(session, tokens)
+        assert (row["response_tokens"], row["finish_reason"]) == (NUM_NEW, "length")
+    assert f"; {len(PROMPTS)} cut by --max-new-tokens" in session.said
+    assert [row["response"] for row in rows] != [row["response"] for row in answers(session, "greedy")]
 
 
 def test_chat_streams_the_answer_to_the_templated_question(session: Session) -> None:
@@ -188,11 +206,11 @@ def test_chat_streams_the_answer_to_the_templated_question(session: Session) -> 
     tokens, _ = continue_with_transformers(session, session.tokenizer(text, add_special_tokens=False)["input_ids"])
     streamed = session.shown["chat"].partition("MindSpeed-RL: ")[2].partition("\nYou >> The conversation starts anew.\n")[0]
     text = text_of(session, tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-    assert streamed == clean_text(text)
+    assert streamed == clean_text(text) + ("" if session.tokenizer.eos_token_id in tokens else " [cut by --max-new-tokens]")
 
 
 def test_scores_are_counts_and_a_failing_task_makes_the_exit_status_1(session: Session) -> None:
-    assert session.codes == [0, 0, 1]
+    assert session.codes == [0, 0, 1, 0]
     scores = json.loads((session.folder / "scores.json").read_text())
     assert scores["failed"].keys() == {"math"}
     assert scores["tasks"]["gsm8k"]["total"] == 5 and scores["tasks"]["multiple_choice"]["total"] == 3

@@ -127,6 +127,18 @@ def test_dpo_logs_rewards_and_accuracy():
     )
 
 
+def test_a_policy_that_still_is_its_reference_has_no_accuracy_from_rounding():
+    sums = torch.tensor([-41.5, -73.25, -12.75], dtype=torch.float32)
+    rounded = torch.nextafter(sums, torch.zeros(3))
+    lengths = torch.tensor([20, 30, 10])
+    batch = PreferenceBatch(sums, sums, lengths, lengths, rounded, sums)
+    for loss_type in ("sigmoid", "ipo"):
+        assert "rewards/accuracies" not in dpo_loss(batch, DPOSettings(loss_type)).metrics
+    moved = replace(batch, chosen_log_probs=sums + torch.tensor([1e-3, -1e-3, 0.0]))  # one right, one wrong, one as before
+    metric = dpo_loss(moved, DPOSettings()).metrics["rewards/accuracies"]
+    assert (metric.result(), metric.count) == (0.5, 2)
+
+
 def test_preference_sums_do_not_depend_on_the_cut():
     batch = pairs()
     columns = (*LOG_PROBS, "chosen_lengths", "rejected_lengths")

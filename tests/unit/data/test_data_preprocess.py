@@ -511,7 +511,7 @@ def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--neat-pack"], "neat_pack needs pack"),
+        (["--neat-pack"], "pack needs seq_length"),
         (["--pack"], "pack needs seq_length"),
         (["--workers", "0"], "workers=0 must be at least 1"),
         (["--workers", "100000"], "workers=100000 must be at most"),
@@ -525,7 +525,7 @@ def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_pa
             "enable_thinking=true has no meaning",
         ),
         (["--handler-name", "AlpacaStyleInstructionHandler", "--reasoning-effort", "max"], "allowed: none for this template"),
-        (["--output-prefix", "/nonexistent/x"], "the folder '/nonexistent' does not exist"),
+        (["--output-prefix", "/dev/null/x"], "the folder '/dev/null' cannot be made: "),
         (["--tokenizer-name-or-path", "/nonexistent"], "tokenizer_name_or_path='/nonexistent' is not a folder"),
         (["--handler-name", "LlamaFactoryInstructionHandler"], "needs dataset_dir"),
     ],

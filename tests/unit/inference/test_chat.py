@@ -112,6 +112,15 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(
     assert len(engine.asked) == 1
 
 
+def test_an_answer_that_is_cut_says_so_and_is_remembered_without_the_note(
+    tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine
+) -> None:
+    engine.script, engine.ends = ["half an"], False
+    history = make_history(tokenizer, max_turns=3)
+    assert "half an [cut by --max-new-tokens]\n" in talk(engine, history, ["go"])
+    assert history.turns == [("go", "half an")]
+
+
 def test_an_interrupt_ends_the_answer_and_keeps_what_there_is(
     tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from scripted_engine import ScriptedEngine
@@ -79,6 +80,7 @@ def test_a_chosen_column_replaces_the_usual_ones() -> None:
         ("beam_search", {"num_beams": 1}, "needs at least 2 beams"),
         ("beam_search", {"stop_strings": ("x",)}, "use --add-eos-token"),
         ("beam_search_with_sampling", {}, "--top-k -1"),
+        ("beam_search", {"sampling": replace(GREEDY, min_tokens=2)}, "--min-tokens: beam_search ranks sequences"),
         ("beam_search_with_sampling", {"sampling": Sampling(0.0, 16, (), top_k=5)}, "needs a --temperature above 0"),
     ],
 )

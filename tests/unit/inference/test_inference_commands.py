@@ -69,6 +69,11 @@ def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None
         ("generate --input nowhere", "--input nowhere is not a file"),
         ("generate --prompt p --input-key k", "--input-key names a column of --input"),
         ("generate --prompt p q --stream", "--stream shows one"),
+        ("generate --prompt p --repetition-penalty 0", "--repetition-penalty is 0; it must be in [0.01, 100]"),
+        ("chat --presence-penalty -3", "--presence-penalty is -3; it must be in [-2, 2]"),
+        ("chat --frequency-penalty 2.5", "--frequency-penalty is 2.5; it must be in [-2, 2]"),
+        ("generate --prompt p --min-tokens 9 --max-new-tokens 8", "--min-tokens is 9; it must be between 0 and"),
+        ("generate --prompt p --task beam_search --repetition-penalty 2", "--repetition-penalty: beam_search ranks"),
         ("generate --prompt p --num-return 2", "greedy gives 1 answers"),
         ("generate --prompt p --temperature -1", "--temperature is -1; it must be in [0, 2]"),
         ("generate --prompt p --top-p 1.5", "--top-p is 1.5; it must be in (0, 1]"),
@@ -91,6 +96,24 @@ def test_wrong_options_are_one_line_before_anything_is_loaded(
 ) -> None:
     command, *rest = words.split()
     assert error in fails(capsys, command, "--load", "nowhere", *rest)
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert fails(capsys, "generate", "--load", "nowhere", "--prompt", "p", " ", "") == "error: --prompt 2, 3 is empty"
+    rows = tmp_path / "rows.jsonl"
+    for row, error in (('{"question": ""}', "the prompt (column question) is empty"),
+                       ('{"messages": [{"role": "user", "content": " "}]}', "the last message is empty")):  # fmt: skip
+        rows.write_text('{"prompt": "p"}\n' + row)
+        assert f"line 2: {error}" in fails(capsys, "generate", "--load", "nowhere", "--input", str(rows))
+
+
+def test_options_of_sampling_reach_every_method() -> None:
+    words = "--load x --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty 0.1 --min-tokens 3 --temperature 1"
+    args = generate.make_parser().parse_args(words.split())
+    for method, temperature in (("greedy", 0.0), ("do_sample", 1.0)):
+        sampling = generate._build_generation_settings(method, args, (7,), 99).sampling
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens)
+        assert (sampling.temperature, *penalties) == (temperature, 1.2, 0.5, 0.1, 3)
 
 
 def test_the_method_follows_from_the_sampling_options() -> None:

@@ -66,6 +66,17 @@ def test_answers_end_at_every_end_token_that_anybody_names(tokenizer: PreTrained
         PromptFormat(tokenizer, None, end_tokens=["<nowhere>"])
 
 
+def test_end_tokens_may_be_ids_of_the_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert {40, 41} < set(PromptFormat(tokenizer, None, end_ids=[41, 40]).stop_token_ids)
+    with pytest.raises(ValueError, match=f"--stop-token-ids -1 {len(tokenizer)}: the tokenizer's ids are from 0 to"):
+        PromptFormat(tokenizer, None, end_ids=[-1, 5, len(tokenizer)])
+
+
+def test_a_text_without_tokens_is_no_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        PromptFormat(tokenizer, None).encode([Conversation([user("a")]), Conversation([user("")])])
+
+
 def test_a_prompt_that_opens_a_thought_is_recognised(tokenizer: PreTrainedTokenizerFast) -> None:
     reasoning = PromptFormat(tokenizer, "qwen3")
     assert reasoning.thought_marks == ("<think>", "</think>")

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import random
+import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindspeed_rl.cli import explain
@@ -213,6 +215,32 @@ def test_models_with_dies_of_their_own_pass_there(tmp_path: Path) -> None:
     rewarded = planned("grpo_qwen3_8b_A3", rl_config__reward_model=str(tmp_path))
     pass_of_the_actor = rewarded.parts["reference_model"]["computing"]
     assert 0.23 < rewarded.parts["reward_model"]["computing"] / pass_of_the_actor < 10 / 36
+
+
+def test_a_supervised_stage_takes_the_time_of_the_sequences_that_its_data_has(tmp_path: Path) -> None:
+    lengths = np.array([4, 12, 6, 8, 30, 2, 10, 10, 16, 4], np.int32)
+    prefix = tmp_path / "data_packed_input_ids_document"
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * 4
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, len(lengths), len(lengths) + 1)
+    documents = np.arange(len(lengths) + 1, dtype=np.int64)
+    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + offsets.astype(np.int64).tobytes() + documents.tobytes())
+    Path(f"{prefix}.bin").write_bytes(bytes(4 * int(lengths.sum())))
+
+    def plan(*values: tuple[str, object], mean: float | None = None) -> TimePlan:
+        keys = {"data_path": str(tmp_path / "data"), "micro_batch_size": 5, "global_batch_size": 10, **dict(values)}
+        changes = {f"megatron_training.{name}": value for name, value in keys.items()}
+        cfg = build_run_config(apply_values(compose(*locate("sft_tiny_cpu", None), []), changes))
+        return plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(mean))
+
+    # each costs as much as the longest of its micro-batch: 30 in the first five, 16 in the others
+    assert (plan().lengths.mean, plan().tokens) == (23, 230)
+    # 64 is seq_length
+    for other in (("no_pad_to_seq_lengths", False), ("data_path", str(tmp_path / "elsewhere"))):
+        assert plan(other).lengths.mean == 64
+    assert plan(mean=23).phases == plan().phases
+    assert plan().phases["update"] < plan(mean=64).phases["update"]
+    with pytest.raises(ValueError, match="--mean-response: 65 must be above 0 and at most the longest sequence, 64"):
+        plan(mean=65)
 
 
 def test_turns_and_tools_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
+from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models, with_model_configs
 
 BY_NAME = {path.stem: path for path in SHIPPED}
 
@@ -142,3 +142,22 @@ def test_a_float32_head_is_the_default_where_it_is_measured_and_a_small_part_of_
         plan = plan_model(cfg.actor_config, tmp_path)
         share = measure_head_share(plan.architecture, plan.model_config, cost)
         assert share == pytest.approx(head / (head + 3 * layers), rel=1e-3)
+
+
+def test_missing_files_of_an_included_run_file_are_told_with_the_command_that_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = {"sft_tiny": "quickstart", "grpo_tiny": "quickstart", "dpo_tiny": "quickstart", "grpo_tiny_agent": "agent"}
+    for name, command in examples.items():
+        cfg = load_run_config(f"{name}_cpu")
+        with pytest.raises(ValueError, match=f"is made by `bash examples/{command}.sh`"):
+            next(iter(list_source_checks(cfg)))()
+    (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
+    (tmp_path / "runs/quickstart/model").mkdir()
+    check = next(iter(list_source_checks(load_run_config("dpo_tiny_cpu"))))
+    with pytest.raises(ValueError, match="runs/quickstart/data/pairs is made by `bash examples/supervised_stages.sh`"):
+        check()
+    (tmp_path / "runs/quickstart/data").mkdir()
+    (tmp_path / "runs/quickstart/data/pairs_packed_x_document.idx").touch()
+    check()
