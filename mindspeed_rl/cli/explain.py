@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -10,6 +9,7 @@ import os
 import sys
 
 from mindspeed_rl import registry
+from mindspeed_rl.cli.options import RunParser
 from mindspeed_rl.cli.train import prepare_environment, resolve_run
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain.effects import describe_learning_rate
@@ -32,12 +32,12 @@ def main(argv: list[str]) -> int:
     Args:
         argv: the arguments after `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
     """
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         prog="mindspeed-rl explain",
         description="Print the plan of a run file: batch sizes, devices, loss formula, keys without effect.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config-name", help="run file, with or without .yaml")
+    source.add_argument("--config-name", "--config", help="run file, with or without .yaml")
     source.add_argument("--keys", metavar="TEXT", help="print the keys with TEXT in their name or meaning, as in docs/keys.md")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
@@ -54,15 +54,7 @@ def main(argv: list[str]) -> int:
         directory, name = locate(arguments.config_name, arguments.config_dir)
         tree = compose(directory, name, arguments.overrides)
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
-        registry.search_folders(cfg.plugin_folders)
-        report = explain(cfg, arguments.nodes)
-        if cfg.rl_config is not None and not cfg.is_supervised:
-            report["errors"] += check_reward_functions(cfg.rl_config)
-        if not report["errors"] and (arguments.validate or cfg.has_files_here):
-            _check_files(cfg, arguments.nodes, report)
-        elif not report["errors"]:
-            report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
-        report["valid"] = not report["errors"]
+        report = build_report(cfg, arguments.nodes, checks_files=arguments.validate)
     except ConfigError as error:
         report = report_failure(error.errors)
     if arguments.validate and not arguments.json:
@@ -74,6 +66,24 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # a pager or `head` has ended; the output that Python still buffers is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
+
+
+def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Report:
+    """Return the plan of a run, with what `train` would refuse.
+
+    Args:
+        checks_files: also where none of the files that the run names is on this machine.
+    """
+    registry.search_folders(cfg.plugin_folders)
+    report = explain(cfg, num_nodes)
+    if cfg.rl_config is not None and not cfg.is_supervised:
+        report["errors"] += check_reward_functions(cfg.rl_config)
+    if not report["errors"] and (checks_files or cfg.has_files_here):
+        _check_files(cfg, num_nodes, report)
+    elif not report["errors"]:
+        report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
+    report["valid"] = not report["errors"]
+    return report
 
 
 def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:

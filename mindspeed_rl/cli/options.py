@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.observability.logging import clean_text
 
 
@@ -32,6 +33,28 @@ class Parser(argparse.ArgumentParser):
             near = registry.find_similar(first.partition("=")[0], known)
             message += f" (did you mean {near}?)" if near else ""
         raise ValueError(message)
+
+
+class RunParser(argparse.ArgumentParser):
+    """Argument parser of commands that take a run file and overrides of its keys: errors show where an argument belongs."""
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words: list[str] = list(args or ())
+        return super().parse_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for word in unknown if unknown and unknown[0].startswith("-") else ():
+            name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+            found = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
+            if name == "config_name":
+                message += "; the option is --config-name"
+            elif found is not None:
+                message += f"; keys of the run file are written without dashes: {found}={value or 'VALUE'}"
+        if "--config-name" in message and not unknown:
+            names = [word for word in self._words if "=" not in word and not word.startswith("-")]
+            message += f"; did you mean --config-name {names[0]}?" if names else ""
+        super().error(message)
 
 
 def get_flag(args: argparse.Namespace, flag: str) -> Any:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.cli.main import keep_without_reader
-from mindspeed_rl.cli.options import print_status, report_failure
+from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE, reads_images
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
@@ -24,8 +26,8 @@ def main(argv: list[str]) -> int:
     The run goes on when the reader of its output ends.
     """
     keep_without_reader()
-    parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train with a run file.")
-    parser.add_argument("--config-name", default=None, help="run file, with or without .yaml")
+    parser = RunParser(prog="mindspeed-rl train", description="Train with a run file.")
+    parser.add_argument("--config-name", "--config", default=None, help="run file, with or without .yaml")
     parser.add_argument(
         "--from-swift", metavar="COMMAND", default=None,
         help="train with this command of ms-swift; its run file is written first (from_swift.yaml, or --config-name)",
@@ -43,12 +45,8 @@ def main(argv: list[str]) -> int:
                 parser.error("--config-dir is for an existing run file; --config-name is the path that --from-swift writes")
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
             arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
-        registry.search_folders(cfg.plugin_folders)
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
-        prepare_environment()
-        # to the end: apart from importing, the driver waits and records metrics
-        with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
-            run = resolve_run(cfg, arguments.nodes)
+        with prepare_run(cfg, arguments.nodes) as run:
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.resume import Recovery
@@ -71,6 +69,22 @@ def main(argv: list[str]) -> int:
         return code
     print(f"finished: {run.folder}")
     return 0
+
+
+@contextlib.contextmanager
+def prepare_run(cfg: RunConfig, num_nodes: int) -> Iterator[Run]:
+    """Prepare this process for a run and yield it; workers may be started in the block.
+
+    Raises:
+        ValueError: the run file is wrong; all violations are named.
+    """
+    registry.search_folders(cfg.plugin_folders)
+    prepare_environment()
+    if reads_images(cfg.actor_config):
+        os.environ[VISION_VARIABLE] = "1"
+    # to the end: apart from importing, the driver waits and records metrics
+    with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
+        yield resolve_run(cfg, num_nodes)
 
 
 def resolve_run(cfg: RunConfig, num_nodes: int) -> Run:

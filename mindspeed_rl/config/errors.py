@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl import registry
+from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.catalogue.guide import NOT_AVAILABLE
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
@@ -60,7 +62,7 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
         raise ConfigError(errors)
 
 
-_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
+_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config", "vit_config")
 
 
 def link_reference(path: str) -> str:
@@ -125,14 +127,28 @@ def find_longest_end(path: str, table: Mapping[str, str]) -> str | None:
     return next((table[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in table), None)
 
 
+def _find_algorithm(key: str, name: str) -> str:
+    """Return the key and value that select an algorithm, where a value of another key that selects algorithms names it."""
+    tables = {"megatron_training.stage": STAGES, "rl_config.loss_type": POLICY_LOSSES, "rl_config.adv_estimator": ADVANTAGES}
+    others = {path: table for path, table in tables.items() if not path.endswith(f".{key}")}
+    for path, table in others.items() if len(others) < len(tables) else ():
+        here = VALUES_ELSEWHERE[path.rpartition(".")[2]].get(name, re.sub("[-. ]+", "_", name))
+        if here in table:
+            return f"write {path}: {here}"
+    return ""
+
+
 def unknown_value(path: str, value: object, allowed: Iterable[object]) -> str:
     """Return the sentence for a value that is not among the allowed ones."""
     allowed = list(allowed)
-    likely = VALUES_ELSEWHERE.get(path.rpartition(".")[2], {}).get(str(value).lower())
-    missing = NOT_AVAILABLE.get(path.rpartition(".")[2], {}).get(str(value).lower())
+    key, name = path.rpartition(".")[2], str(value).lower()
+    texts = {item.lower(): item for item in allowed if isinstance(item, str)}
+    likely = VALUES_ELSEWHERE.get(key, {}).get(name) or texts.get(re.sub("[-. ]+", "_", name))
+    missing = NOT_AVAILABLE.get(key, {}).get(name)
     if missing and not likely:
         return f"{path} is {value!r}, which is not available: {missing}"
-    likely = likely or suggest_name(value, [item for item in allowed if isinstance(item, str)])
-    hint = f"; did you mean {likely!r}?" if likely else ""
+    elsewhere = "" if likely else _find_algorithm(key, name)
+    likely = likely or suggest_name(value, texts.values())
+    hint = f"; {elsewhere}" if elsewhere else f"; did you mean {likely!r}?" if likely else ""
     listed = ", ".join("null" if item is None else str(item) for item in allowed)
     return f"{path} is {value!r}, but must be one of {listed}{hint}"

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MAX_TENSOR = 8
+#: rollouts in which a filter of groups fills an iteration, where the run file sets no limit
+_MAX_FILTERED_ROLLOUTS = 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Run:
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
         threads: of each worker; None where the libraries choose.
-        models: the model of each role ("actor", "ref", "critic", "reward"), from `trainers.model_plans.plan_models`; empty
+        models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from `trainers.model_plans.plan_models`; empty
             before.
     """
 
@@ -103,7 +105,7 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
         cfg = derive(dataclasses.replace(cfg, platform=cast(PlatformName, platform)))
     plan = build_batch_plan(cfg, num_nodes)
     if missing := unavailable(cfg):
-        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
+        raise ConfigError(missing)
     if not plan.train_iters and cfg.actor_config.train_epochs is None:
         epochs = "" if cfg.stage == "pretrain" else ", or set train_epochs"
         group, unit = ("megatron_training", "optimizer steps") if cfg.is_supervised else ("actor_config", "iterations")
@@ -143,18 +145,48 @@ def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
 
 
 def derive(cfg: RunConfig) -> RunConfig:
-    """Return the run file with the keys that follow from others: generate_config's that it leaves out, the critic's folder."""
-    if cfg.generate_config is None or cfg.rl_config is None or cfg.is_supervised:
+    """Return the run file with the keys that follow from others: some that it leaves out, and the critic's folder."""
+    if cfg.rl_config is None or cfg.is_supervised:
         return dataclasses.replace(cfg, derived={})
+    derived = {f"rl_config.{name}": item for name, item in _derive_algorithm(cfg).items()}
+    values = {name.removeprefix("rl_config."): item.value for name, item in derived.items()}
+    folder = cfg.derived.get(CRITIC_FOLDER)
+    cfg = dataclasses.replace(cfg, rl_config=dataclasses.replace(cfg.rl_config, **values), derived=derived)
+    if cfg.generate_config is None:
+        return cfg
     set_keys = cfg.set_keys.get("generate_config", frozenset())
-    derived: dict[str, Derivation] = {}
     # in this order: the number of replicas follows from the first
     for name, derivation_rule in _DERIVED.items():
         if name not in set_keys and (derivation := derivation_rule(cfg)) is not None:
             derived[f"generate_config.{name}"] = derivation
             assert cfg.generate_config is not None
             cfg = dataclasses.replace(cfg, generate_config=dataclasses.replace(cfg.generate_config, **{name: derivation.value}))
-    return _separate_critic(dataclasses.replace(cfg, derived=derived), cfg.derived.get(CRITIC_FOLDER))
+    return _separate_critic(dataclasses.replace(cfg, derived=derived), folder)
+
+
+def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
+    """Return the keys of rl_config that follow from the stage, from the clip ratios and from the filter of groups."""
+    rl, set_keys, derived = cfg.rl_config, cfg.set_keys.get("rl_config", frozenset()), dict[str, Derivation]()
+    assert rl is not None
+    if cfg.stage == "ray_ppo" and "adv_estimator" not in set_keys:
+        derived["adv_estimator"] = Derivation("gae", "stage ray_ppo, which trains a critic")
+    bounds = [name for name in ("clip_ratio_low", "clip_ratio_high") if name in set_keys]
+    if bounds and "clip_higher_enable" not in set_keys:
+        derived["clip_higher_enable"] = Derivation(True, f"{' and '.join(bounds)}, which it lets act")
+        for name in {"clip_ratio_low", "clip_ratio_high"}.difference(bounds):
+            derived[name] = Derivation(rl.clip_ratio, f"clip_ratio {rl.clip_ratio:g}")
+    if not rl.filter_groups_enable:
+        return derived
+    functions, sizes = rl.verifier_function, cfg.sizes
+    if functions and "filter_groups_metric" not in set_keys and "acc" not in functions:
+        derived["filter_groups_metric"] = Derivation(functions[0], "the first reward function")
+    if sizes is not None and sizes.can_divide and (prompts := sizes.rollout_prompts) == int(prompts):
+        if "filter_groups_train_batch_size" not in set_keys:
+            derived["filter_groups_train_batch_size"] = Derivation(int(prompts), f"the {prompts} prompts of a rollout")
+        if "filter_groups_max_batches" not in set_keys:
+            source = "a limit that stops a run whose groups never vary"
+            derived["filter_groups_max_batches"] = Derivation(_MAX_FILTERED_ROLLOUTS, source)
+    return derived
 
 
 def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:

@@ -51,7 +51,7 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     existing = [folder for folder in folders if folder.is_dir()]
     if not existing:
         raise ConfigError([f"the configuration folder {folders[0]} does not exist"])
-    available = sorted(path.stem for folder in existing for path in folder.glob("*.yaml"))
+    available = sorted({path.stem for folder in existing for path in folder.glob("*.yaml")})
     likely = suggest_name(name, available)
     hint = f"the nearest name there is {likely}" if likely else f"it has {', '.join(available) or 'no run file'}"
     raise ConfigError([f"there is no run file {name}.yaml in {existing[0]}; {hint}"])

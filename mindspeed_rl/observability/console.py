@@ -52,13 +52,20 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("timing/all", "s", ".2f"),
 )
 
-#: phases whose seconds follow those of the iteration, in brackets
+#: phases whose seconds follow those of the iteration, in brackets: timer, label
 _PHASES: tuple[tuple[str, str], ...] = (
     ("timing/rollout", "rollout"),
+    ("timing/rule_reward", "reward"),
+    ("timing/reward_model", "reward_model"),
     ("timing/old_log_p", "old_log_p"),
     ("timing/reference_model", "ref"),
+    ("timing/critic_model", "values"),
+    ("timing/adv", "adv"),
+    ("timing/update_critic", "update_critic"),
     ("timing/update", "update"),
     ("timing/update_weights", "push"),
+    ("timing/save", "save"),
+    ("timing/evaluate", "eval"),
 )
 
 

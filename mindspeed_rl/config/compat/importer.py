@@ -244,7 +244,7 @@ def _compare_plans(run: Import, project: SourceProject, command: SourceCommand) 
     cfg = build_run_config(run.tree)
     plan = build_batch_plan(cfg)
     if missing := unavailable(cfg):
-        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
+        raise ConfigError(missing)
     here = plan_run(cfg, plan, run.settings.rows)
     run.plans = (there, here)
     differences = find_differences(there, here)

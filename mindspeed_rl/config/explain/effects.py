@@ -25,6 +25,10 @@ def _list_groups(cfg: RunConfig) -> Iterator[tuple[str, object, frozenset[str]]]
         group = getattr(cfg, name)
         if group is not None and name in cfg.set_keys:
             yield name, group, cfg.set_keys[name]
+    if cfg.rl_config is not None and "distillation" in cfg.set_keys.get("rl_config", ()):
+        group = cfg.rl_config.distillation
+        changed = {name for name, key in list_keys(type(group)).items() if getattr(group, name) != key.default}
+        yield "rl_config.distillation", group, frozenset(changed)
     if cfg.generate_config is not None and "sampling_config" in cfg.set_keys:
         yield "generate_config.sampling_config", cfg.generate_config.sampling_config, cfg.set_keys["sampling_config"]
     if "profiler_config" in cfg.set_keys:
@@ -236,7 +240,7 @@ def describe_learning_rate(cfg: RunConfig) -> str:
 
 def find_warnings(cfg: RunConfig) -> list[str]:
     """Return a sentence for each setting of a sound run file that may cost time or results."""
-    warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg)]
+    warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(cfg)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
         warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config)]
     if folder := cfg.derived.get(CRITIC_FOLDER):
@@ -265,6 +269,16 @@ def _warn_about_features(cfg: RunConfig) -> Iterator[str]:
         for name, reason in LEFT_OFF_FEATURES.items() if role is not None else ():
             if getattr(role, name):
                 yield f"{group}.{name}: left off where MindSpeed trains, which changes speed and memory alone: {reason}"
+
+
+def _warn_about_idle_keys(cfg: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each reason why keys of the algorithm do nothing, although they were set to a value of their own."""
+    changed, keys = find_changed_keys(cfg), dict[str, list[str]]()
+    for name, reason in () if cfg.is_supervised else find_keys_without_effect(cfg).items():
+        if name in changed and name.startswith("rl_config.") and name not in cfg.ignored:
+            keys.setdefault(reason, []).append(name)
+    for reason, names in keys.items():
+        yield f"{', '.join(names)}: no effect in this run, because {reason}"
 
 
 def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:

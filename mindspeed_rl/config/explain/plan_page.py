@@ -14,7 +14,7 @@ from mindspeed_rl.config.explain.effects import (
 )
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.schema import Range
-from mindspeed_rl.config.objective import formula
+from mindspeed_rl.config.objective import ROLE_TEACHERS, Distillation, formula
 from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.resolve import plan_threads
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
@@ -144,7 +144,7 @@ def render(report: Report) -> str:
         parts.append("Keys that are set but have no effect in this run\n" + _table(report["keys_without_effect"]))
     if report["unavailable"]:
         parts.append(
-            "Not available in this version; training refuses to start\n"
+            "Training refuses to start\n"
             + "\n".join(f"  {line}" for line in report["unavailable"])
         )
     if report["missing"]:
@@ -158,7 +158,7 @@ def render(report: Report) -> str:
     if report["errors"]:
         parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
     if report["valid"]:
-        reasons = ["this version lacks a requested feature"] if report["unavailable"] else []
+        reasons = ["training refuses to start"] if report["unavailable"] else []
         reasons += [f"{len(report['missing'])} key(s) are still needed"] if report["missing"] else []
         parts.append(f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid")
     return "\n\n".join(parts)
@@ -269,7 +269,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
     actor, engines, num_devices = sizes.actor, cfg.placement.engines, cfg.placement.num_devices
     shares_experts = engines is not None and engines.expert_ranks > 1
     roles = {"actor": _describe_role(actor, cfg.with_shape("actor_config"))}
-    for role in ("ref", "reward", "critic"):
+    for role in ("ref", "reward", "critic", "teacher"):
         layout = getattr(sizes, role)
         if layout is not None:
             roles[role] = _describe_role(layout, cfg.with_shape(f"{role}_config"))
@@ -352,6 +352,8 @@ def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
         weights = "the actor with adapters off" if rl.share_backbone else "reference weights"
         holds = f"{weights} on Megatron {_engine(sizes.ref or sizes.actor)}"
         add("ref_log_probs", dedicated.get("ref", shared), holds)
+    if objective.distillation is not None:
+        add("teacher_log_probs", *_describe_teachers(objective.distillation, sizes, dedicated.get("teacher", shared)))
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
         add("old_log_probs", shared, f"actor on Megatron {actor}")
     if critic is not None:
@@ -365,6 +367,16 @@ def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
         add("sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)")
     add("update_weights", shared, f"resharding {actor} -> TP{tensor} x {count}{spread}")
     return phases
+
+
+def _describe_teachers(term: Distillation, sizes: Sizes, devices: str) -> tuple[str, str]:
+    """Return devices and contents of the phase in which teachers judge tokens."""
+    if any("://" in teacher for teacher in term.teachers):
+        return "servers", f"{len(term.teachers)} teacher(s): {', '.join(term.teachers)}"
+    roles = [teacher for teacher in term.teachers if teacher in ROLE_TEACHERS]
+    models = len(term.teachers) - len(roles)
+    parts = [f"{models} teacher(s) in turn on Megatron {_engine(sizes.teacher or sizes.actor)}"] if models else []
+    return devices, " and ".join([*parts, *(f"the {role} as a teacher" for role in roles)])
 
 
 def _engine(layout: Layout) -> str:

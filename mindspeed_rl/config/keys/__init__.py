@@ -29,7 +29,7 @@ GROUPS: dict[str, type] = {
     "msprobe_config": MsprobeConfig,
 }
 #: groups with the keys of megatron_training, one a role
-ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config")
+ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config")
 #: keys of any group that name a file or a folder
 PATH_KEYS = frozenset(
     "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "
@@ -65,11 +65,13 @@ def find_range(path: str) -> Bounds | None:
 
 @functools.cache
 def collect_names() -> KeyNames:
-    """Return the names of all keys, here and in other projects."""
+    """Return the names of all keys, here and in other projects; a name that the profiler has too is that of the other group."""
+    own = {name for group, schema in GROUPS.items() if group != "profiler_config.integrated" for name in list_keys(schema)}
     names = [
         (name, f"{group}.{name}")
         for group, schema in GROUPS.items()
         for name in (*list_keys(schema), *IGNORED.get(schema.__name__, ()))
+        if group != "profiler_config.integrated" or name not in own
     ]
     counts = Counter(name for name, _ in names)
     elsewhere = {other: path for path, key in collect_keys().items() for other in key.elsewhere}

@@ -64,6 +64,68 @@ class RouterReplay:
         elsewhere="router_replay.mode", on_resume="in_flight")
 
 
+#: loss modes of distillation over tokens that the student sampled: names of `catalogue.KL_ESTIMATORS`
+SAMPLED_MODES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low_var_kl+")
+_DISTILLS, _TOP_K = ("enabled", (True,)), ("loss_mode", ("forward_kl_topk", "reverse_kl_topk", "jsd_topk"))
+
+
+@dataclass(kw_only=True)
+class DistillationKeys:
+    """On-policy distillation: teachers judge the tokens that the student samples; docs/distillation.md. Names are verl's."""
+
+    enabled: bool = key(False, "teachers judge the tokens that the actor, the student, samples",
+        "由教师模型评判 actor（学生）采样的 token", elsewhere="distillation.enabled", on_resume="exact")
+    loss_mode: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low_var_kl+", "forward_kl_topk",
+        "reverse_kl_topk", "jsd_topk"] = key("k3",
+        "divergence of student and teacher: an estimator of KL(student || teacher) at sampled tokens, or a sum over the "
+        "teacher's topk tokens", "学生与教师的散度：在采样 token 上对 KL(student || teacher) 的估计，或在教师概率最高的 topk 个 token 上求和",
+        needs=_DISTILLS, elsewhere="distillation_loss.loss_mode", on_resume="exact")
+    topk: int = key(32, "tokens of the teacher; with the size of the vocabulary or more, all of it",
+        "教师的 token 数；不小于词表大小时即为整个词表", range=Bounds(1, 10**6), needs=_TOP_K,
+        elsewhere="distillation_loss.topk gkd_logits_topk", on_resume="exact")
+    topk_rest: Literal["drop", "lump"] = key("drop",
+        "probability outside of the topk tokens: dropped, as verl does, or lumped into one more token",
+        "topk 之外的概率：舍去（同 verl），或合并为一个额外的 token", needs=_TOP_K, on_resume="exact")
+    beta: float = key(0.5, "jsd_topk: weight of the teacher; 0 is forward_kl_topk, 1 is reverse_kl_topk",
+        "jsd_topk：教师的权重；0 即 forward_kl_topk，1 即 reverse_kl_topk", range=Range.FRACTION,
+        needs=("loss_mode", ("jsd_topk",)), on_resume="exact")
+    use_task_rewards: bool = key(True, "rewards of the task train too; false: the teachers alone",
+        "任务奖励也参与训练；false：只用教师", needs=_DISTILLS, elsewhere="distillation_loss.use_task_rewards",
+        on_resume="exact")
+    distillation_loss_coef: float = key(1.0, "weight of the divergence next to rewards of the task",
+        "与任务奖励并用时散度的权重", range=Bounds(0, 1e6), needs=("use_task_rewards", (True,)),
+        elsewhere="distillation_loss.distillation_loss_coef teacher_kl_coef", on_resume="exact")
+    loss_max_clamp: float | None = key(None, "the divergence of a token counts within +- this; off when unset",
+        "一个 token 的散度限制在 +- 此值之内；不设则不限", range=Range.POSITIVE, needs=_DISTILLS,
+        elsewhere="distillation_loss.loss_max_clamp", on_resume="exact")
+    log_prob_min_clamp: float | None = key(None, "log-probs count as at least this in the divergence; off when unset",
+        "散度中对数概率至少按此值计；不设则不限", range=Bounds(-1e4, 0, excludes_high=True, default=-10.0), needs=_DISTILLS,
+        elsewhere="distillation_loss.log_prob_min_clamp", on_resume="exact")
+    use_policy_gradient: bool = key(False,
+        "the negative divergence is added to the advantage of its token; false: it is a loss that is differentiated",
+        "负的散度加到该 token 的优势上；false：散度本身作为损失求导", needs=_DISTILLS,
+        elsewhere="distillation_loss.use_policy_gradient", on_resume="exact")
+    teacher_models: list[str] = key([],
+        "teachers: folders of weights; `actor`, the student itself; `ref`, the reference; or addresses http(s)://... of "
+        "servers with vLLM's completions and prompt_logprobs",
+        "教师：权重文件夹；`actor` 即学生自己；`ref` 即参考模型；或提供 vLLM completions 与 prompt_logprobs 的服务地址 http(s)://...",
+        needs=_DISTILLS, elsewhere="teacher_model teacher_model_server teacher_model_name_or_path", on_resume="exact")
+    teacher_key: str = key("data_source", "column of the prompts that chooses the teacher, where there are teacher_keys",
+        "有 teacher_keys 时，选择教师的数据列", needs=("teacher_keys", "set"), elsewhere="distillation.teacher_key",
+        on_resume="exact")
+    teacher_keys: list[str] = key([], "value of that column for each teacher, which then judges these rows alone",
+        "每个教师对应的该列的值，该教师只评判这些行", needs=_DISTILLS, on_resume="exact")
+    teacher_weights: list[float] = key([],
+        "weight of each teacher's divergence, where all judge all rows; equal when unset",
+        "所有教师都评判所有行时，各教师散度的权重；不设时相等", range=Bounds(0, 1e6), needs=_DISTILLS, on_resume="exact")
+    teacher_temperature: float | None = key(None,
+        "the teachers' logits are divided by it; that of the sampling when unset",
+        "教师的 logits 除以它；不设时同采样温度", range=Range.POSITIVE, needs=_DISTILLS, on_resume="exact")
+    teacher_prompt: str | None = key(None,
+        "column of the prompts with the text or messages that the teachers read in place of the prompt",
+        "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
+
+
 @dataclass(kw_only=True)
 class _BatchKeys:
     """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
@@ -198,8 +260,8 @@ class _AdvantageKeys:
     """From rewards to advantages."""
 
     # text, not a Literal, like every name of an algorithm: a plug-in is module:NAME
-    adv_estimator: str = key("group_norm", "advantage estimator", "优势如何计算", names=tuple(ADVANTAGES),
-        elsewhere="advantage_estimator", upstream=("group_norm and gae only", "只有 group_norm 与 gae"),
+    adv_estimator: str = key("group_norm", "advantage estimator; when omitted in stage ray_ppo: gae",
+        "优势如何计算；阶段 ray_ppo 不写时为 gae", names=tuple(ADVANTAGES), elsewhere="advantage_estimator", upstream=("group_norm and gae only", "只有 group_norm 与 gae"),
         on_resume="exact")
     scale_rewards: Scale = key("group", "rewards whose spread divides the centred rewards",
         "中心化后的奖励除以什么范围的离散度", on_resume="exact")
@@ -235,12 +297,17 @@ class _LossKeys:
         "阶段 ray_dapo 且未设 loss_type：用 token 均值，而不用序列均值的均值", on_resume="exact")
     clip_ratio: float = key(0.2, "the ratio is clipped to 1 - clip_ratio .. 1 + clip_ratio",
         "比值截断到 1 - clip_ratio .. 1 + clip_ratio", elsewhere="cliprange eps_clip epsilon", on_resume="exact")
-    clip_higher_enable: bool = key(False, "clip by clip_ratio_low and clip_ratio_high instead",
-        "改用 clip_ratio_low 与 clip_ratio_high 截断", on_resume="exact")
-    clip_ratio_low: float = key(0.1, "the ratio is clipped at 1 - this", "比值在 1 - 此值处截断", needs=_CLIP_HIGHER,
+    clip_higher_enable: bool = key(False,
+        "clip by clip_ratio_low and clip_ratio_high instead; when omitted: true if one of them is set",
+        "改用 clip_ratio_low 与 clip_ratio_high 截断；不写时：设了其中之一即为 true", upstream=(
+            "when omitted false, also if one of them is set", "不写时为 false，即使设了其中之一"), on_resume="exact")
+    clip_ratio_low: float = key(0.1,
+        "the ratio is clipped at 1 - this; when only clip_ratio_high is set: clip_ratio",
+        "比值在 1 - 此值处截断；只设了 clip_ratio_high 时同 clip_ratio", needs=_CLIP_HIGHER,
         elsewhere="epsilon_low", on_resume="exact")
-    clip_ratio_high: float = key(0.1, "the ratio is clipped at 1 + this; the cap itself for cispo_cap",
-        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身", needs=_CLIP_HIGHER, elsewhere="epsilon_high eps_clip_high",
+    clip_ratio_high: float = key(0.1,
+        "the ratio is clipped at 1 + this; the cap itself for cispo_cap; when only clip_ratio_low is set: clip_ratio",
+        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身；只设了 clip_ratio_low 时同 clip_ratio", needs=_CLIP_HIGHER, elsewhere="epsilon_high eps_clip_high",
         on_resume="exact")
     clip_ratio_c: float | None = key(None, "dual clip: bound of the loss for negative advantages, above 1; off when unset",
         "双重截断：负优势时损失的界，大于 1；不设为关闭", elsewhere="eps_clip_c", on_resume="exact")
@@ -305,6 +372,8 @@ class _LossKeys:
         "none, so that ratios and KL then differ from 1 and 0 by the dropout itself",
         "attention_dropout、hidden_dropout 与 lora_dropout 在更新时起作用；rollout、旧对数概率与参考模型都没有 dropout，"
         "因此比值与 KL 会因 dropout 本身而偏离 1 与 0", on_resume="exact")
+    distillation: DistillationKeys = key(DistillationKeys, "on-policy distillation from teachers", "从教师模型做在线策略蒸馏",
+        on_resume="exact")
     router_replay: RouterReplay = key(RouterReplay, "experts to which the actor routes the tokens of a rollout",
         "actor 把一次 rollout 的 token 送往哪些专家", on_resume="exact")
     use_routing_replay: bool | None = key(None, "true is router_replay.mode R2, the name in slime",
@@ -441,12 +510,14 @@ class _RewardKeys:
         "从被截断（没有结束 token）的回答的总奖励中减去", range=Range.WEIGHT, on_resume="in_flight")
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough",
         "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable", on_resume="exact")
-    filter_groups_metric: str = key("acc", "reward function that must vary", "必须有差异的奖励函数", needs=_FILTER,
+    filter_groups_metric: str = key("acc", "reward function that must vary; when omitted: acc, else the first",
+        "必须有差异的奖励函数；不写时：acc，没有则第一个", needs=_FILTER,
         elsewhere="filter_groups.metric", on_resume="exact")
-    filter_groups_max_batches: int = key(1, "rollouts an iteration may take; 0 or less: no limit",
-        "一次迭代最多的 rollout 数；0 或更小：不限", range=Bounds(-1, 10**6), needs=_FILTER,
+    filter_groups_max_batches: int = key(1, "rollouts an iteration may take; 0 or less: no limit; when omitted: 10",
+        "一次迭代最多的 rollout 数；0 或更小：不限；不写时：10", range=Bounds(-1, 10**6), needs=_FILTER,
         elsewhere="filter_groups.max_num_gen_batches", on_resume="exact")
-    filter_groups_train_batch_size: int = key(1, "prompts on which an iteration trains", "一次迭代训练的 prompt 数",
+    filter_groups_train_batch_size: int = key(1,
+        "prompts on which an iteration trains; when omitted: those of a rollout", "一次迭代训练的 prompt 数；不写时：一次 rollout 的",
         range=Range.ROWS, needs=_FILTER, on_resume="exact")
     dynamic_sample: bool = key(False, "replace groups whose advantages are 0, because rewards do not vary, by new ones",
         "奖励没有差异、因而优势为 0 的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
@@ -530,6 +601,8 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         on_resume="exact")
     reward_resource: Resource | None = key(None, "dedicated devices of the reward model", "奖励模型专用设备",
         on_resume="exact")
+    teacher_resource: Resource | None = key(None, "dedicated devices of the teachers; the actor's when unset",
+        "教师模型专用设备；不设时同 actor", on_resume="exact")
     critic_resource: Resource | None = key(None, "dedicated devices of the critic; the actor's when unset",
         "critic 专用设备；不设时同 actor", needs=_CRITIC, on_resume="exact")
     rollout_resource: Resource | None = key(None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.objective import Objective
+from mindspeed_rl.config.objective import ROLE_TEACHERS, Objective
 from mindspeed_rl.config.rules.violation import Violation, violate_range
 from mindspeed_rl.config.run import RunConfig
 
@@ -33,7 +33,8 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
         )
     scored_by_turns = rl.trajectory_reward != "none" and rl.agent_loop_name not in ("single_turn", "scheduler")
     scored_by_rules = rl.rule_reward and rl.verifier_function or scored_by_turns
-    if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
+    needs_no_score = rl.distillation.enabled and not rl.distillation.use_task_rewards
+    if not (needs_no_score or scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
         yield Violation(
             "some_reward",
             {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
@@ -119,6 +120,13 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or objective is None:
         return
     yield from algorithm_violations(rl, objective)
+    if cfg.stage == "ray_ppo" and not objective.has_critic:
+        yield Violation(
+            "ppo_critic",
+            {"megatron_training.stage": cfg.stage, "rl_config.adv_estimator": rl.adv_estimator},
+            f"megatron_training.stage ray_ppo trains a critic, and rl_config.adv_estimator {rl.adv_estimator} has none",
+            ({"rl_config.adv_estimator": "gae"}, {"megatron_training.stage": "ray_grpo"}),
+        )
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules report it, below 1 the range of the key
     if rl.num_generations is None and 0 < n < least:
@@ -331,4 +339,100 @@ def _second_names(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-OBJECTIVE_RULES = (_rewards, _algorithms, _second_names)
+_DISTILLATION = "rl_config.distillation"
+
+
+def _distillation(cfg: RunConfig) -> Iterator[Violation]:
+    """Check `rl_config.distillation`."""
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    keys, teachers = rl.distillation, rl.distillation.teacher_models
+    if not keys.enabled:
+        if rl.teacher_resource is not None or "teacher_config" in cfg.set_keys:
+            names = {"rl_config.teacher_resource": rl.teacher_resource, "teacher_config": cfg.teacher_config}
+            name = next(name for name, value in names.items() if value is not None)
+            yield Violation(
+                "teacher_without_distillation",
+                {name: "present", f"{_DISTILLATION}.enabled": False},
+                f"{name} is set but {_DISTILLATION}.enabled is false",
+            )
+        return
+
+    def violate(rule: str, name: str, text: str, **suggested: object) -> Violation:
+        value = getattr(keys, name)
+        changes = tuple({f"{_DISTILLATION}.{key}": other} for key, other in suggested.items())
+        return Violation(rule, {f"{_DISTILLATION}.{name}": value}, f"{_DISTILLATION}.{name} ({value}) {text}", changes)
+
+    if not teachers:
+        yield violate("some_teacher", "teacher_models", "must name a teacher: a folder of weights, `actor`, `ref` or http://...")
+    for name in ("teacher_keys", "teacher_weights"):
+        values = getattr(keys, name)
+        if values and len(values) != len(teachers):
+            yield violate("one_for_each_teacher", name, f"must have one entry for each of the {len(teachers)} teacher_models")
+    if len(set(keys.teacher_keys)) != len(keys.teacher_keys):
+        yield violate("one_teacher_each", "teacher_keys", "must differ: a row has one teacher")
+    if keys.teacher_keys and keys.teacher_weights:
+        yield violate(
+            "keys_or_weights", "teacher_weights", "has no place next to teacher_keys, which choose one teacher", teacher_weights=[]
+        )
+    if keys.teacher_weights and not any(keys.teacher_weights):
+        yield violate("some_weight", "teacher_weights", "must not all be 0")
+    if keys.loss_mode in ("k1", "kl") and not keys.use_policy_gradient:
+        yield violate(
+            "estimator_as_loss",
+            "loss_mode",
+            "as a loss has a gradient of 0 on average, whatever the teacher is; it is for use_policy_gradient",
+            loss_mode="k2",
+            use_policy_gradient=True,
+        )
+    is_server = [teacher.startswith(("http://", "https://")) for teacher in teachers]
+    if any(is_server) and not all(is_server):
+        yield violate("servers_alone", "teacher_models", "must be all servers, or none")
+    temperature = None if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
+    if any(is_server):
+        if (keys.teacher_temperature or temperature or 1.0) != 1.0:
+            yield violate(
+                "server_temperature",
+                "teacher_temperature",
+                f"must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling ({temperature})",
+                teacher_temperature=1.0,
+            )
+        if rl.teacher_resource is not None or "teacher_config" in cfg.set_keys:
+            yield violate("server_devices", "teacher_models", "are servers, for which teacher_resource and teacher_config mean nothing")
+    kept = cfg.actor_config.dataset_additional_keys
+    for name in ("teacher_prompt", *(("teacher_key",) if keys.teacher_keys else ())):
+        if (column := getattr(keys, name)) is not None and column not in kept:
+            yield Violation(
+                "teacher_columns",
+                {f"{_DISTILLATION}.{name}": column, "megatron_training.dataset_additional_keys": kept},
+                f"{_DISTILLATION}.{name} ({column}) must be among megatron_training.dataset_additional_keys "
+                f"({', '.join(kept) or 'none'}), the columns that rows keep",
+                ({"megatron_training.dataset_additional_keys": [*kept, column]},),
+            )
+    if keys.teacher_prompt is not None and rl.multi_turn_enable:
+        yield violate("teacher_prompt_turns", "teacher_prompt", "replaces the one prompt of a sample: it excludes multi_turn_enable")
+    roles = [teacher for teacher in teachers if teacher in ROLE_TEACHERS]
+    if "actor" in roles and keys.teacher_prompt is None:
+        yield violate(
+            "own_teacher",
+            "teacher_models",
+            "has the actor, which differs from itself only by teacher_prompt: name the column with the prompt that it reads",
+        )
+    if roles and rl.teacher_resource is not None:
+        yield violate("role_devices", "teacher_models", "has roles of the run, which are not on the devices of teacher_resource")
+    if "ref" in roles and (rl.share_backbone or cfg.placement.dedicated.get("ref")):
+        yield violate("reference_teacher", "teacher_models", "has ref, which must be a model on the actor's devices")
+    if not keys.use_task_rewards and (rl.dynamic_sample or rl.filter_groups_enable):
+        name = "dynamic_sample" if rl.dynamic_sample else "filter_groups_enable"
+        yield Violation(
+            "filter_without_rewards",
+            {f"rl_config.{name}": True, f"{_DISTILLATION}.use_task_rewards": False},
+            f"rl_config.{name} replaces groups by their rewards, which do not train: {_DISTILLATION}.use_task_rewards is false",
+            ({f"rl_config.{name}": False},),
+        )
+    if not keys.use_task_rewards and cfg.objective is not None and cfg.objective.has_critic:
+        yield violate("critic_without_rewards", "use_task_rewards", "leaves the critic nothing to learn; take another adv_estimator")
+
+
+OBJECTIVE_RULES = (_rewards, _algorithms, _second_names, _distillation)

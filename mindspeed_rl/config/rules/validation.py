@@ -146,16 +146,17 @@ _SHARED_LAYOUT = (
 
 
 def unavailable(cfg: RunConfig) -> list[str]:
-    """Return a sentence for each feature that the run file switches on and this version does not have.
+    """Return a sentence for each feature that the run file switches on and this version, or this run, does not have.
 
     `validate` accepts them, so that run files of MindSpeed-RL load; a run with them does not start.
     """
+    lacks = "not available in this version;"
     checks = [
-        (cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", "torch is the only backend"),
+        (cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", f"{lacks} torch is the only backend"),
         (
             cfg.actor_config.save is not None and cfg.actor_config.ckpt_format == "torch",
             "megatron_training.ckpt_format",
-            "training writes torch_dist; tools/convert_ckpt.py makes one file a rank of it",
+            f"{lacks} training writes torch_dist; tools/convert_ckpt.py makes one file a rank of it",
         ),
     ]
     if (rl := cfg.rl_config) is not None:
@@ -172,7 +173,7 @@ def unavailable(cfg: RunConfig) -> list[str]:
         critic = rl.critic_resource
         differs = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
         checks.append((differs, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
-        for role in ("ref", "critic", "reward"):
+        for role in ("ref", "critic", "reward", "teacher"):
             config = getattr(cfg, f"{role}_config")
             if config is None or cfg.placement.dedicated.get(role):
                 continue

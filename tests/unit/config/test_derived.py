@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.cli.explain import main
-from mindspeed_rl.config import RunConfig, build_run_config, validate
+from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import describe_learning_rate, find_warnings
 from mindspeed_rl.config.explain.plan_page import explain, render
 from mindspeed_rl.config.model_metadata import read_model_metadata
@@ -137,3 +137,61 @@ def test_a_file_that_would_be_refused_is_not_called_valid(tmp_path: Path, capsys
     needed = [f"megatron_training.{name}=x" for name in ("data_path", "tokenizer_name_or_path")]
     assert main([*words, *needed, "megatron_training.train_iters=3", "megatron_training.lr=1e-3"]) == 0
     assert capsys.readouterr().out.strip().endswith("valid")
+
+
+def algorithm(stage: str = "ray_grpo", **rl: Any) -> RunConfig:
+    """The same run with other keys of its algorithm; PPO has a critic."""
+    tree: dict[str, Any] = {
+        "platform": "cpu",
+        "megatron_training": {"stage": stage, "global_batch_size": 16, "micro_batch_size": 16, "bf16": False},
+        "critic_config": {"lr": 1e-4},
+        "rl_config": {"actor_resource": {"num_npus": 1}, "mini_batch_size": 4, "n_samples_per_prompt": 8, **rl},
+        "generate_config": {"dtype": "float32", "sampling_config": {"max_tokens": 16}},
+    }
+    return build_run_config(tree, config_name="test")
+
+
+def test_ppo_trains_a_critic_unless_that_is_contradicted() -> None:
+    objective = algorithm("ray_ppo").objective
+    assert objective is not None and objective.adv_estimator == "gae" and objective.has_critic
+    (violation,) = validate(algorithm("ray_ppo", adv_estimator="rloo"))
+    assert violation.rule == "ppo_critic" and "adv_estimator rloo" in str(violation)
+    assert violation.suggestions == ({"rl_config.adv_estimator": "gae"}, {"megatron_training.stage": "ray_grpo"})
+    other = algorithm().objective
+    assert other is not None and other.adv_estimator == "group_norm"
+
+
+def test_a_clip_ratio_of_one_side_acts_where_it_is_set() -> None:
+    def clips(**rl: Any) -> tuple[float, float]:
+        objective = algorithm(**rl).objective
+        assert objective is not None
+        return objective.clip_ratio_low, objective.clip_ratio_high
+
+    assert clips() == (0.2, 0.2)
+    assert clips(clip_ratio_high=0.28) == (0.2, 0.28)
+    assert clips(clip_ratio_low=0.1, clip_ratio=0.15) == (0.1, 0.15)
+    assert clips(clip_ratio_low=0.1, clip_ratio_high=0.3) == (0.1, 0.3)
+    assert clips(clip_ratio_high=0.28, clip_higher_enable=False) == (0.2, 0.2)
+    off = find_warnings(algorithm(clip_ratio_high=0.28, clip_higher_enable=False))
+    assert "rl_config.clip_ratio_high: no effect in this run, because clip_higher_enable is false" in off
+
+
+def test_a_filter_of_groups_works_with_the_rewards_and_sizes_of_the_run() -> None:
+    def filter_keys(**rl: Any) -> tuple[object, ...]:
+        cfg = algorithm(filter_groups_enable=True, **rl)
+        assert validate(cfg) == [] and cfg.rl_config is not None
+        keys = cfg.rl_config
+        return keys.filter_groups_metric, keys.filter_groups_train_batch_size, keys.filter_groups_max_batches
+
+    several = {"verifier_function": ["format", "acc"], "verifier_weight": [1.0, 1.0]}
+    assert filter_keys(verifier_function=["gsm8k"]) == ("gsm8k", 16, 10)
+    assert filter_keys(**several) == ("acc", 16, 10)
+    assert filter_keys(**several, filter_groups_metric="format", filter_groups_train_batch_size=4) == ("format", 4, 10)
+    assert filter_keys(verifier_function=["gsm8k"], filter_groups_max_batches=3) == ("gsm8k", 16, 3)
+    page = render(explain(algorithm(filter_groups_enable=True, verifier_function=["gsm8k"])))
+    assert "gsm8k  from the first reward function" in page
+
+
+def test_a_key_that_is_merely_missing_is_no_missing_feature() -> None:
+    (sentence,) = unavailable(algorithm(trainer_mode="async"))
+    assert "rl_config.rollout_resource" in sentence and "not available" not in sentence

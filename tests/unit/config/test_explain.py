@@ -206,6 +206,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
             "hidden_dropout": 0.1,
         },
         rl_config={
+            "clip_higher_enable": False,
             "clip_ratio_low": 0.2,
             "kl_horizon": 10,
             "beta": 0.1,
@@ -223,6 +224,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         "megatron_training.save_interval": "save is not set",
         "megatron_training.hidden_dropout": "rl_config.dropout_in_update is false: rollout, old log-probs and reference have "
         "no dropout either",
+        "rl_config.clip_higher_enable": "each rollout makes one optimizer step, in which the ratio is 1",
         "rl_config.clip_ratio_low": "clip_higher_enable is false",
         "rl_config.kl_horizon": "kl_ctrl_type is fixed",
         "rl_config.beta": "without num_generations the coefficient is init_kl_coef",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
+from mindspeed_rl.cli.explain import main as explain
+from mindspeed_rl.cli.train import main as train
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 from mindspeed_rl.config.errors import unknown_value
@@ -116,3 +119,44 @@ def test_a_value_is_answered_with_its_name_here(key: str, value: object, here: s
 
 def test_a_value_of_no_project_is_answered_by_spelling() -> None:
     assert unknown_value("rl_config.adv_estimator", "grop_norm", ["group_norm", "gae"]).endswith("did you mean 'group_norm'?")
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "here"),
+    [
+        ("loss_type", "DAPO", "did you mean 'dapo'?"),
+        ("loss_type", "Dr.GRPO", "did you mean 'dr_grpo'?"),
+        ("loss_type", "rloo", "write rl_config.adv_estimator: rloo"),
+        ("adv_estimator", "DAPO", "write megatron_training.stage: ray_dapo"),
+        ("adv_estimator", "gspo", "write rl_config.loss_type: gspo"),
+        ("stage", "gspo", "write rl_config.loss_type: gspo"),
+        ("stage", "REINFORCE++", "write rl_config.adv_estimator: reinforce_plus_plus"),
+        ("trainer_mode", "ASYNC", "did you mean 'async'?"),
+    ],
+)
+def test_the_name_of_an_algorithm_is_answered_with_the_key_that_selects_it(key: str, written: str, here: str) -> None:
+    sentence = sentence_for(f"{'megatron_training' if key == 'stage' else 'rl_config'}.{key}", written)
+    assert sentence.endswith(here), sentence
+
+
+def test_a_key_of_several_groups_is_answered_by_the_one_that_trains() -> None:
+    for written in ("stage", "rl_config.stage"):
+        assert "the nearest known key is megatron_training.stage" in sentence_for(written, "ray_dapo")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--config-name", "x", "--lr", "1e-5"], "written without dashes: megatron_training.lr=VALUE"),
+        (["--config-name", "x", "--rl_config.clip-ratio=0.1"], "written without dashes: rl_config.clip_ratio=0.1"),
+        (["grpo_tiny_cpu"], "did you mean --config-name grpo_tiny_cpu?"),
+        (["--config_name", "x", "--config-name=x"], "the option is --config-name"),
+    ],
+)
+@pytest.mark.parametrize("command", [train, explain])
+def test_an_argument_in_the_wrong_form_is_answered_with_the_right_one(
+    command: Callable[[list[str]], int], words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command(words)
+    assert answer in capsys.readouterr().err

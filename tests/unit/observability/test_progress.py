@@ -26,6 +26,12 @@ def test_the_line_names_what_matters_and_where_the_time_went():
     )
 
 
+def test_the_seconds_of_an_iteration_name_every_phase_that_ran():
+    timers = {"rollout": 4.0, "rule_reward": 1.5, "reference_model": 0.5, "adv": 0.25, "update": 2.0, "update_weights": 0.75}
+    line = _format_metrics(1, 2, {"timing/all": 9.0} | {f"timing/{name}": seconds for name, seconds in timers.items()})
+    assert line.endswith("9.00 s (rollout 4.00, reward 1.50, ref 0.50, adv 0.25, update 2.00, push 0.75)")
+
+
 def test_a_pipe_gets_plain_lines_without_control_characters():
     pipe = io.StringIO()
     seconds = iter([0.0, 2.0, 4.0])

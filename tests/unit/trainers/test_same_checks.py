@@ -130,7 +130,9 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         _keys("rl_config.use_dynamic_bsz=true", "rl_config.max_packing_token_size=23"),
         r"max_packing_token_size \(23\) must be at least 24",
     ),
-    "groups that cannot fill": (_keys(*_FILTER, "rl_config.filter_groups_train_batch_size=16"), "never fills"),
+    "groups that cannot fill": (
+        _keys(*_FILTER, "rl_config.filter_groups_train_batch_size=16", "rl_config.filter_groups_max_batches=1"), "never fills",
+    ),
     "groups of one": (
         _keys(*_FILTER, "rl_config.n_samples_per_prompt=1", "rl_config.adv_estimator=reinforce_plus_plus"),
         "none does",
