@@ -9,10 +9,16 @@ from typing import Literal
 from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from mindspeed_rl.catalogue.records import Algorithm, Bounds, Level, Scale
 from mindspeed_rl.config.keys.deadlines import DeadlineKeys, FaultTolerance
+from mindspeed_rl.config.keys.ignored import AnyGroup
 from mindspeed_rl.config.keys.schema import Needs, Range, key
 
 #: agent loop -> the key that it needs
-AGENT_LOOP_KEYS = {"environment": "environment", "scheduler": "multi_turn_scheduler", "tool_agent": "tool_config_path"}
+AGENT_LOOP_KEYS = {
+    "program": "agent",
+    "environment": "environment",
+    "scheduler": "multi_turn_scheduler",
+    "tool_agent": "tool_config_path",
+}
 # fmt: off
 _CRITIC = ("adv_estimator", tuple(name for name, record in ADVANTAGES.items() if "values" in record.needs))
 _RULES = ("rule_reward", (True,))
@@ -261,7 +267,8 @@ class _AdvantageKeys:
 
     # text, not a Literal, like every name of an algorithm: a plug-in is module:NAME
     adv_estimator: str = key("group_norm", "advantage estimator; when omitted in stage ray_ppo: gae",
-        "优势如何计算；阶段 ray_ppo 不写时为 gae", names=tuple(ADVANTAGES), elsewhere="advantage_estimator", upstream=("group_norm and gae only", "只有 group_norm 与 gae"),
+        "优势如何计算；阶段 ray_ppo 不写时为 gae", names=tuple(ADVANTAGES), elsewhere="advantage_estimator",
+        upstream=("group_norm and gae only", "只有 group_norm 与 gae"),
         on_resume="exact")
     scale_rewards: Scale = key("group", "rewards whose spread divides the centred rewards",
         "中心化后的奖励除以什么范围的离散度", on_resume="exact")
@@ -307,7 +314,8 @@ class _LossKeys:
         elsewhere="epsilon_low", on_resume="exact")
     clip_ratio_high: float = key(0.1,
         "the ratio is clipped at 1 + this; the cap itself for cispo_cap; when only clip_ratio_low is set: clip_ratio",
-        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身；只设了 clip_ratio_low 时同 clip_ratio", needs=_CLIP_HIGHER, elsewhere="epsilon_high eps_clip_high",
+        "比值在 1 + 此值处截断；cispo_cap 时即为上限本身；只设了 clip_ratio_low 时同 clip_ratio", needs=_CLIP_HIGHER,
+        elsewhere="epsilon_high eps_clip_high",
         on_resume="exact")
     clip_ratio_c: float | None = key(None, "dual clip: bound of the loss for negative advantages, above 1; off when unset",
         "双重截断：负优势时损失的界，大于 1；不设为关闭", elsewhere="eps_clip_c", on_resume="exact")
@@ -517,7 +525,8 @@ class _RewardKeys:
         "一次迭代最多的 rollout 数；0 或更小：不限；不写时：10", range=Bounds(-1, 10**6), needs=_FILTER,
         elsewhere="filter_groups.max_num_gen_batches", on_resume="exact")
     filter_groups_train_batch_size: int = key(1,
-        "prompts on which an iteration trains; when omitted: those of a rollout", "一次迭代训练的 prompt 数；不写时：一次 rollout 的",
+        "prompts on which an iteration trains; when omitted: those of a rollout",
+        "一次迭代训练的 prompt 数；不写时：一次 rollout 的",
         range=Range.ROWS, needs=_FILTER, on_resume="exact")
     dynamic_sample: bool = key(False, "replace groups whose advantages are 0, because rewards do not vary, by new ones",
         "奖励没有差异、因而优势为 0 的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
@@ -538,17 +547,39 @@ class _RewardKeys:
 
 
 @dataclass(kw_only=True)
+class AgentKeys:
+    """A program with a loop of its own, which plays each sample; docs/agents.md, section Programs."""
+
+    command: list[str] = key([], "words of the program's command; {column} stands for a column of the row",
+        "程序命令的各个词；{column} 代表该行的一列", on_resume="in_flight")
+    url: str | None = key(None, "service on this machine that plays a sample for each POST, in place of a command",
+        "代替命令：本机上的服务，每个 POST 跑一个样本", on_resume="in_flight")
+    env: AnyGroup | None = key(None, "environment variables of the program, in addition to its address; {column} as in command",
+        "程序的环境变量（地址之外）；{column} 同 command", needs=("command", "set"), on_resume="in_flight")
+    grader: list[str] = key([],
+        "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1 and 1 is 0, or a last "
+        "line of JSON has `reward`",
+        "程序结束后在样本文件夹中打分的命令：退出码 0 得 1 分、1 得 0 分，或最后一行 JSON 中有 `reward`",
+        needs=("command", "set"), on_resume="in_flight")
+    timeout_s: float = key(1800.0, "seconds of one sample", "一个样本的秒数", range=Range.WAIT_S, on_resume="in_flight")
+    memory_gib: float = key(4.0, "memory of the processes of one sample", "一个样本的进程可用的内存",
+        range=Bounds(0, 1e4, excludes_low=True, default=4), needs=("command", "set"), on_resume="in_flight")
+    max_parallel: int = key(16, "samples that are played at once by a rollout process", "一个推理进程同时跑的样本数",
+        range=Range.PROCESSES, on_resume="in_flight")
+
+
+@dataclass(kw_only=True)
 class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
 
     multi_turn_enable: bool = key(False, "samples of several turns, by an agent loop", "由智能体循环生成多轮样本",
         elsewhere="multi_turn.enable", on_resume="in_flight")
     agent_loop: str | None = key(None,
-        "loop that generates a sample, by name or module:Class; by default environment, scheduler or tool_agent where "
-        "environment, multi_turn_scheduler or tool_config_path is set, else single_turn",
-        "样本如何生成：名称或 module:Class；不设时：设了 environment、multi_turn_scheduler 或 tool_config_path 就用 "
-        "environment、scheduler 或 tool_agent，否则 single_turn",
-        names=("single_turn", "tool_agent", "scheduler", "environment"), needs=_TOOLS, elsewhere="default_agent_loop",
+        "loop that generates a sample, by name or module:Class; by default program, environment, scheduler or tool_agent "
+        "where agent, environment, multi_turn_scheduler or tool_config_path is set, else single_turn",
+        "样本如何生成：名称或 module:Class；不设时：设了 agent、environment、multi_turn_scheduler 或 tool_config_path 就用 "
+        "program、environment、scheduler 或 tool_agent，否则 single_turn",
+        names=("single_turn", "tool_agent", "scheduler", "environment", "program"), needs=_TOOLS, elsewhere="default_agent_loop",
         on_resume="in_flight")
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset",
         "一个样本中模型的轮数；不设时能放多少轮就多少轮", range=Bounds(1, 10**6), needs=_TOOLS, elsewhere="max_assistant_turns",
@@ -558,6 +589,8 @@ class _ToolKeys:
         "names one under environment, with args, python and timeout_s; or a name in envs of a file in external_plugins",
         "环境的 module:Class，有 reset、step 与 close；或该库的 verifiers:NAME；或一个 YAML 文件，在 environment 下指定其一，"
         "另有 args、python 与 timeout_s；或 external_plugins 文件里 envs 中的名字", needs=_TOOLS, on_resume="in_flight")
+    agent: AgentKeys | None = key(None, "a program with a loop of its own, which plays each sample at an address of its own",
+        "自带循环的程序：每个样本由它通过专属地址完成", needs=_TOOLS, on_resume="in_flight")
     multi_turn_scheduler: str | None = key(None,
         "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them, or a name in "
         "multi_turns of a file in external_plugins",
@@ -569,9 +602,10 @@ class _ToolKeys:
         "工具与环境给的分中哪些加入奖励：各轮的、最终状态的", needs=_TOOLS, on_resume="in_flight")
     trajectory_reward_weight: float = key(1.0, "its weight", "它的权重", range=Range.WEIGHT, needs=_TOOLS,
         on_resume="in_flight")
-    verifier_reads: Literal["response", "last_turn"] = key("response",
-        "part of a sample of several turns that reward functions read: all of it, with replies of tools, or the model's last "
-        "turn", "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），或模型的最后一轮", needs=_TOOLS, on_resume="in_flight")
+    verifier_reads: Literal["response", "last_turn", "output"] = key("response",
+        "part of a sample of several turns that reward functions read: all of it, with replies of tools, the model's last "
+        "turn, or the output of the program of `agent`",
+        "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），模型的最后一轮，或 `agent` 程序的输出", needs=_TOOLS, on_resume="in_flight")
     tool_config_path: str | None = key(None, "YAML list of tools", "工具的 YAML 列表", needs=_TOOLS, on_resume="order")
     tool_parser_format: str | None = key(None, "format of calls; by default that of the template prompt_type, else hermes",
         "调用的写法；默认按 prompt_type 的模板，否则为 hermes", needs=_TOOLS, elsewhere="multi_turn.format",
