@@ -18,6 +18,7 @@ Scope = Literal["train", "rollout"]
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): (
+        "mindspeed_rl.adaptors.torchvision_cpu",
         "mindspeed_rl.adaptors.cpu_products",
         "mindspeed_rl.adaptors.cpu_halves",
         "mindspeed_rl.adaptors.gloo_devices",
@@ -25,6 +26,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
     ("cpu", "rollout"): (
+        "mindspeed_rl.adaptors.torchvision_cpu",
         "mindspeed_rl.adaptors.cpu_products",
         "mindspeed_rl.adaptors.cpu_halves",
         "mindspeed_rl.adaptors.gloo_devices",
@@ -37,6 +39,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
         "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
     ),
     ("npu", "train"): (
@@ -48,6 +51,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
         "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
     ),
     ("cuda", "train"): (
@@ -58,6 +62,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_log_probs",
+        "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
     ),
 }
@@ -108,6 +113,12 @@ def configure(config: MegatronConfig) -> None:
 def fused_attention() -> ModuleType | None:
     """Return the module of the platform's `causal_attention`, `packed_attention` and `ring_attention`, None without one."""
     return _find_module("fused_attention")
+
+
+def tower_attention() -> str:
+    """Return the name under which transformers finds the attention of vision towers, registered for this platform."""
+    module = _find_module("tower_attention")
+    return "sdpa" if module is None else module.tower_attention()
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:

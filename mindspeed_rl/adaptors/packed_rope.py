@@ -23,6 +23,13 @@ from mindspeed_rl import platform
 
 #: boundaries -> positions of their tokens, where these are not all tokens between them
 _positions_of_computed = WeakTensorKeyDictionary()
+#: boundaries whose tokens come with their own angles
+_with_own_angles = WeakTensorKeyDictionary()
+
+
+def expect_angles(cu_seqlens: Tensor) -> None:
+    """Take the angles that come with these very boundaries as those of the tokens, one row each, and not as a table."""
+    _with_own_angles[cu_seqlens] = True
 
 
 def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
@@ -95,6 +102,8 @@ def adapt(module: Any) -> None:
             "multi_latent_attention": multi_latent_attention,
             "mscale": mscale,
         }
+        if cu_seqlens in _with_own_angles:
+            return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **settings).squeeze(1)
         # an error, boundaries of another caller, or a table of all tokens instead of positions
         if cp_group is None or not cu_seqlens.is_cpu or (len(cu_seqlens) > 2 and freqs.size(0) == cu_seqlens[-1]):
             return original(t, cu_seqlens, freqs, cp_group=cp_group, **settings)

@@ -20,7 +20,7 @@ It can go when vLLM's CPU runner has steps of its own between turns; `tests/unit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -206,19 +206,21 @@ class _Turn:
 _seeds: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
 
-def _next_seeds(generators: Iterable[torch.Generator | None]) -> list[int]:
-    """Return the next seed of each: what a call for one at a time would give. None is torch's own generator."""
-    result = []
-    for generator in generators:
-        if generator is None:
-            result.append(int(torch.randint(0, 2**31, ())))
-            continue
-        waiting = _seeds.get(generator)
-        if not waiting:
-            waiting = torch.randint(0, 2**31, (_SEEDS_AT_ONCE,), generator=generator).tolist()[::-1]
-            _seeds[generator] = waiting
-        result.append(waiting.pop())
-    return result
+def take_seeds(generator: torch.Generator | None, count: int) -> list[int]:
+    """Return the next seeds of a generator: what calls for one at a time would give. None is torch's own generator."""
+    if generator is None:
+        return torch.randint(0, 2**31, (count,)).tolist()
+    waiting = _seeds.setdefault(generator, [])
+    while len(waiting) < count:
+        waiting[:0] = torch.randint(0, 2**31, (_SEEDS_AT_ONCE,), generator=generator).tolist()[::-1]
+    taken, waiting[-count:] = waiting[: -count - 1 : -1], []
+    return taken
+
+
+def return_seeds(generator: torch.Generator | None, seeds: Sequence[int]) -> None:
+    """Give back seeds that no token has had; they are the next ones again, in this order."""
+    if generator is not None:
+        _seeds[generator].extend(reversed(seeds))
 
 
 def _sample_in_bulk(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +238,7 @@ def _sample_in_bulk(original: Callable[..., Any]) -> Callable[..., Any]:
             given = logits
         elif self.logprobs_mode == "processed_logprobs":
             given = logits.log_softmax(dim=-1, dtype=torch.float32)
-        seeds = torch.tensor(_next_seeds(generators.get(number) for number in range(len(logits))))
+        seeds = torch.tensor([take_seeds(generators.get(number), 1)[0] for number in range(len(logits))])
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), given
 
     return forward_cpu

@@ -19,8 +19,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: classes of text models, all of vLLM's module `qwen3_5`
-_CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+#: classes of text models, all of vLLM's module `qwen3_5`; then those of images, for which this process has torchvision itself
+_CLASSES = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _PACKAGE = "torchvision"
 
 
@@ -71,7 +79,7 @@ def apply() -> None:
     base: Any = registry._LazyRegisteredModel
 
     class ImportedHere(base):
-        """A class that is imported in this process, with the stand-in."""
+        """A class that is imported in this process, with the stand-in or with torchvision."""
 
         def inspect_model_cls(self) -> object:
             return registry._ModelInfo.from_model_cls(self.load_model_cls())

@@ -12,10 +12,16 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
 
+#: "1" in the environment of all processes of a run whose model reads images: libraries are imported by it
+VISION_VARIABLE = "MINDSPEED_RL_VISION"
 #: width of a head where config.json has no head_dim and the model type does not derive it from hidden_size
 _HEAD_SIZES = {
     "qwen3": 128,
     "gemma2": 256,
+    "gemma3_text": 256,
+    "ernie4_5": 128,
+    "minimax_m2": 128,
+    "seed_oss": 128,
     "glm4": 128,
     "qwen3_next": 256,
     "qwen3_5_text": 256,
@@ -72,6 +78,16 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
             if config := _read(folder / "config.json"):
                 return ModelMetadata(str(name), _read_shape(str(name), folder, config))
     return None
+
+
+def reads_images(role: MegatronConfig) -> bool:
+    """Return True where the model that the keys of a role name is one of images."""
+    for name in (role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path):
+        start = Path(name or "").expanduser()
+        for folder in (start, start / HF_FILES) if name else ():
+            if config := _read(folder / "config.json"):
+                return "vision_config" in config and "image_token_id" in config
+    return False
 
 
 def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> EngineShape:

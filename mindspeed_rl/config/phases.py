@@ -126,6 +126,14 @@ class Phases:
         columns=("ref_log_probs",),
         dispatch_key="ref_dispatch_size",
     )
+    TEACHER_LOG_PROBS = Phase(
+        "compute_teacher_log_probs",
+        deadline="log_probs",
+        timer="teacher_model",
+        memory="teacher pass",
+        consumer="teacher_log_prob",
+        columns=("teacher_log_probs", "teacher_ids"),
+    )
     VALUES = Phase(
         "compute_values",
         deadline="log_probs",
@@ -179,13 +187,16 @@ def name_routed_column(stage: int) -> str:
     return f"routed_experts_{stage}"
 
 
-def list_worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
+def list_worker_columns(cfg: RunConfig | None = None, *, images: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the columns that workers put into the data plane, by phase as a consumer; phases that only read put none.
 
     Args:
         cfg: adds the columns of its router replay; None for the columns of every run.
+        images: adds the column of a model of images.
     """
     columns = {phase.consumer: phase.columns for phase in _ALL if phase.consumer}
+    if images:
+        columns[Phases.GENERATE.consumer] += ("images",)
     if cfg is not None and cfg.rl_config is not None:
         source = _ROUTING_FROM.get(cfg.rl_config.router_replay.mode)
         if source is not None:

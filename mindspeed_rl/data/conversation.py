@@ -102,11 +102,13 @@ class Conversation:
     """Messages that alternate between SOURCE_ROLES and _TARGET_ROLES, starting with a source.
 
     A conversation that ends with a source is a prompt. `system` None means the template's default, "" an empty system prompt.
+    `images` are references, in the order of their places in the text.
     """
 
     messages: Sequence[Message]
     system: str | None = None
     tools: Sequence[JsonObject] = field(default=())
+    images: tuple[str, ...] = ()
 
     @property
     def num_hf_messages(self) -> int:

@@ -8,14 +8,20 @@ from typing import TypedDict
 
 import numpy as np
 
+from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages
 from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns
 
 
-class InstructionSample(TypedDict):
+class _WithImages(TypedDict, total=False):
+    images: tuple[StoredImage, ...]
+
+
+class InstructionSample(_WithImages):
     """One row of supervised tuning.
 
     input_ids, labels: [tokens] int64, padding cut off; labels are unshifted, IGNORE_INDEX where nothing is learnt.
     sample_lengths: [samples] int64, the lengths of the samples in a pack; they add up to `tokens`. One entry for a plain row.
+    images: of all samples, in the order of their tokens; for a model of images.
     """
 
     input_ids: np.ndarray
@@ -34,6 +40,7 @@ class InstructionDataset:
         seq_length: rows longer than this are cut at the end when read; None reads full rows.
         splits_packs: keep the samples of a plain pack separate; `check_sample_lengths` has passed.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
+        image_rules: of a model with images.
 
     Raises:
         ValueError: see `IndexedColumns`.
@@ -46,12 +53,14 @@ class InstructionDataset:
         seq_length: int | None = None,
         pad_id: int | None = None,
         splits_packs: bool = False,
+        image_rules: ImageRules | None = None,
     ) -> None:
         columns = ("input_ids", "attention_mask", "labels")
         self._rows = IndexedColumns(prefix, columns, same_length=[columns])
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._splits_packs = splits_packs
+        self._images = None if image_rules is None else StoredImages.open(prefix, image_rules, self._rows)
         #: [rows] int32: stored tokens per row, padding included, without reading the rows
         self.lengths = self._rows.lengths("input_ids")
 
@@ -98,7 +107,11 @@ class InstructionDataset:
             ends = np.append(ends[ends < end], end)
         else:
             ends = np.array([end])
-        return InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=np.diff(ends, prepend=0).astype(np.int64))
+        sample_lengths = np.diff(ends, prepend=0).astype(np.int64)
+        sample = InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=sample_lengths)
+        if self._images is not None:
+            sample["images"] = self._images.row(index)
+        return sample
 
 
 class PreferencePair(TypedDict):

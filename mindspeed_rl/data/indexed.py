@@ -30,6 +30,8 @@ IGNORE_INDEX = -100
 #: column of a pack: the lengths of its samples
 SAMPLE_LENGTHS = "sample_lengths"
 SUFFIXES = (".bin", ".idx")
+#: indexed columns of a dataset with images: encoded bytes of a row's images and a zero, and their number, bytes and grids
+IMAGE_BYTES, IMAGE_SIZES = "images", "image_sizes"
 #: tokens that are checked together, and how often at most
 _CHECKED_TOKENS, _CHECKED_CHUNKS = 1 << 22, 256
 #: types of tokens by their code in an index
@@ -53,6 +55,11 @@ def _megatron() -> ModuleType:
         return megatron_datasets.indexed_dataset()
 
 
+def column_type(column: str) -> type[np.uint8 | np.int32]:
+    """Return the type of the values of a column."""
+    return np.uint8 if column == IMAGE_BYTES else np.int32
+
+
 def column_prefix(prefix: str | Path, column: str, *, packed: bool = True) -> str:
     """Return the path without suffix of a column; `packed` of a tuning or RL dataset, else of a text key of pretraining."""
     return f"{prefix}{'_packed' if packed else ''}_{column}_document"
@@ -61,10 +68,11 @@ def column_prefix(prefix: str | Path, column: str, *, packed: bool = True) -> st
 class IndexedWriter:
     """Writer of one `.bin/.idx` pair; `close` writes the `.idx`, without which the `.bin` cannot be read."""
 
-    def __init__(self, path_prefix: str | Path) -> None:
+    def __init__(self, path_prefix: str | Path, column: str = "") -> None:
+        """Open the `.bin`; a `column` of bytes has another type than one of tokens."""
         self._module = _megatron()
         self.path_prefix = str(path_prefix)
-        self._builder: Any = self._module.IndexedDatasetBuilder(self.path_prefix + ".bin", dtype=np.int32)
+        self._builder: Any = self._module.IndexedDatasetBuilder(self.path_prefix + ".bin", dtype=column_type(column))
         # The builder keeps Python lists: about 100 bytes a row. These need 12.
         self._builder.sequence_lengths = array("i")
         self._builder.document_indices = array("q", [0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +15,19 @@ import numpy as np
 
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
-from mindspeed_rl.data.handlers.base import HandlerSettings
-from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
-from mindspeed_rl.data.indexed import IGNORE_INDEX, TEXT_BYTES, IndexedColumns, list_packed_columns
+from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
+from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler, as_text
+from mindspeed_rl.data.images import (
+    IMAGES,
+    ImageReader,
+    ImageRules,
+    References,
+    StoredImages,
+    is_embedded,
+    read_image,
+    read_references,
+)
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
@@ -24,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
+#: column of the tokens of the prompt that teachers read in place of the student's
+TEACHER_PROMPT_IDS = "teacher_prompt_ids"
 #: prefix of names of datasets at the Hugging Face hub
 HUB = "hf://"
 
@@ -47,7 +61,8 @@ class PromptSettings:
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
-    can write them; a row's own take their place.
+    can write them; a row's own take their place. image_rules are those of a model of images, image_folder has the images of
+    relative paths.
     """
 
     prompt_type: str | None = None
@@ -58,6 +73,8 @@ class PromptSettings:
     on_bad_row: str = "error"
     system_prompt: str | None = None
     tools: tuple[Mapping[str, object], ...] = ()
+    image_rules: ImageRules | None = None
+    image_folder: str | None = None
 
 
 class PromptDataset:
@@ -79,6 +96,7 @@ class PromptDataset:
     ) -> None:
         """Select the rows; `first` is the row of `lengths[0]`, `note` is added to the description."""
         self._note = note
+        self._added: dict[int, dict[str, object]] = {}  # columns, by index of the row
         self._rows = rows
         # strictly below, as upstream filters
         self._row_indices = np.flatnonzero(lengths < max_prompt_length)
@@ -97,7 +115,51 @@ class PromptDataset:
         return len(self._row_indices)
 
     def __getitem__(self, index: int) -> PromptItem:
-        return self._rows[int(self._row_indices[index]) + self._first]
+        row = int(self._row_indices[index])
+        item = self._rows[row + self._first]
+        return item if row not in self._added else PromptItem(**item | {"columns": item["columns"] | self._added[row]})
+
+    def add_prompts(self, column: str, tokenizer: PreTrainedTokenizerBase, settings: PromptSettings) -> None:
+        """Give each row the column TEACHER_PROMPT_IDS: the tokens of another column's text or messages as a prompt.
+
+        Raises:
+            ValueError: a row has no such prompt.
+        """
+        template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
+        columns = {"prompt": column, "query": "", "response": column, "system": "", "history": ""}
+        handler = Math17kAlpacaStyleInstructionHandler(
+            HandlerSettings(
+                tokenizer=tokenizer, template=template, map_keys=columns, enable_thinking=settings.enable_thinking
+            )
+        )
+        renderings, wheres = [], [self.where(index) for index in range(len(self))]
+        for index, where in enumerate(wheres):
+            value = self[index]["columns"].get(column)
+            with contextlib.suppress(ValueError):  # files of `preprocess` have messages as text
+                value = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+            try:
+                conversation = handler.conversation({column: value})
+            except MalformedRowError as error:
+                raise ValueError(f"{where}: column {column!r} is no prompt of a teacher: {error}") from error
+            if conversation.system is None and settings.system_prompt:
+                conversation = replace(conversation, system=settings.system_prompt)
+            renderings.append(handler.render_conversation(conversation))
+        self._added = {}
+        for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
+            if isinstance(turns, MalformedRowError):
+                raise ValueError(f"{wheres[index]}: column {column!r} is no prompt of a teacher: {turns}")
+            tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+            self._added[int(self._row_indices[index])] = {TEACHER_PROMPT_IDS: tokens}
+
+    def count_images(self) -> np.ndarray:
+        """Count the images of every prompt, [prompts] int64."""
+        rows = self._rows.num_images
+        return np.zeros(len(self), np.int64) if rows is None else rows[self._row_indices + self._first]
+
+    def store_images(self, path: Path) -> None:
+        """Write images that are part of their rows to a file, of which the prompts keep references."""
+        if isinstance(self._rows, _RawPrompts):
+            self._rows.store_images(path)
 
     def where(self, index: int) -> str:
         """Return file and row of a prompt, for messages."""
@@ -138,17 +200,30 @@ class PromptDataset:
 class _IndexedPrompts:
     """Prompts in `<prefix>_packed_*` files; the other columns hold bytes of text, or (in older files) tokens to decode."""
 
-    def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str] | None) -> None:
-        keys = additional_keys or ()
+    def __init__(
+        self,
+        prefix: str,
+        tokenizer: PreTrainedTokenizerBase,
+        additional_keys: Sequence[str] | None,
+        image_rules: ImageRules | None,
+    ) -> None:
+        keys = [key for key in additional_keys or () if image_rules is None or key != IMAGES]
         self.rows = IndexedColumns(prefix, ["input_ids", *keys])
         self._prefix = prefix
         self._tokenizer = tokenizer
         self._extra = [key for key in keys if key != LABELS]
+        self._has_images = image_rules is not None
+        self._images = None if image_rules is None else StoredImages.open(prefix, image_rules, self.rows)
         # An SFT dataset has labels too, but as a mask over input_ids.
         has_labels = LABELS in self.rows.columns
         self._has_label = has_labels and IGNORE_INDEX not in self.rows.row(0, LABELS)
         if LABELS in keys and not self._has_label:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
+
+    @property
+    def num_images(self) -> np.ndarray | None:
+        """Number of images of every row; None where there are none."""
+        return None if self._images is None else np.array([self.rows.row(i, IMAGE_SIZES)[0] for i in range(len(self.rows))])
 
     def where(self, index: int) -> str:
         return f"{self._prefix}, row {index}"
@@ -163,6 +238,8 @@ class _IndexedPrompts:
     def __getitem__(self, index: int) -> PromptItem:
         columns: dict[str, object] = {name: self._text(index, name) for name in self._extra}
         label = self._text(index, LABELS) if self._has_label else None
+        if self._has_images:
+            columns[IMAGES] = References(image.key for image in self._images.row(index)) if self._images else References()
         return PromptItem(prompt_ids=self.rows.row(index, "input_ids").tolist(), label=label, columns=columns)
 
 
@@ -174,6 +251,27 @@ class _RawPrompts:
         self._labels: list[str | None] = []
         self._columns: list[dict[str, object]] = []
         self._origins: list[tuple[str, int]] = []  # file and row
+
+    @property
+    def num_images(self) -> np.ndarray | None:
+        """Number of images of every row."""
+        return np.array([len(read_references(columns)) for columns in self._columns], np.int64)
+
+    def store_images(self, path: Path) -> None:
+        """Write images that are part of their rows to a file, each once."""
+        stored: dict[str, str] = {}
+        embedded = {one: None for columns in self._columns for one in read_references(columns) if is_embedded(one)}
+        if not embedded:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            for reference in embedded:
+                data = read_image(reference)
+                stored[reference] = f"{path.absolute()}#{file.tell()}+{len(data)}"
+                file.write(data)
+        for columns in self._columns:
+            if references := read_references(columns):
+                columns[IMAGES] = References(stored.get(one, one) for one in references)
 
     def append(self, tokens: Sequence[int], values: Mapping[str, object], origin: tuple[str, int]) -> None:
         self.tokens.append(np.array(tokens, dtype=np.int32))
@@ -214,7 +312,7 @@ def open_prompts(
     check_prompt_files(data_path)
     data_path, start, stop = split_slice(str(data_path))
     if list_packed_columns(data_path):
-        indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys)
+        indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
     opened = open_hub(data_path.removeprefix(HUB)) if data_path.startswith(HUB) else open_source(data_path)
@@ -269,6 +367,8 @@ def _load_raw(
     if settings.enable_thinking == "true" and not template.can_think:
         raise ValueError(f"enable_thinking=true has no meaning for prompt_type={template.name!r}")
     rows = _RawPrompts()
+    rules = settings.image_rules
+    images = None if rules is None else ImageReader.build(rules, tokenizer, settings.image_folder)
     dropped: dict[str, int] = {}
     handler: PromptHandler | None = None
     to_skip = start
@@ -297,6 +397,7 @@ def _load_raw(
                     enable_thinking=settings.enable_thinking,
                     system_prompt=settings.system_prompt,
                     tools=settings.tools,
+                    images=images,
                 )
             )
             if not isinstance(reader, PromptHandler):
@@ -311,19 +412,23 @@ def _load_raw(
                 if isinstance(row, MalformedRowError):
                     raise row
                 draft = handler.render(row)
-                drafts.append((number, draft.renderings[0], draft.note))
+                drafts.append((number, draft))
             except MalformedRowError as error:
                 bad.append((number, error))
             except DroppedRowError as drop:
                 dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
-        encoded = handler.encoder.encode_renderings([rendering for _, rendering, _ in drafts])
+        encoded = handler.encoder.encode_renderings([draft.renderings[0] for _, draft in drafts])
         path = str(chunk.path)
-        for turns, (number, _, values) in zip(encoded, drafts, strict=True):
-            if isinstance(turns, MalformedRowError):
-                bad.append((number, turns))
-            else:
-                tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
-                rows.append(tokens, values, (path, number))
+        for turns, (number, draft) in zip(encoded, drafts, strict=True):
+            try:
+                (turns,) = raise_encoding_errors([turns])
+                turns, stored = handler.expand_images(draft, turns)
+            except MalformedRowError as error:
+                bad.append((number, error))
+                continue
+            tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+            values = draft.note if images is None else {**draft.note, IMAGES: References(image.key for image in stored)}
+            rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
             # rows that cannot be encoded come after all that cannot be rendered
             number, error = min(bad, key=lambda entry: entry[0])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,11 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.
     parts = []
     for name, tokens in columns.items():
         # other columns hold no tokens, or the same text once more
-        if name == "attention_mask" or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
+        if name in ("attention_mask", IMAGE_BYTES) or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
+            continue
+        if name == IMAGE_SIZES:
+            grids = ", ".join(f"{rows} x {columns}" for _, _, rows, columns in np.reshape(tokens[1:], (-1, 4)))
+            parts.append(f"[images: {int(tokens[0])}{f'; patches {grids}' if grids else ''}]")
             continue
         labels = None
         if name.endswith("input_ids"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +103,12 @@ def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     if token_id is None or token_id == tokenizer.unk_token_id and token != tokenizer.unk_token:
         raise ValueError(f"the tokenizer has no token {token!r}, which the chat template ends its turns with")
     tokenizer.eos_token = token
+
+
+def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
+    """Return 12 digits that differ for other tokens, and for the same tokens with other ids."""
+    listed = "\n".join(f"{index} {token!r}" for token, index in sorted(vocabulary.items()))
+    return hashlib.sha256(listed.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, text: str, key: str) -> int:

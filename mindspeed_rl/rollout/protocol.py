@@ -125,11 +125,13 @@ class PartialResponse:
     Attributes:
         seed: of the response.
         partial: the tokens that it has; None for a new one.
+        images: of the prompt; see `Sampling`.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
     partial: Generated | None
+    images: tuple[str, ...] = ()
 
 
 class RolloutEngine(Protocol):

@@ -57,10 +57,12 @@ class TokenSequence:
 
     Attributes:
         prompt_ids: tokens before the first one that is sampled here.
+        images: references of its images, in the order of their tokens.
     """
 
     prompt_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
+    images: tuple[str, ...] = ()
 
     @property
     def is_sampled(self) -> bool:
@@ -91,6 +93,7 @@ class Trajectory:
         metrics: by name, such as tool_call_num. A name with a slash counts events, which a batch adds up; of the others it
             has mean, largest and smallest.
         failure: the reason why it failed; "" where it did not. A failed trajectory has no score.
+        output: of a program, for reward functions; None where no program ran.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -99,11 +102,12 @@ class Trajectory:
     final_reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+    output: str | None = None
 
     @classmethod
-    def from_response(cls, prompt_ids: Sequence[int], response: Generated) -> Trajectory:
-        """Return the trajectory of a prompt and its one response."""
-        return cls((TokenSequence(tuple(prompt_ids), (Segment.from_generated(response),)),), response.finish)
+    def from_response(cls, prompt_ids: Sequence[int], response: Generated, images: tuple[str, ...] = ()) -> Trajectory:
+        """Return the trajectory of a prompt, with the images in it, and its one response."""
+        return cls((TokenSequence(tuple(prompt_ids), (Segment.from_generated(response),), images),), response.finish)
 
     def drop_routing(self) -> Trajectory:
         """Return it without routing, for readers of its tokens: routing is many times as long."""
@@ -131,6 +135,11 @@ class Trajectory:
     def segments(self) -> list[Segment]:
         """Segments of all sequences."""
         return [segment for sequence in self.sequences for segment in sequence.segments]
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """References of the images of all sequences, one sequence after the other."""
+        return tuple(image for sequence in self.sequences for image in sequence.images)
 
     @property
     def token_ids(self) -> list[int]:
@@ -185,4 +194,5 @@ class Trajectory:
             "turn_rewards": list(self.turn_rewards),
             "final_reward": self.final_reward,
             "trajectory_failure": self.failure,
+            **({} if self.output is None else {"output": self.output}),
         }

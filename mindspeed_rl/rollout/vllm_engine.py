@@ -27,10 +27,12 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
     EngineArguments,
     build_engine_arguments,
+    build_prompt,
     build_sampling_params,
     use_socket_folder,
 )
@@ -62,6 +64,7 @@ class VllmEngine:
         sampling: of training responses.
         weight_version: of the loaded weights, -1 before the first ones.
         hooks: of the platform.
+        image_rules: of a model of images; None for one of text.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class VllmEngine:
         run_id: str,
         kv_bytes_per_token: int,
         engine_arguments: EngineArguments | None = None,
+        image_rules: ImageRules | None = None,
     ) -> None:
         """Build the engine with dummy weights; `load_weights` must come before the first `generate`.
 
@@ -83,10 +87,11 @@ class VllmEngine:
             run_id: unique to the run and equal on all its ranks.
             kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
             engine_arguments: arguments of vLLM that replace those made here.
+            image_rules: of a model of images.
         """
         self.hooks = adaptors.engine_hooks()
         self.hooks.before_build(run_id)
-        self.sampling = sampling
+        self.sampling, self.image_rules = sampling, image_rules
         distributed = torch.distributed.is_initialized()
         self.layout = RolloutLayout.from_config(config, torch.distributed.get_world_size() if distributed else 1)
         arguments = build_engine_arguments(
@@ -96,6 +101,7 @@ class VllmEngine:
             self.layout,
             kv_bytes_per_token=kv_bytes_per_token,
             changes=engine_arguments,
+            image_rules=image_rules,
         )
         if distributed and self.layout.world_size > 1:
             # vLLM reads this rank's index among the replicas that share experts from the environment of the process
@@ -157,7 +163,8 @@ class VllmEngine:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
         # FINAL_ONLY: else every step makes an output of all tokens so far
         params = build_sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
+        # all other keys may be left out
+        prompt = cast(TokensPrompt, build_prompt(prompt_ids, sampling.images, self.image_rules))
         # vLLM from about 0.16 on adds a suffix to the name, which its outputs leave out
         self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter) or name
 

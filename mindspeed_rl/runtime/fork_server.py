@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.runtime.scratch import scratch_folder
 
@@ -156,7 +157,9 @@ class ForkServer:
 
 
 def _describe(platform: str, libraries: Libraries) -> dict[str, str | list[str]]:
-    return {"platform": platform, "adapted": list(libraries.adapted), "modules": list(libraries.modules)}
+    about = {"platform": platform, "adapted": list(libraries.adapted), "modules": list(libraries.modules)}
+    # a server of a run with images has imported other libraries
+    return about | ({VISION_VARIABLE: "1"} if os.environ.get(VISION_VARIABLE) == "1" else {})
 
 
 @contextlib.contextmanager

@@ -22,7 +22,14 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
 from mindspeed_rl.config.placement import RolloutLayout
-from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_engine_arguments, build_sampling_params, use_socket_folder
+from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.rollout.arguments import (
+    SOCKET_PREFIX,
+    build_engine_arguments,
+    build_prompt,
+    build_sampling_params,
+    use_socket_folder,
+)
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
@@ -59,12 +66,14 @@ class AsyncEngine:
         llm: vLLM's own object, for other interfaces.
     """
 
-    def __init__(self, arguments: Mapping[str, object]) -> None:
+    def __init__(self, arguments: Mapping[str, object], image_rules: ImageRules | None = None) -> None:
         """Start the engine's processes and wait until they are ready.
 
         Args:
             arguments: from `build_engine_arguments`, with executor and worker extension.
+            image_rules: of a model of images.
         """
+        self._image_rules = image_rules
         # until the first result has arrived: the engine reports that it is ready before it opens the socket of its results
         self._sockets = TemporaryDirectory(prefix=SOCKET_PREFIX)
         with contextlib.ExitStack() as unless_ready:
@@ -91,7 +100,7 @@ class AsyncEngine:
             yield _ResponseChunk((), (), self.version, "length")
             return
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
-        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):
             self._remove_sockets()
             sample = output.outputs[0]
@@ -175,6 +184,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
         changes["skip_tokenizer_init"] = False
     if settings.load_weights:
         changes["load_format"] = "auto"
+    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
     engine = AsyncEngine(
         build_engine_arguments(
             settings.hf_folder,
@@ -183,7 +193,9 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
             kv_bytes_per_token=_compute_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
-        )
+            image_rules=rules,
+        ),
+        rules,
     )
     vllm_async.unlink_segments(vllm_async.COMMUNICATOR)
     if settings.load_weights:
@@ -211,6 +223,7 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
 def _compute_kv_bytes(folder: str | Path, bytes_per_value: int) -> int:
     """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config", {})  # of the language model
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads

@@ -36,6 +36,7 @@ class ServerSettings:
         with_tokenizer: the engine reads and writes text, for other interfaces than ours.
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
+        min_pixels, max_pixels: limits of images; None: the model's own.
     """
 
     hf_folder: str
@@ -45,6 +46,8 @@ class ServerSettings:
     with_tokenizer: bool = False
     load_weights: bool = False
     heartbeat_interval_s: float = 5.0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class ServerMetadata(TypedDict):

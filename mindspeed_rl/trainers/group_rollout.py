@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.images import has_references
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
 from mindspeed_rl.observability.metrics import Metrics
@@ -29,7 +30,8 @@ from mindspeed_rl.workers.reward_group import RewardGroup
 
 def _response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
-    columns = build_response_columns([trajectory for group in groups for trajectory in group.trajectories])
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    columns = build_response_columns(trajectories, with_images=has_references(groups[0].item["columns"]))
     if all(group.results is not None for group in groups):
         results = [result for group in groups for result in group.results or ()]
         columns["rewards"] = reward_totals(results)

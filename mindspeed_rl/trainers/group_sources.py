@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
@@ -234,7 +235,7 @@ class StreamingSource:
         item = group.item
         new = Task(
             tuple(item["prompt_ids"]),
-            self._requests.sampling,
+            replace(self._requests.sampling, images=read_references(item["columns"])),
             self._requests.seed(group.index, index),
             item["label"],
             item["columns"],
@@ -359,8 +360,10 @@ class PartialSource:
                     slots.append((group, index))
                     partial = None if sample is None else sample.response
                     seed = self._requests.seed(group.index, index)
-                    responses.append(PartialResponse(tuple(group.item["prompt_ids"]), seed, partial))
+                    images = read_references(group.item["columns"])
+                    responses.append(PartialResponse(tuple(group.item["prompt_ids"]), seed, partial, images))
         reports, continued = self._continue(responses, self._slice_tokens)
         for (group, index), response in zip(slots, continued, strict=True):
-            group.samples[index] = Trajectory.from_response(group.item["prompt_ids"], response)
+            images = read_references(group.item["columns"])
+            group.samples[index] = Trajectory.from_response(group.item["prompt_ids"], response, images)
         return reports

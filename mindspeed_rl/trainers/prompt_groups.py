@@ -89,10 +89,14 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
 
 
 def _describe(sample: Trajectory) -> dict[str, object]:
-    """Return a trajectory without its tokens; of a sequence: length of the prompt, then length and origin of each segment."""
+    """Return a trajectory without its tokens; of a sequence: length of the prompt, length and origin of each segment, images."""
     return {
         "sequences": [
-            [len(sequence.prompt_ids), [[len(segment.token_ids), segment.sampled] for segment in sequence.segments]]
+            [
+                len(sequence.prompt_ids),
+                [[len(segment.token_ids), segment.sampled] for segment in sequence.segments],
+                *([list(sequence.images)] if sequence.images else []),
+            ]
             for sequence in sample.sequences
         ],
         "finish": sample.finish,
@@ -137,12 +141,12 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
 def _read_trajectory(described: Mapping[str, Any], columns: Mapping[str, Iterator[Any]]) -> Trajectory:
     """Return the next trajectory of the columns, which are read from their beginning."""
     sequences = []
-    for prompt_length, lengths in described["sequences"]:
+    for prompt_length, lengths, *images in described["sequences"]:
         prompt_ids = tuple(itertools.islice(columns["prompt_ids"], prompt_length))
         segments = []
         for length, sampled in lengths:
             values = (tuple(itertools.islice(columns[name], length)) for name in ("token_ids", "log_probs", "versions"))
             segments.append(Segment(*values, sampled=sampled))
-        sequences.append(TokenSequence(prompt_ids, tuple(segments)))
+        sequences.append(TokenSequence(prompt_ids, tuple(segments), tuple(images[0]) if images else ()))
     fields = {name: described[name] for name in ("finish", "final_reward", "metrics", "failure")}
     return Trajectory(tuple(sequences), turn_rewards=tuple(described["turn_rewards"]), **fields)

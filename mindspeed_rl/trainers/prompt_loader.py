@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import read_split
+from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
+from mindspeed_rl.workers.responses import read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +102,16 @@ def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDa
     """Return the prompts to train on, and those of the evaluations: a second dataset, or the part that `split` holds back."""
     actor = run.config.actor_config
     tools = read_tool_schemas(run.rl, tokenizer)
+    limit = run.generate.limit_mm_image_per_prompt
     full = _open_run_prompts(run, "data_path", tokenizer, tools)
     train, validation, _ = read_split(actor.split)
     prompts = full if train == 1 else full.part(0, train)
+    if (counts := full.count_images()).max(initial=0) > limit:
+        row = int(counts.argmax())
+        raise ValueError(
+            f"generate_config.limit_mm_image_per_prompt: {limit}, but {full.where(row)} has {counts[row]} images; set it to"
+            f" {counts[row]} or more"
+        )
     if actor.eval_data_path:
         return prompts, _open_run_prompts(run, "eval_data_path", tokenizer, tools)
     return prompts, full.part(train, train + validation) if validation > 0 else None
@@ -119,13 +129,32 @@ def _open_run_prompts(
     path = getattr(actor, key)
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
-    return open_prompts(
+    prompts = open_prompts(
         path,
         tokenizer,
         max_prompt_length=run.rl.max_prompt_length,
         dataset_additional_keys=actor.dataset_additional_keys or None,
-        settings=dataclasses.replace(_prompt_settings(actor), tools=tuple(tools)),
+        settings=dataclasses.replace(_prompt_settings(actor), tools=tuple(tools), image_rules=read_image_rules(run.models["actor"])),
     )
+    if key == "data_path" and run.rl.distillation.enabled:
+        _check_teachers(run.rl.distillation, prompts)
+        if (column := run.rl.distillation.teacher_prompt) is not None:
+            prompts.add_prompts(column, tokenizer, _prompt_settings(actor))
+    return prompts
+
+
+def _check_teachers(keys: DistillationKeys, prompts: PromptDataset) -> None:
+    """Check that each prompt has a teacher.
+
+    Raises:
+        ValueError: the column that chooses it has another value than teacher_keys.
+    """
+    for index in range(len(prompts) if keys.teacher_keys else 0):
+        if (value := str(prompts[index]["columns"][keys.teacher_key])) not in keys.teacher_keys:
+            raise ValueError(
+                f"rl_config.distillation.teacher_keys: {prompts.where(index)} has {value!r} in column {keys.teacher_key}, for "
+                f"which there is no teacher; there is one for each of {', '.join(keys.teacher_keys)}."
+            )
 
 
 def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
@@ -143,6 +172,7 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
         enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
         on_bad_row=actor.on_bad_row,
         system_prompt=actor.system_prompt,
+        image_folder=actor.image_folder,
     )
 
 
@@ -168,7 +198,7 @@ def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0), r
     # the learning rate of each role follows its train_iters
     roles = {
         name: dataclasses.replace(role, train_iters=iters)
-        for name in ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+        for name in ("megatron_training", *ROLE_GROUPS)
         if (role := getattr(run.config, name)) is not None
     }
     models = {

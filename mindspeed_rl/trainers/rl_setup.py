@@ -26,7 +26,7 @@ from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.phases import list_worker_columns
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
-from mindspeed_rl.data.tokenizer import check_special_tokens, check_tokenizer_files, load_tokenizer
+from mindspeed_rl.data.tokenizer import check_special_tokens, check_tokenizer_files, hash_vocabulary, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
@@ -51,6 +51,7 @@ from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.responses import reads_images
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 if TYPE_CHECKING:
@@ -191,18 +192,25 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
     ]
     for text in dict.fromkeys(warnings):
         print(text, flush=True)
-    if (reward := run.models.get("reward")) is None:
-        return
-    folder = reward.source.hf_folder
-    # a folder of weights alone has no tokens to compare
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return
-    other = load_tokenizer(folder, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"reward_config.load: the tokenizer of {folder} differs from the actor's ({tokenizer_path}), but the reward "
-            "model reads the actor's token ids."
-        )
+    readers = {"reward": "reward_config.load"}
+    if run.objective is not None and run.objective.distillation is not None:
+        readers |= dict.fromkeys(run.objective.distillation.models.values(), "rl_config.distillation.teacher_models")
+    for role, key in readers.items():
+        folder = None if role not in run.models else run.models[role].source.hf_folder
+        # a folder of weights alone has no tokens to compare
+        if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            continue
+        other = load_tokenizer(folder, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
+        theirs, ours = other.get_vocab(), tokenizer.get_vocab()
+        if theirs != ours:
+            model = "reward model" if role == "reward" else "teacher"
+            reason = "the same texts have other ids, which are not mapped" if theirs.keys() == ours.keys() else (
+                f"{len(theirs.keys() ^ ours.keys())} tokens are of one of them alone"
+            )
+            raise ValueError(
+                f"{key}: the tokenizer of {folder} differs from the actor's ({tokenizer_path}), but the {model} reads the "
+                f"actor's token ids: vocabulary {hash_vocabulary(theirs)} and {hash_vocabulary(ours)}; {reason}."
+            )
 
 
 def _find_missing_isolation() -> str:
@@ -219,6 +227,7 @@ def _describe_devices(run: Run) -> str:
         "reward": "the reward model",
         "ref": "the reference",
         "critic": "the critic",
+        "teacher": "the teachers",
         "rollout": f"rollout servers of {run.generate.infer_tensor_parallel_size}",
     }
     parts = [f"{run.plan.world_size} workers"]
@@ -256,7 +265,7 @@ def _open_data_plane(run: Run) -> DataPlane:
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     else:
         options = {"result_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": build_runtime_env({})}
-    users = {**DATA_PLANE_USERS, **list_worker_columns(run.config)}
+    users = {**DATA_PLANE_USERS, **list_worker_columns(run.config, images=reads_images(run))}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 
 

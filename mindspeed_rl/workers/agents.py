@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
+from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -18,10 +20,11 @@ from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
-from mindspeed_rl.workers.responses import get_sampling_seed
+from mindspeed_rl.workers.responses import get_sampling_seed, reads_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +59,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         multi_turn_scheduler=rl.multi_turn_scheduler,
         external_plugins=tuple(rl.external_plugins),
         environment=rl.environment,
+        agent=rl.agent,
         folders=tuple(map(str, run.config.plugin_folders)),
         tool_parser=choose_parser(rl, turns),
     )
@@ -114,7 +118,9 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     if loop == "single_turn":
         return
     turns = _build_chat_turns(run, tokenizer)
-    if loop == "environment":
+    if run.rl.agent is not None:
+        check_program(run.rl.agent)
+    if loop in ("environment", "program"):
 
         async def start_and_close() -> None:
             try:
@@ -201,6 +207,11 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns
     return ChatTurns(template, tokenizer, thinking=thinking, has_tools=run.rl.tool_config_path is not None)
 
 
+def list_task_columns(run: Run, agents: AgentRunner) -> list[str]:
+    """Return the columns of the data plane that tasks of this run are made of: all where something reads the rows."""
+    return list(TASK_COLUMNS if agents.loop.reads_rows or reads_images(run) else TASK_COLUMNS[:1])
+
+
 def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: int, sampling: Sampling) -> list[Task]:
     """Return the tasks of rows of the data plane.
 
@@ -215,7 +226,13 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
     labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
     extra = objects(batch["extra"]) if "extra" in batch else [{}] * len(rows)
     return [
-        Task(tuple(ids.tolist()), sampling, sample_seed(seed, rollout_index, row // group, row % group), label, columns)
+        Task(
+            tuple(ids.tolist()),
+            replace(sampling, images=read_references(columns)),
+            sample_seed(seed, rollout_index, row // group, row % group),
+            label,
+            columns,
+        )
         for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
     ]
 
@@ -225,6 +242,12 @@ def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int,
     if greedy:
         sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
     return [
-        Task(tuple(item["prompt_ids"]), sampling, sample_seed(seed, index, 0, 0), item["label"], item["columns"])
+        Task(
+            tuple(item["prompt_ids"]),
+            replace(sampling, images=read_references(item["columns"])),
+            sample_seed(seed, index, 0, 0),
+            item["label"],
+            item["columns"],
+        )
         for index, item in enumerate(items)
     ]

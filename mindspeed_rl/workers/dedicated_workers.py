@@ -1,7 +1,9 @@
-"""Reference, critic and reward model on dedicated devices, in layouts that need not be the actor's."""
+"""Reference, critic, reward model and teachers on dedicated devices, in layouts that need not be the actor's."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
@@ -10,19 +12,31 @@ from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases
+from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.roles import Roles, build_pass_settings, build_reward_model, build_role
+from mindspeed_rl.workers.responses import read_image_rules
+from mindspeed_rl.workers.roles import PassSettings, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class ReferenceWorker(ReferencePhases):
-    """One rank of a reference (`reference_resource`)."""
+class _DedicatedWorker(DeviceWorker):
+    """One rank of a role on devices of its own. Subclasses say which, and build it.
 
-    def __init__(self, run: Run, plane: DataPlane, resumed_at: int | None, *, rank: int) -> None:
-        """Join the reference's world and build it.
+    Attributes:
+        role: name of the model in `Run.models` that decides the layout.
+        title: of the workers, in logs.
+    """
+
+    role: str
+    title: str
+    roles: Roles
+    replica: Replica
+
+    def __init__(self, run: Run, plane: DataPlane, resumed_at: int | None = None, *, rank: int) -> None:
+        """Join the role's world and build it.
 
         Args:
             run: the resolved run.
@@ -30,24 +44,37 @@ class ReferenceWorker(ReferencePhases):
             resumed_at: iteration after which the actor resumes; None when it starts from weights alone.
             rank: of this process.
         """
-        super().__init__(run, rank, "reference")
-        tokenizer = _join_world(run, "ref")
-        self.roles = Roles(reference=build_role(run, "ref", build_pass_settings(run, tokenizer)))
-        self.replica = Replica(plane, run.deadlines.rows_s)
+        super().__init__(run, rank, self.title)
+        model, actor = run.models[self.role], run.models["actor"]
+        init_distributed(model.config, model.plan.layout.vpp)
+        # the actor's, whose tokens every role reads
+        tokenizer = load_tokenizer_of(run.config.actor_config, actor.source)
+        self.roles = self._build_roles(tokenizer, build_pass_settings(run, tokenizer))
+        self.replica = Replica(plane, run.deadlines.rows_s, image_rules=read_image_rules(actor))
         self.add_hooks(resumed_at or 0)
 
+    @abstractmethod
+    def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
+        """Build the models of the role."""
 
-class CriticWorker(CriticPhases):
+
+class ReferenceWorker(_DedicatedWorker, ReferencePhases):
+    """One rank of a reference (`reference_resource`)."""
+
+    role, title = "ref", "reference"
+
+    def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
+        return Roles(reference=build_role(self.run, "ref", shared))
+
+
+class CriticWorker(_DedicatedWorker, CriticPhases):
     """One rank of a critic (`critic_resource`)."""
 
-    def __init__(self, run: Run, plane: DataPlane, resumed_at: int | None, *, rank: int) -> None:
-        """Join the critic's world and build it; see `ReferenceWorker`."""
-        super().__init__(run, rank, "critic")
-        self._saved: int | None = None
-        tokenizer = _join_world(run, "critic")
-        self.roles = Roles(critic=build_role(run, "critic", build_pass_settings(run, tokenizer)))
-        self.replica = Replica(plane, run.deadlines.rows_s)
-        self.add_hooks(resumed_at or 0)
+    role, title = "critic", "critic"
+    _saved: int | None = None
+
+    def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
+        return Roles(critic=build_role(self.run, "critic", shared))
 
     def save(self, iteration: int, run_state: dict[str, object]) -> WorkerReport:
         """Write the critic's checkpoint, completely: a run that resumes with the actor's checkpoint needs all of this one.
@@ -71,21 +98,24 @@ class CriticWorker(CriticPhases):
         return self._report()
 
 
-class RewardModelWorker(RewardModelPhases):
+class RewardModelWorker(_DedicatedWorker, RewardModelPhases):
     """One rank of a reward model (`reward_resource`)."""
 
-    def __init__(self, run: Run, plane: DataPlane, *, rank: int) -> None:
-        """Join the reward model's world and build it."""
-        super().__init__(run, rank, "reward_model")
-        tokenizer = _join_world(run, "reward")
-        role, scoring = build_reward_model(run, tokenizer, build_pass_settings(run, tokenizer))
-        self.roles = Roles(reward=role, scoring=scoring)
-        self.replica = Replica(plane, run.deadlines.rows_s)
-        self.add_hooks(0)
+    role, title = "reward", "reward_model"
+
+    def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
+        role, scoring = build_reward_model(self.run, tokenizer, shared)
+        return Roles(reward=role, scoring=scoring)
 
 
-def _join_world(run: Run, role: str) -> PreTrainedTokenizerBase:
-    """Join the world of a role; returns the actor's tokenizer, whose tokens every role reads."""
-    model = run.models[role]
-    init_distributed(model.config, model.plan.layout.vpp)
-    return load_tokenizer_of(run.config.actor_config, run.models["actor"].source)
+class TeacherWorker(_DedicatedWorker, TeacherPhases):
+    """One rank of the teachers (`teacher_resource`), which have one layout."""
+
+    role, title = "teacher", "teacher"
+
+    def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
+        return Roles(teachers=build_teachers(self.run, shared))
+
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that are on the device now."""
+        return {"teachers": sum(sum(role.offloader.resident_bytes().values()) for role in self.roles.all())}

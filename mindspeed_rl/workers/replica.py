@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core import parallel_state
 
+from mindspeed_rl.data.images import IMAGES, ImageRules, prepare_images
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import Batch
+from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
@@ -17,12 +18,13 @@ from mindspeed_rl.workers.update_plan import split_rows
 _ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
-def _build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
+def _build_rows(batch: Batch, columns: Sequence[str] = (), image_rules: ImageRules | None = None) -> Rows:
     """Return the engine's rows from data-plane columns.
 
     Args:
-        batch: has _ROW_COLUMNS.
+        batch: has _ROW_COLUMNS, with IMAGES where there are rules.
         columns: of the batch that the loss reads.
+        image_rules: of a model of images.
     """
     sequences = []
     for row in batch["sequence_lengths"]:
@@ -33,6 +35,7 @@ def _build_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
         prompt_lengths=[parts[0][0] for parts in sequences],
         columns={name: list(batch[name]) for name in columns},
         sequences=sequences if any(len(parts) > 1 for parts in sequences) else None,
+        images=None if image_rules is None else [prepare_images(image_rules, row) for row in objects(batch[IMAGES])],
     )
 
 
@@ -45,15 +48,18 @@ class Replica:
         count: number of data-parallel replicas.
     """
 
-    def __init__(self, plane: DataPlane, timeout_s: float, *, by_stage: bool = False) -> None:
+    def __init__(
+        self, plane: DataPlane, timeout_s: float, *, by_stage: bool = False, image_rules: ImageRules | None = None
+    ) -> None:
         """Make the groups in which rows are shared; collective over the training world.
 
         Args:
             plane: where rows come from.
             timeout_s: longest wait for rows that are not ready.
             by_stage: pipeline stages can also fetch and put columns of their own.
+            image_rules: of a model of images.
         """
-        self._plane, self._timeout_s = plane, timeout_s
+        self._plane, self._timeout_s, self._image_rules = plane, timeout_s, image_rules
         self._control = parallel.ControlGroup()
         self._stage = parallel.ControlGroup(of_stage=True) if by_stage else None
         self.is_output = parallel.is_output_source()
@@ -79,7 +85,8 @@ class Replica:
 
     def fetch_rows(self, consumer: str, indexes: Sequence[int], columns: Sequence[str] = ()) -> Rows:
         """Return the engine's rows, with these columns for the loss; waits for rows that are not ready."""
-        return _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *columns], indexes), columns)
+        images = [] if self._image_rules is None else [IMAGES]
+        return _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *images, *columns], indexes), columns, self._image_rules)
 
     def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
         """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""

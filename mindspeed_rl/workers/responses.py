@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_rl.config import Run, SamplingConfig
-from mindspeed_rl.models.plan import ModelSource
+from mindspeed_rl.data.images import IMAGES, ImageRules
+from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -18,13 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build_response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete trajectories, a row each.
+def read_image_rules(model: RoleModel) -> ImageRules | None:
+    """Return the rules of a model of images, with the limits of its keys; None for a model of text."""
+    config = model.config
+    return ImageRules.read(model.source.hf_folder, config.min_pixels, config.max_pixels)
+
+
+def reads_images(run: Run) -> bool:
+    """Return True where the actor is a model of images."""
+    return run.models["actor"].plan.model_config.vision is not None
+
+
+def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: bool = False) -> dict[str, list[Any]]:
+    """Return the data plane's columns of complete trajectories, a row each; with those of a model of images.
 
     `responses` and the columns aligned to it are all tokens after the prompts; `response_mask` is True on those that the actor
     sampled, and is made nowhere else.
     """
-    return {
+    images = {IMAGES: [one.images for one in trajectories]} if with_images else {}
+    return images | {
         "responses": [torch.tensor(one.token_ids, dtype=torch.int64) for one in trajectories],
         "response_mask": [torch.tensor(one.sampled, dtype=torch.bool) for one in trajectories],
         "rollout_log_probs": [torch.tensor(one.log_probs, dtype=torch.float32) for one in trajectories],

@@ -43,8 +43,8 @@ from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialRespon
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.runtime.reports import add_sync_bytes
-from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_tasks, build_row_tasks
-from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
+from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
+from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
 from mindspeed_rl.workers.routing import build_routing_columns
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class RolloutReplica:
             sampling,
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, self.dtype.itemsize),
+            image_rules=read_image_rules(actor),
             engine_arguments={
                 **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
                 **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
@@ -230,7 +231,7 @@ class RolloutReplica:
         """
         run, plane = self.run, self.plane
         assert plane is not None
-        columns = list(TASK_COLUMNS if self.agents.loop.reads_rows else TASK_COLUMNS[:1])
+        columns = list_task_columns(run, self.agents)
         size = run.plan.dispatch_sizes[Phases.GENERATE.dispatch_key]
         if run.rl.guarantee_order:
             count = run.plan.num_samples // self.num_replicas
@@ -252,7 +253,7 @@ class RolloutReplica:
         tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
         trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
         assert self.plane is not None
-        columns = build_response_columns(trajectories)
+        columns = build_response_columns(trajectories, with_images=self.engine.image_rules is not None)
         if self._plan is not None:
             columns |= build_routing_columns(self._plan, trajectories)
         if self._expert_counts is not None:
@@ -271,7 +272,7 @@ class RolloutReplica:
         async def continue_one(response: PartialResponse) -> Generated:
             length = 0 if response.partial is None else len(response.partial.token_ids)
             limit = min(max_tokens, length + num_tokens)
-            sampling = replace(self.engine.sampling, max_tokens=limit)
+            sampling = replace(self.engine.sampling, max_tokens=limit, images=response.images)
             generated = await self.host.generate(response.prompt_ids, sampling, response.seed, response.partial)
             is_partial = generated.finish == "length" and len(generated.token_ids) == limit < max_tokens
             return replace(generated, finish="aborted") if is_partial else generated

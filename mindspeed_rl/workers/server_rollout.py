@@ -27,9 +27,9 @@ from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_
 from mindspeed_rl.runtime.reports import WorkerReport, add_sync_bytes
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
-from mindspeed_rl.workers.agents import TASK_COLUMNS, build_agents, build_item_tasks, build_row_tasks
+from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.remote_group import RemoteGroup
-from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
+from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, reads_images
 
 _Result = TypeVar("_Result")
 
@@ -68,6 +68,8 @@ class ServerRollout:
             platform=run.platform,
             folder=run.folder,
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
+            min_pixels=actor.min_pixels,
+            max_pixels=actor.max_pixels,
         )
         self.servers = RolloutServers(run, settings)
         self._timers = Timers(worker="rollout")
@@ -171,7 +173,7 @@ class ServerRollout:
     async def _generate(self, rollout_index: int) -> list[WorkerReport]:
         loop, run, pool, start_s = asyncio.get_running_loop(), self._run, self.servers.pool, time.time()
         indexes = list(range(run.plan.num_samples))
-        columns = list(TASK_COLUMNS if self.agents.loop.reads_rows else TASK_COLUMNS[:1])
+        columns = list_task_columns(run, self.agents)
         batch, _ = await loop.run_in_executor(
             self._writer,
             lambda: self._plane.get(Phases.GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),
@@ -187,7 +189,8 @@ class ServerRollout:
                 await asyncio.sleep(_COLLECT_S)  # those that end together travel together
                 done = {running.pop(task): task for task in list(running) if task.done()}
                 trajectories = [done[index].result() for index in sorted(done)]
-                await loop.run_in_executor(self._writer, self._plane.put, build_response_columns(trajectories), sorted(done))
+                rows = build_response_columns(trajectories, with_images=reads_images(run))
+                await loop.run_in_executor(self._writer, self._plane.put, rows, sorted(done))
                 metrics.merge(compute_response_metrics(trajectories))
         finally:
             for task in running:

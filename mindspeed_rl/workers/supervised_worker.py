@@ -24,6 +24,7 @@ from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.roles import PassSettings, Role, build_micro_batching
 from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.stages.stage import Stage, split_batches
@@ -53,6 +54,7 @@ class SupervisedWorker(DeviceWorker):
         model_plan = run.models["actor"].plan
         tokenizer = load_tokenizer_of(config, run.models["actor"].source)
         self.stage = _make_stage(config, tokenizer)
+        self.stage.image_rules = read_image_rules(run.models["actor"])
         init_distributed(config, model_plan.layout.vpp)
         self.flops = ModelFlops.count(model_plan.architecture, model_plan.model_config)
         self.is_output = is_output_source()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
@@ -27,9 +28,10 @@ from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, add_step
+from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases, add_step
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role
+from mindspeed_rl.workers.responses import read_image_rules
+from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
 from mindspeed_rl.workers.routing import REPLAYS
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
@@ -50,15 +52,18 @@ def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
     """
     shared = build_pass_settings(run, tokenizer)
     # the actor is the first of the run's models
-    roles = {name: build_role(run, name, shared) for name in run.models if name not in {*run.placement.dedicated, "reward"}}
+    named = [name for name in ("actor", "ref", "critic") if name in run.models and name not in run.placement.dedicated]
+    roles = {name: build_role(run, name, shared) for name in named}
     built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
+    if "teacher" in run.models and "teacher" not in run.placement.dedicated:
+        built.teachers = build_teachers(run, shared)
     if "reward" in run.models and "reward" not in run.placement.dedicated:
         built.reward, built.scoring = build_reward_model(run, tokenizer, shared)
     return built
 
 
-class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
-    """The actor, and reference, critic and reward model where they share its device.
+class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhases):
+    """The actor, and reference, critic, reward model and teachers where they share its device.
 
     Attributes:
         actor: the role.
@@ -78,7 +83,9 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         self.tokenizer = load_tokenizer_of(model.config, self.source)
         self.roles = _build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
-        self.actor = self.roles.actor
+        self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
+        if term is not None and term.estimator is None:
+            self.actor.engine.divergence = partial(compute_weighted_divergence, settings=term)
         self.actor.write_lost_export()
         self.connect(plane)
         self.offload_all()
@@ -86,7 +93,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
     def connect(self, plane: DataPlane) -> None:
         """Take rows from this plane from now on, with the routing and the hooks of the run; collective over the world."""
         run, mode = self.run, self.run.rl.router_replay.mode
-        self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled")
+        rules = read_image_rules(run.models["actor"])
+        self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled", image_rules=rules)
         self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
@@ -94,6 +102,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases):
         """Return the bytes that are on the device now, by owner in the planner's words."""
         others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
         totals = {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
+        if teachers := self.roles.teachers.values():
+            totals["teachers"] = sum(sum(role.offloader.resident_bytes().values()) for role in teachers)
         return {**self.actor.offloader.resident_bytes(), **totals}
 
     def resumed_state(self) -> dict[str, Any]:

@@ -114,6 +114,9 @@ class GenerateConfig:
     offload_train_param: bool = key(False, "move the training weights to host memory while the engine generates",
         "生成时把训练权重移到主机内存", elsewhere="offload_model param_offload", on_resume="exact")
 
+    limit_mm_image_per_prompt: int = key(1, "images in the context of a response, at most; models of images",
+        "一个回答的上下文中最多的图像数；用于视觉语言模型", range=Range.PROCESSES,
+        elsewhere="vllm_limit_mm_per_prompt limit_images", on_resume="exact")
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",

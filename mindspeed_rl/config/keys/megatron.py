@@ -93,6 +93,15 @@ class _DataKeys:
         "原始 prompt：行中没有 system prompt 时所用的 system prompt", elsewhere="system default_system", on_resume="order")
     on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: reaction to a malformed row",
         "原始 prompt：遇到格式错误的行怎么办", on_resume="order")
+    image_folder: str | None = key(None, "raw prompts: folder of images with relative paths; unset: the working directory",
+        "原始 prompt：相对路径的图像所在的文件夹；不设时为当前目录", elsewhere="image_dir media_dir", on_resume="order")
+    min_pixels: int | None = key(None,
+        "smaller images are enlarged to this area, in pixels; unset: the limit of the model's processor",
+        "更小的图像放大到这一像素数；不设时用模型自带的下限", range=Range.TOKENS, on_resume="order")
+    max_pixels: int | None = key(None,
+        "larger images are reduced to this area, in pixels; unset: the limit of the model's processor",
+        "更大的图像缩小到这一像素数；不设时用模型自带的上限", range=Range.TOKENS, elsewhere="image_max_pixels",
+        on_resume="order")
     no_pad_to_seq_lengths: bool = key(False, "pad a micro-batch to its longest sequence, not to seq_length",
         "micro-batch 填充到其中最长序列，而不是 seq_length", on_resume="exact")
     reset_position_ids: bool = key(False, "positions restart with every sample of a pack", "打包时每个样本的位置从头开始",
@@ -274,6 +283,20 @@ class _MemoryKeys:
 
 
 @dataclass(kw_only=True)
+class _VisionKeys:
+    """Training of the vision tower of a model that sees images."""
+
+    freeze_vit: bool = key(True, "models with images: the vision tower does not train", "图像模型：不训练视觉塔",
+        elsewhere="freeze_vision_tower freeze_vision_model", on_resume="fixed")
+    freeze_aligner: bool = key(True, "models with images: the projector from tower to language model does not train",
+        "图像模型：不训练视觉塔到语言模型的投影层", elsewhere="freeze_vision_projection", on_resume="fixed")
+    vit_lr: float | None = key(None, "learning rate of the vision tower; unset: as lr", "视觉塔的学习率；不设时同 lr",
+        range=Range.POSITIVE, needs=("freeze_vit", (False,)), on_resume="schedule")
+    aligner_lr: float | None = key(None, "learning rate of the projector; unset: as lr", "投影层的学习率；不设时同 lr",
+        range=Range.POSITIVE, needs=("freeze_aligner", (False,)), on_resume="schedule")
+
+
+@dataclass(kw_only=True)
 class _KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
@@ -332,7 +355,15 @@ class _PreferenceKeys:
 
 @dataclass(kw_only=True)
 class MegatronConfig(
-    ModelKeys, _DataKeys, _ParallelKeys, _OptimizerKeys, _CheckpointKeys, _MemoryKeys, _KernelKeys, _PreferenceKeys
+    ModelKeys,
+    _DataKeys,
+    _ParallelKeys,
+    _OptimizerKeys,
+    _CheckpointKeys,
+    _MemoryKeys,
+    _VisionKeys,
+    _KernelKeys,
+    _PreferenceKeys,
 ):
     """One role's training engine. `megatron_training` holds what all roles share."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
+from mindspeed_rl.data.images import ImageReader, StoredImage
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
@@ -55,14 +56,16 @@ class HandlerSettings:
     neat_pack: bool = False
     placeholder_token: str = "ки"
     reward_tokens: Sequence[str] = ()
+    images: ImageReader | None = None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A row after rendering: the texts to encode, and a note of the handler about the row."""
+    """A row after rendering: the texts to encode, a note of the handler about the row, references of the images."""
 
     renderings: tuple[Rendering, ...]
     note: Any = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass
@@ -102,6 +105,7 @@ class Handler(ABC):
     add_special_tokens: ClassVar[bool] = False
     can_pack: ClassVar[bool] = False
     can_append_eod: ClassVar[bool] = False
+    can_read_images: ClassVar[bool] = False
     length_column: str = "input_ids"
     default_map: ClassVar[Mapping[str, Any]] = {}
 
@@ -110,6 +114,7 @@ class Handler(ABC):
         # MindSpeed-LLM's cutoff without seq_length
         self.max_tokens = settings.seq_length or 100_000
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
+        self.images = settings.images if self.can_read_images else None
         known = self.known_columns(settings)
         self.map: dict[str, Any] = dict(known)
         self._explicit: frozenset[str] = frozenset()
@@ -197,6 +202,33 @@ class Handler(ABC):
         if not isinstance(value, str):
             raise MalformedRowError(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
         return value
+
+    def conversation(self, row: Row) -> Conversation:
+        """Read the conversation of a row, where the handler has rows with one.
+
+        Raises:
+            MalformedRowError: the row's structure is wrong.
+        """
+        raise NotImplementedError
+
+    def read_conversation(self, row: Row) -> Conversation:
+        """Read the conversation of a row with its images, a marker in the place of each.
+
+        Raises:
+            MalformedRowError: the row's structure is wrong, or an image cannot be read.
+        """
+        if self.images is None:
+            return self.conversation(row)
+        row, references = self.images.take(row, self.map.values())
+        return self.images.place(self.conversation(row), references)
+
+    def expand_images(self, draft: Draft, turns: list[TurnIds]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
+        """Return the turns with all tokens of their images, and the images.
+
+        Raises:
+            MalformedRowError: the text has another number of image tokens.
+        """
+        return (turns, ()) if self.images is None else self.images.expand(turns, draft.images)
 
     def render_conversation(self, conversation: Conversation) -> Rendering:
         """Render the conversation in the template and with the thinking settings of this run."""

@@ -29,8 +29,11 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
+    HandlerSettings,
     join_lines,
 )
+from mindspeed_rl.data.images import build_image_columns
+from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
 
 
 class InstructionHandler(Handler):
@@ -38,17 +41,15 @@ class InstructionHandler(Handler):
 
     can_pack = True
     can_append_eod = True
+    can_read_images = True
 
-    def conversation(self, row: Row) -> Conversation:
-        """Read one row.
-
-        Raises:
-            MalformedRowError: the row's structure is wrong.
-        """
-        raise NotImplementedError
+    def __init__(self, settings: HandlerSettings) -> None:
+        super().__init__(settings)
+        if self.images is not None:
+            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
 
     def render(self, row: Row) -> Draft:
-        conversation = self.conversation(row)
+        conversation = self.read_conversation(row)
         conversation.check_roles()
         if len(conversation.messages) % 2:
             raise MalformedRowError("the last message is not from the assistant")
@@ -59,10 +60,10 @@ class InstructionHandler(Handler):
             raise DroppedRowError("no answer to train")
         if not any(message.content.strip() for message in conversation.messages[::2]):
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
-        return Draft((self.render_conversation(conversation),))
+        return Draft((self.render_conversation(conversation),), images=conversation.images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        (turns,) = encoded
+        turns, images = self.expand_images(draft, encoded[0])
         seq_length = self.settings.seq_length
         budget = self.max_tokens
         efficient_eos = draft.renderings[0].efficient_eos
@@ -70,7 +71,7 @@ class InstructionHandler(Handler):
             closes = efficient_eos or (self.settings.append_eod and not ends_with(turns, self.encoder.eos_id))
             total = sum(len(source) + len(target) for source, target in turns) + closes
             # MindSpeed-LLM's rule, so that the files are equal: dropped at seq_length, with neat_pack cut to one less
-            if total >= seq_length and not self.settings.neat_pack:
+            if total >= seq_length and (images or not self.settings.neat_pack):
                 raise DroppedRowError(DropReason.TOO_LONG)
             budget = seq_length - 1
         input_ids, labels, truncated = join_turns(
@@ -81,7 +82,11 @@ class InstructionHandler(Handler):
             keeps_fitting_half=self.template.keeps_fitting_half,
             append_eod=self.settings.append_eod,
         )
-        columns = {"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels}
+        columns: dict[str, np.ndarray] = {"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels}
+        if self.images is not None:
+            if images and truncated:
+                raise DroppedRowError(DropReason.TOO_LONG)
+            columns |= build_image_columns(images)
         return EncodedRow(columns, truncated)
 
 

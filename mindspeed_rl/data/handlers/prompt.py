@@ -18,7 +18,8 @@ from mindspeed_rl.data.handlers.base import (
     HandlerSettings,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages
-from mindspeed_rl.data.indexed import TEXT_BYTES
+from mindspeed_rl.data.images import IMAGES, build_image_columns
+from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, TEXT_BYTES
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
@@ -37,14 +38,18 @@ class PromptHandler(Handler):
 
     columns = ("input_ids", "attention_mask")
     writes_label: ClassVar[bool] = False
+    can_read_images = True
 
     def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
-        keys = [key for key in settings.dataset_additional_keys if key != LABELS]
-        extra = ([LABELS] if self.writes_label or len(keys) < len(settings.dataset_additional_keys) else []) + keys
+        # references of the images are a column of every row
+        keys = [key for key in settings.dataset_additional_keys if key != LABELS and not (self.images and key == IMAGES)]
+        extra = ([LABELS] if self.writes_label or LABELS in settings.dataset_additional_keys else []) + keys
         self.extra_columns = tuple(extra)
         # the tokens are MindSpeed-RL's format; rewards read the bytes
         self.columns = (*PromptHandler.columns, *extra, *(name + TEXT_BYTES for name in extra))
+        if self.images is not None:
+            self.columns += (IMAGE_BYTES, IMAGE_SIZES)
 
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
         return len(columns["input_ids"]), 0
@@ -79,7 +84,7 @@ class PromptHandler(Handler):
         return values
 
     def render(self, row: Row) -> Draft:
-        conversation = self.conversation(row)
+        conversation = self.read_conversation(row)
         if conversation.system is None and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
         template = self.settings.template
@@ -92,21 +97,24 @@ class PromptHandler(Handler):
         if any(values[name] in (None, "") for name in (LABELS, "solution") if name in values):
             raise DroppedRowError(DropReason.EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
-        return Draft((self.render_conversation(conversation), *extra), note=values)
+        return Draft((self.render_conversation(conversation), *extra), note=values, images=conversation.images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
+        turns, images = self.expand_images(draft, encoded[0])
+        input_ids = [token for source, target in turns for token in (*source, *target)]
         if len(input_ids) >= self.max_tokens:
             raise DroppedRowError(DropReason.TOO_LONG)
         columns: dict[str, np.ndarray | list[int]] = {
             "input_ids": input_ids,
             "attention_mask": np.ones(len(input_ids), dtype=np.int32),
         }
-        for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
-            if not turns[0][0]:
+        for name, texts in zip(self.extra_columns, encoded[1:], strict=True):
+            if not texts[0][0]:
                 raise DroppedRowError(DropReason.EMPTY_ANSWER if name == LABELS else f"empty {name}")
-            columns[name] = turns[0][0]
+            columns[name] = texts[0][0]
             columns[name + TEXT_BYTES] = list(as_text(draft.note[name]).encode("utf-8", "surrogatepass"))
+        if self.images is not None:
+            columns |= build_image_columns(images)
         return EncodedRow(columns)
 
 

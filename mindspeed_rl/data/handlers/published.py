@@ -33,6 +33,7 @@ class GeneralInstructionHandler(AlpacaStyleInstructionHandler):
     """instruction (+ input) and output under the Alpaca prompt; of several turns only the last answer is trained."""
 
     default_template = "alpaca"
+    can_read_images = False
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         row = super().assemble(draft, encoded)

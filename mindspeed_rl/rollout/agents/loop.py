@@ -17,7 +17,9 @@ from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mindspeed_rl.config.keys.rl import AgentKeys
     from mindspeed_rl.tools.endpoint import RecordingEndpoint
+    from mindspeed_rl.tools.processes import ProcessPool
     from mindspeed_rl.tools.toolbox import Toolbox, Tools
     from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
@@ -28,7 +30,7 @@ class Task:
 
     Attributes:
         prompt_ids: of the data set's row, as the chat template rendered it.
-        sampling: of each turn; max_tokens counts the tokens of one turn.
+        sampling: of each turn; max_tokens counts the tokens of one turn. Its images are those of the prompt.
         seed: of the sample; each turn derives its own from it.
         label, columns: the reference answer and the other columns of the row.
         partial: a response that was interrupted. Only a loop of one turn continues it: tools and environments cannot be set
@@ -59,6 +61,7 @@ class LoopSettings:
         multi_turn_scheduler: "module:Class", or a name in `multi_turns` of a plug-in, of the loop `scheduler`.
         external_plugins: files with such names.
         environment: the key of this name, of the loop `environment`.
+        agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
     """
@@ -70,6 +73,7 @@ class LoopSettings:
     multi_turn_scheduler: str | None = None
     external_plugins: tuple[str, ...] = ()
     environment: str | None = None
+    agent: AgentKeys | None = None
     folders: tuple[str, ...] = ()
     tool_parser: str = DEFAULT_PARSER
 
@@ -83,7 +87,7 @@ class AgentLoop(ABC):
     """
 
     reads_rows: ClassVar[bool] = True
-    resources: Sequence[VerifiersProgram | RecordingEndpoint] = ()
+    resources: Sequence[VerifiersProgram | RecordingEndpoint | ProcessPool] = ()
 
     def __init__(self, settings: LoopSettings) -> None:
         """Store the settings.
@@ -133,7 +137,7 @@ class SingleTurn(AgentLoop):
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         response = await engine.generate(task.prompt_ids, task.sampling, task.seed, task.partial)
-        return Trajectory.from_response(task.prompt_ids, response)
+        return Trajectory.from_response(task.prompt_ids, response, task.sampling.images)
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class AgentRunner:
         try:
             tools = None if self.toolbox is None else self.toolbox.open(task.columns)
         except ValueError as error:
-            return Trajectory((TokenSequence(task.prompt_ids, ()),), "stop", failure=f"tools: {error}")
+            sequence = TokenSequence(task.prompt_ids, (), task.sampling.images)
+            return Trajectory((sequence,), "stop", failure=f"tools: {error}")
         try:
             return await self.loop.run(task, engine, tools)
         finally:

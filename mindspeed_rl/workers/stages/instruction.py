@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch.utils.data import Subset
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample
+from mindspeed_rl.data.images import StoredImage, split_images
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
@@ -56,6 +58,7 @@ class Instruction(Stage[InstructionSample]):
             seq_length=config.seq_length,
             pad_id=self.tokenizer.pad_token_id,
             splits_packs=config.pack and config.reset_attention_mask and not config.neat_pack,
+            image_rules=self.image_rules,
         )
 
     def count_cut(self, items: SupportsLenAndGetItem[InstructionSample]) -> tuple[int, int]:
@@ -64,15 +67,19 @@ class Instruction(Stage[InstructionSample]):
 
     def rows(self, items: Sequence[InstructionSample]) -> Rows:
         samples, group_sizes = [], []
+        images: list[tuple[StoredImage, ...]] = []
         for item in items:
             ends = np.cumsum(item["sample_lengths"]).tolist()
             cuts = list(zip([0, *ends], ends)) if self.config.reset_attention_mask else [(0, len(item["input_ids"]))]
             pack = [(item["input_ids"][first:end], item["labels"][first:end]) for first, end in cuts]
-            learnt = [sample for sample in pack if (sample[1][1:] != IGNORE_INDEX).any()] or pack[:1]
-            samples += learnt
+            learnt = [index for index, sample in enumerate(pack) if (sample[1][1:] != IGNORE_INDEX).any()] or [0]
+            samples += [pack[index] for index in learnt]
             group_sizes.append(len(learnt))
+            if self.image_rules is not None:
+                split = split_images(item.get("images", ()), [ids for ids, _ in pack])
+                images += [split[index] for index in learnt]
         rows = build_labelled_rows(samples)
-        return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
+        return replace(rows, group_sizes=group_sizes, images=images or None)
 
 
 def check_resets(position_ids: bool, attention_mask: bool) -> None:

@@ -17,6 +17,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
 
@@ -37,6 +38,7 @@ class Stage(ABC, Generic[_Item]):
         packed: True when samples must be in one micro-batch without padding.
         choices: token ids the head's distribution is restricted to; None for the full vocabulary.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
+        image_rules: of a model with images; set before the data are opened.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
@@ -44,6 +46,7 @@ class Stage(ABC, Generic[_Item]):
     needs_reference: ClassVar[bool] = False
     packed: bool = False
     choices: tuple[int, ...] | None = None
+    image_rules: ImageRules | None = None
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
