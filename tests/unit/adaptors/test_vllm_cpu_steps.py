@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_rl.adaptors.vllm_cpu_steps import _next_seeds
+from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 
 
 @pytest.mark.parametrize("cache", ["caching", "short of memory"])
@@ -48,4 +48,4 @@ def test_seeds_are_those_that_a_generator_gives_one_by_one() -> None:
     # requests come, go and stand in another order
     for asked in [(0,), (0, 1), (2, 0, 1)] + [(1, 2)] * 50 + [(0, 2)] * 70:
         expected = [torch.randint(0, 2**31, (1,), generator=alike[number]).item() for number in asked]
-        assert _next_seeds(generators[number] for number in asked) == expected
+        assert [take_seeds(generators[number], 1)[0] for number in asked] == expected

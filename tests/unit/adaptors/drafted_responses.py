@@ -1,0 +1,118 @@
+# ruff: noqa: E402  (vLLM must be imported after the adaptors)
+"""Samples the same requests without drafts and with each kind of them; prints, as JSON, what differs and what was accepted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from mindspeed_rl import adaptors, platform
+
+platform.select("cpu")
+os.environ.update(platform.current().worker_env())
+adaptors.apply("rollout")  # before vLLM is imported
+
+from safetensors.torch import load_file
+
+from mindspeed_rl.adaptors import vllm_drafts
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+
+folder = Path(sys.argv[1])
+
+
+def save_model(name: str, layers: int, width: int) -> transformers.PreTrainedModel:
+    config = transformers.Qwen2Config(
+        **{"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True, "vocab_size": 64},
+        initializer_range=0.12,  # few likely tokens, so that texts repeat
+    )
+    torch.manual_seed(layers)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model.save_pretrained(folder / name)
+    return model
+
+
+reference = save_model("policy", 2, 128)
+save_model("draft", 1, 64)
+weights = load_file(folder / "policy" / "model.safetensors")
+settings = GenerateConfig(
+    infer_tensor_parallel_size=1, max_model_len=160, max_num_seqs=12, max_num_batched_tokens=256, dtype="float32"
+)
+DRAFTS: dict[str, dict[str, object] | None] = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "alone": {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0},
+    "model": {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 3},
+    "itself": {"method": "draft_model", "model": str(folder / "policy"), "num_speculative_tokens": 3},
+}
+PROMPTS = [torch.randint(8, 64, (5 + n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
+SHAPES = ({}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"stop_token_ids": (7, 9)})
+REQUESTS = [
+    (PROMPTS[number % 3], Sampling(temperature, 60, **{"stop_token_ids": (), **shape}))
+    for number, (temperature, shape) in enumerate(itertools.product((0.0, 0.3, 0.7, 1.0, 1.5), SHAPES))
+]
+
+
+def sample_all(engine: VllmEngine) -> dict[str, tuple[list[int], list[float]]]:
+    """Responses by name; requests come while others are at work, and a few are put into each step."""
+    found, waiting, turns = {}, list(enumerate(REQUESTS)), 0
+    while waiting or engine._ids:
+        for number, (prompt, sampling) in waiting[:5] if turns % 2 == 0 else ():
+            engine.add_request(str(number), prompt, sampling, seed=number + 100)
+        waiting = waiting[5:] if turns % 2 == 0 else waiting
+        found.update((name, (one.token_ids, one.log_probs)) for name, one in engine.step())
+        turns += 1
+    return found
+
+
+def exact_log_probs(number: int, token_ids: list[int]) -> list[float]:
+    prompt, sampling = REQUESTS[number]
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+result, plain, engines = {}, {}, []  # an engine that is collected would end the process groups of the others
+for kind in sys.argv[2:]:
+    arguments = {} if DRAFTS[kind] is None else {"speculative_config": DRAFTS[kind]}
+    engine = VllmEngine(
+        folder / "policy",
+        settings,
+        Sampling(1.0, 8, ()),
+        run_id=kind,
+        kv_bytes_per_token=2 * 2 * 2 * 32 * 4,
+        engine_arguments=arguments,
+    )
+    engines.append(engine)
+    engine.load_weights(weights.items(), 0)
+    vllm_drafts.counts.take()
+    found = sample_all(engine)
+    proposed, accepted = vllm_drafts.counts.take()
+    plain = plain or found
+    same = GenerationRequest(PROMPTS[0], 5)
+    second = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
+    again_proposed, again_accepted = vllm_drafts.counts.take()
+    third = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
+    result[kind] = {
+        "different": [name for name in plain if found[name][0] != plain[name][0]],
+        "tokens": sum(len(tokens) for tokens, _ in found.values()),
+        "error": max(
+            abs(a - b)
+            for name, (tokens, log_probs) in found.items()
+            for a, b in zip(exact_log_probs(int(name), tokens), log_probs, strict=True)
+        ),
+        "proposed": proposed,
+        "accepted": accepted,
+        "again": [second == third, again_accepted, vllm_drafts.counts.take()[1]],
+    }
+print(json.dumps(result))
