@@ -29,7 +29,7 @@ def read(run: Path) -> tuple[Points, Points]:
         row = json.loads(line)
         if "grpo/score/mean" in row:
             reward.append((row["iteration"], row["grpo/score/mean"]))
-        if "eval/accuracy" in row:
+        if "eval/accuracy" in row and row["iteration"]:
             accuracy.append((row["iteration"], row["eval/accuracy"]))
     return accuracy, reward
 

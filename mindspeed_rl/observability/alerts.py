@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History, Series
 
-#: iterations that count as the present
-_RECENT = 10
+#: iterations that count as the present, and iterations after which a reward of 0 is no bad luck
+_RECENT, _FEW = 10, 5
+#: KL divergence to the reference, in nats a token, beyond which a policy is another model
+_FAR_NATS = 1.0
 
 #: metrics of the total reward, by stage
 _REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
@@ -46,7 +48,8 @@ def find_alerts(history: History, completions: Sequence[CompletionRecord] = ()) 
         completions: of completions.jsonl.
     """
     alerts = [alert for check in _CHECKS for alert in check(history)]
-    alerts += _check_texts(completions)
+    explained = {kind for alert in alerts for kind in _EXPLAINS.get(alert.kind, ())}
+    alerts = [alert for alert in alerts if alert.kind not in explained] + [*_check_texts(completions)]
     return sorted(alerts, key=lambda alert: (alert.severity != "bad", alert.iteration))
 
 
@@ -65,23 +68,126 @@ def _is_garbled(text: str) -> bool:
     return odd > len(text) / 50
 
 
+def _name_learning_rate(history: History) -> str:
+    """Return the key of the learning rate with the largest value so far."""
+    key = "megatron_training.lr" if "train/lr" in history.series else "actor_config.lr"
+    values = history.finite("train/lr", "actor/lr").y
+    return f"{key} ({max(values):.3g} here)" if values else key
+
+
+def _is_solved(history: History) -> bool:
+    """Return True where the reward of the last iterations is nearly the highest that any response has got."""
+    means, highest = history.finite(*_REWARDS).y[-_RECENT:], history.finite(*(f"{name[:-4]}max" for name in _REWARDS)).y
+    return bool(means) and bool(highest) and max(highest) > 0 and statistics.fmean(means) >= 0.9 * max(highest)
+
+
+def _check_collapse(history: History) -> Iterator[Alert]:
+    held_out = history.finite("eval/accuracy", "eval/reward")
+    iterations, values, what = held_out.x, list(held_out.y), "held-out score"
+    if len(values) < 2:
+        series, what = history.finite(*_REWARDS), "reward"
+        # medians of a window: the reward of one batch of prompts varies
+        iterations = series.x[_RECENT - 1 :]
+        values = [statistics.median(series.y[end - _RECENT : end]) for end in range(_RECENT, len(series.y) + 1)]
+    if len(values) < 2 or (best := max(values)) < 0.05 or values[-1] > best / 2:
+        return
+    yield Alert(
+        "collapse",
+        "bad",
+        iterations[-1],
+        f"The {what} has fallen to {values[-1]:.3g}, from {best:.3g} at iteration {iterations[values.index(best)]}.",
+        f"The learning rate is the first suspect: lower {_name_learning_rate(history)}, or keep the policy nearer to its start "
+        "(raise rl_config.init_kl_coef). Go back to a checkpoint of that time; later ones are worse.",
+    )
+
+
+def _check_zero(history: History) -> Iterator[Alert]:
+    series = history.finite(*(f"{name[:-4]}max" for name in _REWARDS))
+    lowest = history.finite(*(f"{name[:-4]}min" for name in _REWARDS)).y
+    if len(series.y) >= _FEW and max(series.y) <= 0 and min(lowest, default=0.0) >= 0:
+        yield Alert(
+            "reward_zero",
+            "bad",
+            series.x[-1],
+            f"No response has got a reward above 0 in {len(series.y)} iterations, so that nothing can be learnt.",
+            "Read some responses: do they have the form that rl_config.verifier_function reads, and do they end before "
+            "max_tokens? If the model cannot do the task at all, warm-start it with stage sft, or begin with easier prompts.",
+        )
+
+
 def _check_reward(history: History) -> Iterator[Alert]:
     series = history.finite(*_REWARDS)
     iterations, values = series.x, series.y
-    if len(values) < 30:
+    if len(values) < 30 or _is_solved(history):
         return
     quarter = len(values) // 4
     first, last = values[:quarter], values[-quarter:]
     before, after = statistics.fmean(first), statistics.fmean(last)
     error = math.sqrt(statistics.variance(first) / quarter + statistics.variance(last) / quarter)
+    lr = _name_learning_rate(history)
+    if after < before - 2 * error:
+        yield Alert(
+            "reward_falls",
+            "watch",
+            iterations[-1],
+            f"The reward falls: {before:.4g} in the first {quarter} iterations, {after:.4g} in the last {quarter}.",
+            f"Lower {lr}, raise rl_config.init_kl_coef, or make fewer optimizer steps on a batch (rl_config.epochs).",
+        )
     # a difference within two standard errors may be chance
-    if abs(after - before) <= 2 * error or after == before:
+    elif after - before <= 2 * error:
+        kl, clipped = history.finite("actor/kl_loss", "actor/ppo_kl"), history.finite("actor/pg_clipfrac")
+        moved = [*kl.y[-_RECENT:], *clipped.y[-_RECENT:]]
+        is_still = bool(moved) and max(map(abs, moved)) < 1e-3
         yield Alert(
             "reward_flat",
             "watch",
             iterations[-1],
             f"The reward has not moved: {before:.4g} in the first {quarter} iterations, {after:.4g} in the last {quarter}.",
-            "Are there right and wrong answers to the same prompt (groups without spread)? Is the learning rate high enough?",
+            f"The policy hardly moves either: raise {lr}."
+            if is_still
+            else "Are there right and wrong responses to the same prompt (groups without spread)? Does the reward tell them "
+            "apart?",
+        )
+
+
+def _check_held_out_loss(history: History) -> Iterator[Alert]:
+    series = history.finite("eval/loss")
+    if len(series.y) >= 3 and min(series.y[-2:]) > 1.05 * min(series.y) > 0:
+        best = series.x[series.y.index(min(series.y))]
+        yield Alert(
+            "overfitting",
+            "watch",
+            series.x[-1],
+            f"The held-out loss has risen to {series.y[-1]:.4g}, from {min(series.y):.4g} at iteration {best}.",
+            "Use a checkpoint of that time; train fewer epochs, on more rows, or with a lower learning rate.",
+        )
+
+
+def _check_gradients(history: History) -> Iterator[Alert]:
+    series = history.finite("actor/grad_norm", "train/grad_norm")
+    for index in range(max(_RECENT, len(series.y) - 3), len(series.y)):
+        median = statistics.median(series.y[max(0, index - 20) : index])
+        if series.y[index] > max(10 * median, 1.0):
+            yield Alert(
+                "gradient_spike",
+                "watch",
+                series.x[index],
+                f"The gradient norm jumped to {series.y[index]:.3g}, from {median:.3g} before.",
+                f"megatron_training.clip_grad bounds such a step. If it happens again, lower {_name_learning_rate(history)}.",
+            )
+            return
+
+
+def _check_kl(history: History) -> Iterator[Alert]:
+    series = history.finite("actor/kl_loss", "reward/kl")
+    # three iterations in sequence: the estimate of a batch varies
+    if len(series.y) >= 3 and min(series.y[-3:]) > _FAR_NATS:
+        yield Alert(
+            "kl_far",
+            "watch",
+            series.x[-1],
+            f"The policy is far from the reference model: a KL divergence of {series.y[-1]:.3g} nats a token.",
+            f"Raise rl_config.init_kl_coef, or lower {_name_learning_rate(history)}. Are the responses still text?",
         )
 
 
@@ -90,12 +196,16 @@ def _check_spread(history: History) -> Iterator[Alert]:
     iterations, values = series.x, series.y
     # three iterations in sequence: one batch of prompts that are too easy is no anomaly
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
+        is_solved = _is_solved(history)
         yield Alert(
             "no_spread",
-            "bad",
+            "watch" if is_solved else "bad",
             iterations[-1],
-            f"In {values[-1]:.0%} of the groups all answers score the same, so they give no gradient.",
-            "Prompts are too hard or too easy for the model, or the reward does not distinguish answers.",
+            f"In {values[-1]:.0%} of the groups all responses score the same, so they give no gradient.",
+            "Nearly all of them are right: the task is learnt. Stop here, or choose harder prompts."
+            if is_solved
+            else "The prompts are too hard for the model (warm-start it with stage sft, or choose easier ones), the responses of "
+            "a prompt are all alike (raise sampling_config.temperature), or the reward does not tell them apart.",
         )
 
 
@@ -112,7 +222,7 @@ def _check_lengths(history: History) -> Iterator[Alert]:
                 "watch",
                 iterations[-1],
                 f"Responses grew from {before:.0f} to {now:.0f} tokens.",
-                "Does the reward pay for length? Read some of the long ones.",
+                "Does the reward pay for length? Read the long ones; rl_config.loss_type dr_grpo keeps wrong ones short.",
             )
     if len(cut) >= 3 and min(cut[-3:]) >= 0.5:
         yield Alert(
@@ -144,7 +254,7 @@ def _check_mismatch(history: History) -> Iterator[Alert]:
 def _check_entropy(history: History) -> Iterator[Alert]:
     series = history.finite("actor/entropy")
     iterations, values = series.x, series.y
-    if len(values) >= 2 * _RECENT:
+    if len(values) >= 2 * _RECENT and not _is_solved(history):
         before, now = statistics.median(values[:_RECENT]), statistics.median(values[-_RECENT:])
         if before > 0 and now < 0.1 * before:
             yield Alert(
@@ -152,7 +262,7 @@ def _check_entropy(history: History) -> Iterator[Alert]:
                 "watch",
                 iterations[-1],
                 f"The policy repeats itself: entropy fell from {before:.3g} to {now:.3g}.",
-                "Clip higher above than below (clip_higher_enable), weigh entropy (entropy_coeff), or stop: it may be done.",
+                "Clip less above than below (rl_config.clip_ratio_high: 0.28), or set rl_config.entropy_coeff to 0.001.",
             )
 
 
@@ -200,14 +310,25 @@ def _check_clipping(history: History) -> Iterator[Alert]:
 
 _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_finite,
+    _check_collapse,
+    _check_zero,
     _check_mismatch,
     _check_spread,
     _check_reward_failures,
     _check_lengths,
     _check_entropy,
     _check_reward,
+    _check_held_out_loss,
+    _check_gradients,
+    _check_kl,
     _check_clipping,
 )
+#: an alert -> those that it explains, whose advice would not help or would be the opposite one
+_EXPLAINS: dict[str, tuple[str, ...]] = {
+    "collapse": ("reward_falls", "reward_flat", "no_spread"),
+    "reward_zero": ("no_spread", "reward_flat"),
+    "no_spread": ("reward_flat",),
+}
 
 
 def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
@@ -229,3 +350,32 @@ def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
                 f"{count} of {len(recent)} written responses of iteration {last} {problem}.",
                 "Read them under Samples; after a weight sync that failed fluent text turns into this.",
             )
+
+
+class LiveAlerts:
+    """Show every alert of a run while it goes, each kind once; an observer of its figures.
+
+    Args:
+        history: iterations before a resume.
+        show: takes the line.
+    """
+
+    def __init__(self, history: History, show: Callable[[str], None]) -> None:
+        self._history, self._show = history, show
+        self._shown = set[str]()
+
+    def on_start(self) -> None:
+        """Begin with what the run has so far."""
+
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Show what these figures give rise to; of a long run every few iterations, because all of it is read again."""
+        self._history.add({"iteration": iteration, **results})
+        if iteration % (1 + len(self._history.iterations) // 500):
+            return
+        for alert in find_alerts(self._history):
+            if alert.kind not in self._shown:
+                self._shown.add(alert.kind)
+                self._show(f"warning, iteration {alert.iteration}: {alert.text} {alert.advice}")
+
+    def close(self) -> None:
+        """Show no more; the report has them all."""

@@ -90,7 +90,6 @@ def format_summary(
     seconds: float,
     planned: int | None,
     report: Path,
-    before: Mapping[str, float] | None = None,
 ) -> str:
     """Return the end of a run as one table: iterations, time, first and last metrics, memory, speed, path of the report.
 
@@ -100,19 +99,20 @@ def format_summary(
         seconds: of this part of the run.
         planned: iterations of a complete run.
         report: its path.
-        before: metrics of the evaluation before the first iteration.
     """
     done = history.iterations[-1] if history.iterations else 0
     rows = {"iterations": f"{done}{'' if planned is None else f' of {planned}'} in {format_duration(seconds)}"}
     for label, names, spec in _SUMMARY_ROWS:
         for name in names:
-            values = list(history.finite(name).y)
-            if (start := (before or {}).get(name)) is not None:
-                values = [start, *values]
-            if values:
-                first = f" (first {values[0]:{spec}})" if len(values) > 1 else ""
-                rows[label] = f"{values[-1]:{spec}}{first}"
-                break
+            series = history.finite(name)
+            if not series.y:
+                continue
+            first = [f"first {series.y[0]:{spec}}"] if len(series.y) > 1 else []
+            best = max(series.y)
+            if name in ("eval/accuracy", "eval/reward") and best > series.y[-1]:
+                first.append(f"best {best:{spec}} at iteration {series.x[series.y.index(best)]}")
+            rows[label] = f"{series.y[-1]:{spec}}" + (f" ({', '.join(first)})" if first else "")
+            break
     if memory := history.finite("memory/peak_gib").y:
         rows["memory"] = f"{max(memory):.2f} GiB at most, of the worker that has most"
     speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := history.finite("timing/all").y) else []

@@ -51,8 +51,8 @@ class History:
         records: lines of metrics.jsonl. Iterations that a resumed run repeats replace the earlier ones.
 
     Attributes:
-        iterations: ascending.
-        series: of each metric, in order of appearance.
+        iterations: ascending, from 1.
+        series: of each metric, in order of appearance; iteration 0 is the evaluation before the first one.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -65,7 +65,7 @@ class History:
         """Add the metrics of an iteration, whose index is the record's "iteration"."""
         iteration = int(record["iteration"] or 0)
         index = bisect_left(self.iterations, iteration)
-        if index == len(self.iterations) or self.iterations[index] != iteration:
+        if iteration and (index == len(self.iterations) or self.iterations[index] != iteration):
             self.iterations.insert(index, iteration)
         for name, value in record.items():
             if name != "iteration" and (value is None or isinstance(value, (int, float))):

@@ -99,7 +99,7 @@ def write_report(
         "versions": dict(list_package_versions()),
         "iterations": len(run.history.iterations),
         "planned_iterations": planned_iterations,
-        "results": dict(results or {}),
+        "results": dict(results or {}) | {f"{name}/first": value for name, value in _read_first(run.history).items()},
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
         "plan": dict(plan(run.history)) if plan is not None else {},
         "config_set": dict(config_set or {}),
@@ -113,6 +113,12 @@ def write_report(
     # as a page made from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
+
+
+def _read_first(history: History) -> dict[str, float]:
+    """Return the figures of the evaluation before the first iteration."""
+    finite = ((name, series.finite()) for name, series in history.series.items())
+    return {name: series.y[0] for name, series in finite if series.x and series.x[0] == 0}
 
 
 def _summarize(history: History) -> dict[str, _Summary]:

@@ -405,7 +405,8 @@ def _cut_back(path: Path, iteration: int) -> None:
     earlier, later = [], []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            is_earlier = line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration
+            # a run that starts anew repeats the evaluation before the first iteration, which is iteration 0, too
+            is_earlier = line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration and iteration > 0
         except (ValueError, TypeError, KeyError):
             is_earlier = False
         (earlier if is_earlier else later).append(line)

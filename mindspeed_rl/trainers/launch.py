@@ -9,7 +9,7 @@ import os
 import platform as machine
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,17 @@ from mindspeed_rl.config import MegatronConfig, RLConfig, Run
 from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability import heartbeat
+from mindspeed_rl.observability.alerts import LiveAlerts
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.folder_locks import hold_folders
+from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
 from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, report_outcome
-from mindspeed_rl.trainers.run_logger import LogOutputs
+from mindspeed_rl.trainers.run_logger import LogOutputs, RunObserver
 from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
@@ -56,7 +59,9 @@ def _dump_configuration(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | SupervisedTrainer]:
+def launch(
+    run: Run, advisor: RunAdvisor | None = None, observers: Sequence[RunObserver] = ()
+) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running.
 
     All errors in files and keys are found before Ray starts. When the block ends, however it ends, all processes are gone and
@@ -64,6 +69,7 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
 
     Args:
         advisor: adds its plan to console and report, for example `planner.prediction.predict(run)`.
+        observers: follow the figures of the iterations.
 
     Raises:
         ValueError: a key or file is wrong.
@@ -82,12 +88,12 @@ def launch(run: Run, advisor: RunAdvisor | None = None) -> Iterator[RLTrainer | 
         inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
         # made only now: a wrong key leaves no run folder behind
         held.enter_context(hold_folders({name: path for name, path in folders.items() if name not in there}))
-        yield held.enter_context(_start(inputs, advisor, steps))
+        yield held.enter_context(_start(inputs, advisor, observers, steps))
 
 
 @contextlib.contextmanager
 def _start(
-    inputs: RLInputs | SupervisedInputs, advisor: RunAdvisor | None, steps: StartSteps
+    inputs: RLInputs | SupervisedInputs, advisor: RunAdvisor | None, observers: Sequence[RunObserver], steps: StartSteps
 ) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running, for inputs that were checked; see `launch`."""
     run, cfg = inputs.run, inputs.run.config  # with the length of the run, where the prompts decide it
@@ -117,7 +123,8 @@ def _start(
             assert run.plan.train_iters is not None  # resolve refuses a run without a length
             start, title = resumed.get("iteration", 0), Path(cfg.config_name).stem
             progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=every))
-            return LogOutputs(run.folder, trackers, progress, steps, (report,))
+            alerts = LiveAlerts(History(read_lines(run.folder / "metrics.jsonl")), progress.note)
+            return LogOutputs(run.folder, trackers, progress, steps, (alerts, report, *observers))
 
         trainer: RLTrainer | SupervisedTrainer
         if isinstance(inputs, RLInputs):

@@ -54,6 +54,8 @@ class RLTrainer(TrainingLoop):
                 collect(self.model_rewards.run(num_rows))
                 if schedule.needs_reference:
                     collect(actors.compute_log_probs("ref", num_rows))
+                if schedule.has_teachers:
+                    collect(actors.compute_teacher_log_probs(num_rows))
                 if schedule.computes_old_log_probs(iteration):
                     collect(actors.compute_log_probs("actor", num_rows))
                 if schedule.has_critic:
@@ -91,7 +93,7 @@ class RLTrainer(TrainingLoop):
         """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
         if self.schedule.evaluates_first:
             before = self.evaluator.run()
-            self.logger.record_first_evaluation(before.results())
+            self.logger.record_first_evaluation(before.results(), self.start_iteration)
             self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability import heartbeat
@@ -49,7 +50,6 @@ class _RunReport:
 
     def __init__(self, run: Run, advisor: RunAdvisor | None) -> None:
         self._run, self._advisor, self._launched_s = run, advisor, time.monotonic()
-        self._first: Mapping[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._page: LivePage | None = None
 
@@ -61,9 +61,6 @@ class _RunReport:
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Refresh the page; the first and the newest evaluation are at its top."""
-        if not iteration:
-            self._first = results
-            return
         self._evaluation |= {name: value for name, value in results.items() if name.startswith("eval/")}
         if self._page is not None:
             self._page.refresh()
@@ -85,7 +82,7 @@ class _RunReport:
             dataclasses.asdict(cfg),
             title=cfg.config_name,
             outcome=outcome,
-            results=self._evaluation | {f"{name}/first": value for name, value in self._first.items()},
+            results=self._evaluation,
             config_set=cfg.as_written(),
             planned_iterations=self._run.plan.train_iters,
             plan=None if self._advisor is None else self._advisor.compare,
@@ -103,7 +100,6 @@ class _RunReport:
                     seconds=time.monotonic() - self._launched_s,
                     planned=self._run.plan.train_iters,
                     report=folder / "report.html",
-                    before=self._first,
                 )
                 print(text, flush=True)
 
@@ -167,7 +163,7 @@ def _warn_of_full_disk(folder: Path) -> Iterator[None]:
 
 def make_paths_absolute(cfg: RunConfig, models: Mapping[str, RoleModel] = MappingProxyType({})) -> RunConfig:
     """Resolve the paths of a run file, in place, against the folder of the command; workers run elsewhere."""
-    roles = (cfg.megatron_training, cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config)
+    roles = (cfg.megatron_training, *(getattr(cfg, group) for group in ROLE_GROUPS))
     roles += tuple(model.config for model in models.values())
     for config in {id(role): role for role in roles if role is not None}.values():
         # a path that does not exist here may be the name of a model at a hub, or the default, a file that few have

@@ -17,7 +17,7 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.termination import Termination
 
 
-class _RunObserver(Protocol):
+class RunObserver(Protocol):
     """Follow the figures of a run next to its logger, for example to keep a report up to date."""
 
     def on_start(self) -> None:
@@ -43,7 +43,7 @@ class LogOutputs:
     trackers: Trackers
     progress: IterationProgress
     steps: StartSteps | None = None
-    observers: Sequence[_RunObserver] = ()
+    observers: Sequence[RunObserver] = ()
 
 
 class RunLogger:
@@ -79,9 +79,12 @@ class RunLogger:
             steps.show = self.note
             steps.done(what)
 
-    def record_first_evaluation(self, results: Mapping[str, float]) -> None:
-        """Keep the figures of the evaluation before the first iteration."""
+    def record_first_evaluation(self, results: Mapping[str, float], start_iteration: int) -> None:
+        """Keep the figures of the evaluation before the loop; a run that does not resume records them as iteration 0."""
         self.first_evaluation = results
+        if start_iteration:
+            return
+        self._outputs.trackers.log(0, results)
         for observer in self._outputs.observers:
             observer.on_figures(0, results)
 

@@ -52,9 +52,10 @@ FIGURES = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss
 
 
 def records(run_folder: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl so far."""
+    """The records of the iterations in metrics.jsonl so far; iteration 0 is the evaluation before them."""
     path = run_folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [line for line in lines if line["iteration"]]
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -238,7 +238,8 @@ class Run:
     ) -> None:
         self.folder, self.plan, self.first = folder, plan, first
         self.weights, self.num_steps, self.plane = weights, num_steps, plane
-        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.metrics = [line for line in lines if line["iteration"]]  # 0: the evaluation before them
 
     def column(self, name: str) -> list[float]:
         """A figure over the iterations."""

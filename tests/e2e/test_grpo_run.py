@@ -35,8 +35,7 @@ def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
     """The same run, one of whose workers is killed once the first checkpoint is complete and its iteration is logged."""
     with running(task, tmp_path_factory.mktemp("killed"), ITERATIONS) as command:
         command.wait_until(lambda: (command.folder / "save" / "latest_checkpointed_iteration.txt").exists())
-        logged = command.folder / "run" / "metrics.jsonl"
-        command.wait_until(lambda: logged.exists() and logged.read_text().strip())
+        command.wait_until(lambda: command.metrics)
         os.kill(command.worker(1).pid, signal.SIGKILL)
         command.code = command.wait(60)
         yield command

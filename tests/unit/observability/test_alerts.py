@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindspeed_rl.observability.alerts import _is_garbled, _is_repetitive, find_alerts
+from mindspeed_rl.observability.alerts import LiveAlerts, _is_garbled, _is_repetitive, find_alerts
 from mindspeed_rl.observability.history import History
 
 
@@ -49,6 +49,13 @@ def test_no_iteration_is_no_warning():
     ("kind", "change"),
     [
         ("reward_flat", {"grpo/score/mean": lambda i: 0.4 + 0.01 * (-1) ** i}),
+        ("reward_falls", {"grpo/score/mean": lambda i: 0.8 - 0.003 * i + 0.01 * (-1) ** i}),
+        ("reward_zero", {"grpo/score/mean": lambda i: 0.0, "grpo/score/max": lambda i: 0.0, "grpo/score/min": lambda i: 0.0}),
+        ("collapse", {"grpo/score/mean": lambda i: 0.6 if i < 50 else 0.1}),
+        ("collapse", {"eval/accuracy": lambda i: 0.66 - 0.005 * i}),
+        ("overfitting", {"eval/loss": lambda i: 1.0 + abs(i - 40) / 100}),
+        ("gradient_spike", {"actor/grad_norm": lambda i: 80.0 if i == 98 else 1.0}),
+        ("kl_far", {"actor/kl_loss": lambda i: 0.02 * i}),
         ("no_spread", {"rewards/groups_without_spread": lambda i: 1.0 if i > 90 else 0.2}),
         ("length_explosion", {"response_length/mean": lambda i: 100 * 1.03**i}),
         ("truncated", {"rollout/truncated_fraction": lambda i: 0.6 if i > 95 else 0.0}),
@@ -64,6 +71,59 @@ def test_each_fault_gives_its_warning_and_no_other(kind, change):
     for index, record in enumerate(records):
         record.update({name: value(index) for name, value in change.items()})
     assert kinds(records) == {kind}
+
+
+def advice(records):
+    return {alert.kind: alert.advice for alert in find_alerts(History(records))}
+
+
+def changed(**metrics):
+    records = healthy()
+    for index, record in enumerate(records):
+        record.update({name.replace("__", "/"): value(index) for name, value in metrics.items()})
+    return records
+
+
+def test_a_collapse_is_never_answered_with_a_higher_learning_rate():
+    collapse = changed(grpo__score__mean=lambda i: 0.66 if i < 40 else 0.2, actor__lr=lambda i: 1e-3)
+    said = advice(collapse)
+    assert set(said) == {"collapse"} and "lower actor_config.lr (0.001 here)" in said["collapse"]
+
+
+def test_the_best_iteration_before_a_collapse_is_named():
+    records = [{"iteration": i, "eval/accuracy": value} for i, value in ((0, 0.3), (10, 0.66), (20, 0.5), (30, 0.2))]
+    (alert,) = find_alerts(History(records))
+    assert alert.text == "The held-out score has fallen to 0.2, from 0.66 at iteration 10." and alert.severity == "bad"
+
+
+def test_a_higher_learning_rate_is_proposed_only_where_the_policy_stands_still():
+    still = {"grpo__score__mean": lambda i: 0.4 + 0.01 * (-1) ** i, "actor__pg_clipfrac": lambda i: 0.0}
+    still["actor__lr"] = lambda i: 1e-7
+    assert advice(changed(**still)) == {"reward_flat": "The policy hardly moves either: raise actor_config.lr (1e-07 here)."}
+    moving = advice(changed(**still | {"actor__kl_loss": lambda i: 0.2}))
+    assert "raise" not in moving["reward_flat"] and "tell them apart" in moving["reward_flat"]
+
+
+def test_a_task_that_is_learnt_is_no_fault():
+    learnt = changed(
+        grpo__score__mean=lambda i: min(1.0, 0.2 + i / 50) - 0.01 * (i % 2),
+        grpo__score__max=lambda i: 1.0,
+        rewards__groups_without_spread=lambda i: 0.97 if i > 60 else 0.3,
+        actor__entropy=lambda i: 0.9**i,
+    )
+    (alert,) = find_alerts(History(learnt))
+    assert (alert.kind, alert.severity) == ("no_spread", "watch") and "the task is learnt" in alert.advice
+
+
+def test_a_running_run_shows_each_kind_of_warning_once():
+    lines = []
+    live = LiveAlerts(History(), lines.append)
+    live.on_start()
+    for record in changed(rollout__truncated_fraction=lambda i: 0.6 if 20 < i < 30 or i > 40 else 0.0):
+        live.on_figures(record["iteration"], {name: value for name, value in record.items() if name != "iteration"})
+    live.close()
+    (line,) = lines
+    assert line.startswith("warning, iteration 24: 60% of the responses are cut at the limit of tokens. Raise")
 
 
 def test_the_iteration_of_a_jump_is_named():

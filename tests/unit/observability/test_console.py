@@ -34,19 +34,22 @@ RECORDS = [
 ]
 
 
+#: with an evaluation before the first iteration, and one after each
+EVALUATED = [{"iteration": 0, "eval/accuracy": 0.125}, *({**r, "eval/accuracy": 0.5 / r["iteration"]} for r in RECORDS)]
+
+
 def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
     said = format_summary(
-        History(RECORDS),
+        History(EVALUATED),
         outcome="finished",
         seconds=75.0,
         planned=2,
         report=Path("r/report.html"),
-        before={"eval/accuracy": 0.125},
     )
     assert said.splitlines() == [
         "finished:",
         "  iterations          2 of 2 in 1:15",
-        "  accuracy, held out  12.5%",
+        "  accuracy, held out  25.0% (first 12.5%, best 50.0% at iteration 1)",
         "  reward              0.500 (first 0.250)",
         "  loss                0.5000",
         "  memory              2.25 GiB at most, of the worker that has most",

@@ -11,6 +11,7 @@ from mindspeed_rl.trainers.rollout_logger import _CompletionWriter
 
 def test_the_report_sums_up_the_metrics_file(tmp_path):
     lines = [
+        {"iteration": 0, "eval/accuracy": 0.125},
         {"iteration": 1, "grpo/score/mean": 0.25, "timing/all": 1.0, "timing/rollout": 0.5},
         {"iteration": 2, "grpo/score/mean": None, "timing/all": 3.0, "timing/rollout": 1.5},
         {"iteration": 3, "grpo/score/mean": 0.75, "timing/all": 2.0, "timing/rollout": 1.0},
@@ -26,6 +27,7 @@ def test_the_report_sums_up_the_metrics_file(tmp_path):
     text = path.read_text()
     assert "| grpo/score/mean | 0.25 | 0.75 | 0.5 | 0.25 | 0.75 |" in text
     assert "| rollout | 1.000 | 0:03 | 50% |" in text
+    assert "| eval/accuracy/first | 0.125 |" in text
     assert "| accuracy after | 0.91 |" in text and "`train_iters=3`" in text and "seed" not in text
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["metrics"]["timing/all"] == {"first": 1.0, "last": 2.0, "mean": 2.0, "min": 1.0, "max": 3.0, "count": 3}
