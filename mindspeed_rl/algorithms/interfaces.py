@@ -119,13 +119,18 @@ class LossOutput:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
+#: results of a divergence over a teacher's tokens: the divergence, the student's and the teachers' probability there
+NUM_DIVERGENCES = 3
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """One micro-batch as the input of a loss. A response has as many tokens as its row predicts.
 
     Attributes:
         outputs: of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
-            tokens of a language model, one logit a choice where it is restricted to choices, the values of a value head.
+            tokens of a language model, and NUM_DIVERGENCES more where it is compared with a teacher's tokens; one logit a
+            choice where it is restricted to choices; the values of a value head.
         mask: [B, R] bool; True on predicted tokens.
         columns: of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
     """
@@ -153,6 +158,9 @@ class PolicyBatch:
         entropy: per-token entropy; required for entropy_coeff (with gradient).
         old_entropy: of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
+        divergence: to the teachers over their most probable tokens, with gradient, and the student's and the teachers'
+            probability there; None without.
+        teacher_log_probs: [B, R, teachers] log-probs of the sampled tokens; None without.
         mask: loss_mask, or response_mask without one.
     """
 
@@ -166,16 +174,18 @@ class PolicyBatch:
     entropy: Tensor | None = None
     old_entropy: Tensor | None = None
     entropy_threshold: float | None = None
+    divergence: tuple[Tensor, ...] | None = None
+    teacher_log_probs: Tensor | None = None
     mask: Tensor = field(init=False)
 
     @classmethod
     def from_inputs(cls, inputs: LossInputs, *, entropy_threshold: float | None = None) -> PolicyBatch:
         """Build the rows of a language model from its outputs and columns.
 
-        The columns are advantages, scored_mask, loss_mask and, optionally, rollout_log_probs, old_log_probs, ref_log_probs and
-        entropies (those at the start of the update).
+        The columns are advantages, scored_mask, loss_mask and, optionally, rollout_log_probs, old_log_probs, ref_log_probs,
+        entropies (those at the start of the update) and teacher_log_probs.
         """
-        log_probs, entropy = inputs.outputs
+        log_probs, entropy, *divergence = inputs.outputs
         columns = inputs.columns
         return cls(
             log_probs=log_probs,
@@ -188,6 +198,8 @@ class PolicyBatch:
             entropy=entropy,
             old_entropy=columns.get("entropies"),
             entropy_threshold=entropy_threshold,
+            divergence=tuple(divergence) or None,
+            teacher_log_probs=None if divergence else columns.get("teacher_log_probs"),
         )
 
     def __post_init__(self) -> None:

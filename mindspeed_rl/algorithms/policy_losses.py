@@ -1,6 +1,7 @@
 """Policy losses with their masks, corrections, KL and entropy, and the critic's loss.
 
-Token loss = w_t * keep_t * L_t + kl_coef * kl_t - entropy_coeff * H_t, aggregated by the loss's normalizer. Masks (top
+Token loss = w_t * keep_t * L_t + coef * D_t + kl_coef * kl_t - entropy_coeff * H_t, aggregated by the loss's normalizer; D is
+the divergence to teachers, which may enter the advantage instead, as A_t - coef * sg[D_t]. Masks (top
 entropy, OPSM) and the rollout weights w affect only the policy term and leave the denominators unchanged.
 
 A policy loss takes `PolicyInputs` and the objective, and returns (token losses L_t [B, R], to be minimized; clipped [B, R]
@@ -9,6 +10,7 @@ bool, tokens whose policy gradient it clipped or capped). The rest is in its ent
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
+from mindspeed_rl.algorithms.distillation import estimate_divergence
 from mindspeed_rl.algorithms.interfaces import (
     LossOutput,
     PendingMetrics,
@@ -31,6 +34,7 @@ from mindspeed_rl.algorithms.masks import find_on_policy_sequences
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
     from mindspeed_rl.config import Objective
+    from mindspeed_rl.config.objective import Distillation
 
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them:
 #: e^99 is infinite in float32, and infinity times 0 is not a gradient
@@ -100,7 +104,11 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         ValueError: a term that the objective switches on lacks its tensor.
     """
     mask, response_mask = batch.mask, batch.response_mask
-    inputs = _build_inputs(batch, objective)
+    inputs, term = _build_inputs(batch, objective), objective.distillation
+    distance = None if term is None else _measure_distance(batch, inputs, term)
+    if term is not None and term.use_policy_gradient:
+        assert distance is not None  # of every term
+        inputs = replace(inputs, advantages=inputs.advantages - term.coef * distance.detach())
     log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
@@ -133,8 +141,19 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     def total(token_losses: Tensor) -> tuple[Tensor, Tensor]:
         return aggregate(token_losses, mask, response_mask, objective.normalizer, objective.max_response_length)
 
+    if term is not None and not (term.use_task_rewards or term.use_policy_gradient):
+        policy = torch.zeros_like(policy)
     loss_sum, count = total(policy)
     metrics["actor/pg_loss"] = ("mean", (loss_sum.detach(), count))
+    if term is not None and distance is not None:
+        distance_sum, _ = total(distance)
+        metrics["distillation/loss"] = ("mean", (distance_sum.detach(), count))
+        metrics["distillation/divergence"] = masked_mean(distance, mask)
+        if batch.divergence is not None:
+            metrics["distillation/student_mass"] = masked_mean(batch.divergence[1], mask)
+            metrics["distillation/teacher_mass"] = masked_mean(batch.divergence[2], mask)
+        if not term.use_policy_gradient:
+            loss_sum = loss_sum + term.coef * distance_sum
     # with a reference its KL is measured, even if it does not train
     if objective.kl_in_loss or inputs.ref_log_probs is not None:
         reference = _require(inputs.ref_log_probs, "ref_log_probs", "the KL term")
@@ -157,6 +176,22 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     if batch.entropy is not None:
         metrics["actor/entropy"] = masked_mean(batch.entropy, mask)
     return LossOutput(loss_sum, count, PendingMetrics(metrics))
+
+
+def _measure_distance(batch: PolicyBatch, inputs: PolicyInputs, term: Distillation) -> Tensor:
+    """Return the divergence of every token to the teachers, [B, R] with gradient, 0 where the mask is False.
+
+    As a reward it is that of the policy which sampled the tokens, where the divergence is over sampled tokens.
+    """
+    if term.estimator is None:
+        distance = _require(None if batch.divergence is None else batch.divergence[0], "divergence", term.loss_mode)
+    else:
+        teacher = _require(batch.teacher_log_probs, "teacher_log_probs", "distillation")
+        student = inputs.old_log_probs if term.use_policy_gradient else inputs.log_probs
+        distance = estimate_divergence(student, torch.where(batch.mask[..., None], teacher, 0), term)
+    distance = torch.where(batch.mask, distance, 0)
+    limit = term.loss_max_clamp
+    return distance if limit is None else distance.clamp(-limit, limit)
 
 
 def value_loss(

@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.prompts import HUB, split_slice
 from mindspeed_rl.files import write_file
@@ -198,7 +199,7 @@ def _list_run_paths(command: Sequence[str]) -> list[str]:
     A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is the first launch's checkpoint.
     """
     cfg, paths = _read_run(command), list[str]()
-    for group in () if cfg is None else (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
+    for group in () if cfg is None else (getattr(cfg, name) for name in ROLE_GROUPS):
         if group is None:
             continue
         written_later = group.load and group.pretrained_checkpoint and not Path(group.load).exists()

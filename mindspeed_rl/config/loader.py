@@ -75,7 +75,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     actor = _merge_role(groups, "actor_config", blocks, errors)
     roles = {
         name: _merge_role(groups, name, blocks, errors) if name in groups else None
-        for name in ("ref_config", "reward_config", "critic_config", "vit_config")
+        for name in ("ref_config", "reward_config", "critic_config", "teacher_config", "vit_config")
     }
     rl = build_group("rl_config", RLConfig)
     sampling = groups.get("generate_config", {}).get("sampling_config")
@@ -109,6 +109,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         ref_config=roles["ref_config"] or actor,
         reward_config=roles["reward_config"],
         critic_config=roles["critic_config"],
+        teacher_config=roles["teacher_config"],
         vit_config=roles["vit_config"],
         rl_config=rl,
         generate_config=generate,

@@ -34,6 +34,81 @@ if TYPE_CHECKING:
     from mindspeed_rl.config.run import RunConfig
 
 
+#: loss modes over the teacher's most probable tokens -> divergence
+_TOP_K_KINDS = {"forward_kl_topk": "forward_kl", "reverse_kl_topk": "reverse_kl", "jsd_topk": "jsd"}
+#: entries of teacher_models that are roles of the run
+ROLE_TEACHERS = ("actor", "ref")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """The term of the teachers, of keys in rl_config.distillation with the same names.
+
+    Attributes:
+        coef: weight of the divergence; 1 without task rewards.
+        weights: of the divergences to the teachers that judge a row; one where a column chooses the teacher.
+        estimator: of a mode over sampled tokens; None over the teacher's most probable ones.
+        teachers: folders of weights, addresses of servers, or roles of the run.
+    """
+
+    loss_mode: str
+    topk: int
+    topk_rest: str
+    beta: float
+    use_task_rewards: bool
+    coef: float
+    loss_max_clamp: float | None
+    log_prob_min_clamp: float | None
+    use_policy_gradient: bool
+    weights: tuple[float, ...]
+    estimator: KlEstimator | None
+    teachers: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Divergence over the teacher's most probable tokens."""
+        return _TOP_K_KINDS[self.loss_mode]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the teachers that the loss reads."""
+        return ("teacher_log_probs",) if self.estimator is not None else ("teacher_log_probs", "teacher_ids")
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Teachers with weights of their own: folder -> name of the role's model in `Run.models`."""
+        folders = [one for one in dict.fromkeys(self.teachers) if one not in ROLE_TEACHERS and "://" not in one]
+        return {folder: f"teacher_{index}" if index else "teacher" for index, folder in enumerate(folders)}
+
+    @property
+    def has_servers(self) -> bool:
+        """True where the teachers are servers."""
+        return any("://" in teacher for teacher in self.teachers)
+
+    def describe(self) -> list[str]:
+        """Return the lines of the plan page about the term."""
+        names = {
+            "forward_kl": "sum p (log p - log q)",
+            "reverse_kl": "sum q (log q - log p)",
+            "jsd": f"{self.beta:g} KL(p || m) + {1 - self.beta:g} KL(q || m), m = {self.beta:g} p + {1 - self.beta:g} q",
+        }
+        if self.estimator is not None:
+            text = str(self.estimator.formula).replace("pi_ref", "p").replace("pi", "q") + " at sampled tokens"
+        else:
+            rest = "the rest lumped into one token" if self.topk_rest == "lump" else "the rest dropped"
+            text = f"{names[self.kind]} over the teacher's {self.topk} most probable tokens, {rest}"
+        if self.loss_max_clamp is not None:
+            text += f", within +-{self.loss_max_clamp:g}"
+        weights = " ".join(f"{weight:g}" for weight in self.weights)
+        mean = "" if len(self.weights) == 1 else f" (mean over teachers, weights {weights})"
+        lines = [f"distill     D = {text}{mean}; q the student, p the teacher"]
+        if self.use_policy_gradient:
+            lines.append(f"advantage   {'A' if self.use_task_rewards else '0'} - {self.coef:g} * D, D without gradient")
+        elif not self.use_task_rewards:
+            lines.append("distill     no policy term: rewards of the task do not train")
+        return lines
+
+
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """The objective of a reinforcement learning run after every default has been decided; plain values, so it travels.
@@ -49,6 +124,7 @@ class Objective:
         group_size: responses of a prompt.
         kl_coef: coefficient of the KL the run starts with; for an adaptive one, `dataclasses.replace` gives that of a step.
         kl_place: where the KL to the reference goes; None with a coefficient of 0, or where the stage has no KL.
+        distillation: the term of the teachers; None without any.
     """
 
     loss_type: str
@@ -97,6 +173,7 @@ class Objective:
     rollout_importance_sampling_threshold: float
     rollout_importance_sampling_threshold_min: float | None
     log_rollout_offpolicy_metrics: bool
+    distillation: Distillation | None = None
 
     @property
     def normalizer(self) -> Normalizer:
@@ -118,7 +195,7 @@ class Objective:
         """Needs of all parts together: items of `catalogue.records.NEEDS`."""
         parts = (self.loss, self.advantage, self.kl, self.correction)
         needs = {need for part in parts if part is not None for need in part.needs}
-        if self.kl_place is not None:
+        if self.kl_place is not None or (self.distillation is not None and "ref" in self.distillation.teachers):
             needs.add("reference")
         # the KL of a reward is that of the policy that sampled the response, before any update
         if self.kl_place == "reward":
@@ -164,7 +241,7 @@ class Objective:
     def numbers(self) -> dict[str, Any]:
         """Return all settings as plain values, the records left out: what a formula is filled with."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        settings = {name: value for name, value in values.items() if not isinstance(value, Algorithm)}
+        settings = {name: value for name, value in values.items() if not isinstance(value, (Algorithm, Distillation))}
         derived = {"lower": 1 - self.clip_ratio_low, "upper": 1 + self.clip_ratio_high, "others": self.group_size - 1}
         return settings | derived
 
@@ -296,6 +373,27 @@ def build_objective(
         rollout_importance_sampling_threshold=rl.rollout_importance_sampling_threshold,
         rollout_importance_sampling_threshold_min=rl.rollout_importance_sampling_threshold_min,
         log_rollout_offpolicy_metrics=rl.log_rollout_offpolicy_metrics,
+        distillation=_build_distillation(rl) if rl.distillation.enabled else None,
+    )
+
+
+def _build_distillation(rl: RLConfig) -> Distillation:
+    keys = rl.distillation
+    weights = [1.0] if keys.teacher_keys else keys.teacher_weights or [1.0] * len(keys.teacher_models)
+    total = sum(weights) or 1.0
+    return Distillation(
+        loss_mode=keys.loss_mode,
+        topk=keys.topk,
+        topk_rest=keys.topk_rest,
+        beta=keys.beta,
+        use_task_rewards=keys.use_task_rewards,
+        coef=keys.distillation_loss_coef if keys.use_task_rewards else 1.0,
+        loss_max_clamp=keys.loss_max_clamp,
+        log_prob_min_clamp=keys.log_prob_min_clamp,
+        use_policy_gradient=keys.use_policy_gradient,
+        weights=tuple(weight / total for weight in weights) or (1.0,),
+        estimator=None if keys.loss_mode in _TOP_K_KINDS else KL_ESTIMATORS[keys.loss_mode],
+        teachers=tuple(keys.teacher_models),
     )
 
 
@@ -318,7 +416,12 @@ def formula(cfg: RunConfig) -> str:
         lines.append(f"weight      w = {mode}(pi_old / pi_rollout) = {form}, w_t that of a token")
     lines.append(f"aggregate   {NORMALIZERS[objective.normalizer].format(max_response_length=length)}")
     lines += _kl_lines(objective, numbers)
-    terms = "aggregate(L)"
+    term = objective.distillation
+    lines += [] if term is None else term.describe()
+    trains_policy = term is None or term.use_task_rewards or term.use_policy_gradient
+    terms = "aggregate(L)" if trains_policy else ""
+    if term is not None and not term.use_policy_gradient:
+        terms += f"{' + ' if terms else ''}{term.coef:g} * aggregate(D)"
     if objective.kl_in_loss:
         terms += f" + {objective.kl_in_loss:g} * aggregate(KL)"
     if coefficient := objective.entropy_coeff:

@@ -153,7 +153,7 @@ class Placement:
 
     Attributes:
         world_size: devices of the actor; None where a run file with rollouts does not set them.
-        dedicated: devices of each role that does not share the actor's: "reward", "ref", "critic", "rollout".
+        dedicated: devices of each role that does not share the actor's: "reward", "ref", "critic", "teacher", "rollout".
         servers: (host, port) of standalone servers, started by hand, that generate for this run.
         layouts: devices and split of each role that has keys of its own, and of "actor"; empty without a world size.
         engines: the rollout engines; None without rollouts or world size.
@@ -187,6 +187,8 @@ def place(cfg: RunConfig) -> Placement:
         "reward": None if cfg.reward_config is None else rl.reward_resource,
         "ref": None if rl.use_integrated_worker else rl.reference_resource,
         "critic": None if rl.use_integrated_worker or cfg.critic_config is None else rl.critic_resource,
+        # teachers too: they change no other role
+        "teacher": rl.teacher_resource if rl.distillation.enabled else None,
         "rollout": None if rl.use_integrated_worker else rl.rollout_resource,
     }
     dedicated = {
@@ -203,6 +205,7 @@ def place(cfg: RunConfig) -> Placement:
         ("ref", None if rl.use_integrated_worker else cfg.ref_config, rl.reference_resource),
         ("reward", cfg.reward_config, rl.reward_resource),
         ("critic", cfg.critic_config, rl.critic_resource),
+        ("teacher", cfg.teacher_config, rl.teacher_resource if rl.distillation.enabled else None),
     ):
         if keys is not None:
             devices = shared if resource is None or resource.num_npus is None else resource.num_npus

@@ -47,8 +47,8 @@ class Run:
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
         threads: of each worker; None where the libraries choose.
-        models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from `trainers.model_plans.plan_models`; empty
-            before.
+        models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from
+            `trainers.model_plans.plan_models`; empty before.
     """
 
     config: RunConfig

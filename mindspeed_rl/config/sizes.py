@@ -37,7 +37,7 @@ _DISPATCHES = {
     "critic_update_dispatch_size": 1,
 }
 DISPATCH_KEYS = tuple(_DISPATCHES)
-_ROLES = ("actor", "rollout", "ref", "reward", "critic")
+_ROLES = ("actor", "rollout", "ref", "reward", "critic", "teacher")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Sizes:
     ref: Layout | None = None
     reward: Layout | None = None
     critic: Layout | None = None
+    teacher: Layout | None = None
     rule_reward: bool = True
     num_nodes: int = 1
     dispatch: dict[str, int] = field(default_factory=dict)
@@ -250,6 +251,7 @@ def read_sizes(cfg: RunConfig, placement: Placement) -> Sizes | None:
         ref=layouts.get("ref"),
         reward=layouts.get("reward"),
         critic=layouts.get("critic"),
+        teacher=layouts.get("teacher"),
         rule_reward=rl.rule_reward,
         dispatch={name: value for name in DISPATCH_KEYS if (value := getattr(rl, name)) is not None},
         overlapping=not rl.blocking,

@@ -128,9 +128,7 @@ class PromptDataset:
         template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
         columns = {"prompt": column, "query": "", "response": column, "system": "", "history": ""}
         handler = Math17kAlpacaStyleInstructionHandler(
-            HandlerSettings(
-                tokenizer=tokenizer, template=template, map_keys=columns, enable_thinking=settings.enable_thinking
-            )
+            HandlerSettings(tokenizer=tokenizer, template=template, map_keys=columns, enable_thinking=settings.enable_thinking)
         )
         renderings, wheres = [], [self.where(index) for index in range(len(self))]
         for index, where in enumerate(wheres):

@@ -12,8 +12,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.engine.balance import pack_families, pack_within_budget, pad_within_budget
 from mindspeed_rl.engine.sequence_layout import PackedLayout, SharedPrefixes, expand_ranges, zigzag_positions
+from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, find_images
+from mindspeed_rl.models.model_config import VisionConfig
+from mindspeed_rl.models.vision import PreparedImage
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Rows:
     Attributes:
         input_ids: one [length] int64 tensor a row: prompt and response; one sequence after the other where it has several.
         prompt_lengths: tokens of each row before the first predicted one (at least 1).
-        columns: name -> one tensor a row: [predicted tokens of the row], or a scalar.
+        columns: name -> one tensor a row: [predicted tokens of the row], [predicted tokens, k] or a scalar.
         targets: one [n] int64 tensor a row: the labels of its positions prompt_length - 1 ... prompt_length + n - 2;
             n is at most one more than the tokens after the prompt. None: the tokens after the prompt.
         group_sizes: adjacent rows that share a micro-batch (the two of a pair, the samples of a pack); limits in rows then
@@ -32,6 +36,7 @@ class Rows:
             predicts the responses, one after the other. None: every row is one sequence.
         routing: one [length, routed layers of this stage, experts a token] int16 tensor a row: the experts of its tokens;
             the model's routers choose for a token with -1. None: they choose for all.
+        images: those of each row in the order of their tokens, sequence by sequence. None: text alone.
     """
 
     input_ids: list[Tensor]
@@ -41,6 +46,7 @@ class Rows:
     group_sizes: list[int] | None = None
     sequences: list[list[tuple[int, int]]] | None = None
     routing: list[Tensor] | None = None
+    images: list[tuple[PreparedImage, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -89,6 +95,7 @@ class Rows:
             targets=None if self.targets is None else [self.targets[i] for i in indexes],
             sequences=None if self.sequences is None else [self.sequences[i] for i in indexes],
             routing=None if self.routing is None else [self.routing[i] for i in indexes],
+            images=None if self.images is None else [self.images[i] for i in indexes],
         )
 
 
@@ -106,6 +113,7 @@ class BatchShape:
         pad_id: token that fills padding.
         shares_prefixes: prefix sharing: a prompt is computed once for all its sequences in a micro-batch, except for its last
             token, which predicts in each of them. Packed layout without context parallelism only.
+        vision: of a model that sees images, whose tokens have a position on three axes; None for others.
     """
 
     packed: bool
@@ -116,6 +124,7 @@ class BatchShape:
     fixed_width: int = 0
     pad_id: int = 0
     shares_prefixes: bool = False
+    vision: VisionConfig | None = None
 
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sequence of this length takes in a packed micro-batch."""
@@ -153,7 +162,8 @@ class MicroBatch:
     """Input of one forward pass on this rank.
 
     Attributes:
-        input_ids, position_ids: [1, t] packed or [b, s] padded, this rank's context-parallel slice.
+        input_ids, position_ids: [1, t] packed or [b, s] padded, this rank's context-parallel slice; positions of a model that
+            sees images have three axes before that.
         packed: layout of a packed micro-batch, None for a padded one.
         hidden_index: [n] int64; indices of this rank's predicting positions in its hidden states, flattened from
             [s, b, h] to [s * b, h] (the full sequence-parallel region, not a slice of it).
@@ -161,13 +171,14 @@ class MicroBatch:
         slots: [n] int64, their indices in a flattened [rows, width] response-aligned tensor.
         rows, width: shape of response-aligned tensors; width is the maximum response length.
         predicted_mask: [rows, width] bool, True on real predicted tokens, of every context-parallel rank.
-        columns: name -> [rows, width] or [rows].
+        columns: name -> [rows, width], [rows, width, k] or [rows].
         indexes: of its rows in the batch.
         num_tokens: real tokens that are computed, prompts included.
         lengths: tokens of each sequence, a shared prefix in all of them.
         tokens: [n] int64 on the host; for each position of the hidden states, as `hidden_index` counts them, the index of its
             token in the concatenated rows; -1 for padding.
         routing: [n, routed layers, experts a token] int16, the rows' routing in that order, -1 for padding; None without.
+        images: with tokens on this rank; None without any.
     """
 
     input_ids: Tensor
@@ -185,6 +196,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     tokens: Tensor
     routing: Tensor | None = None
+    images: ImageBatch | None = None
 
     @property
     def is_filler(self) -> bool:
@@ -198,16 +210,43 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _align(values: list[Tensor], width: int) -> Tensor:
-    """Return [rows, width] from ragged rows, zero on padding; [rows] from scalars."""
+    """Return [rows, width] or [rows, width, k] from ragged rows, zero on padding; [rows] from scalars."""
     if values[0].dim() == 0:
         return torch.stack(values)
     out = pad_sequence(values, batch_first=True)
-    return functional.pad(out, (0, width - out.size(1)))
+    return functional.pad(out, (*(0, 0) * (out.dim() - 2), 0, width - out.size(1)))
 
 
-def _prefix_key(ids: Tensor, prompt: int) -> bytes:
-    """Return the bytes of the tokens that a sequence may share: its prompt without the last token."""
-    return ids[: prompt - 1].numpy().tobytes()
+#: images of a sequence: indices of their first tokens in it, and the images themselves
+_Located = tuple[list[int], list[PreparedImage]]
+
+
+def _locate_images(rows: Rows, shape: BatchShape) -> list[_Located]:
+    """Return the images of each sequence; ValueError names a row whose tokens do not fit its images."""
+    located: list[_Located] = []
+    for index, (ids, lengths) in enumerate(zip(rows.input_ids, rows.sequence_lengths)):
+        images = () if rows.images is None else rows.images[index]
+        try:
+            starts = find_images(ids, images, shape.vision) if images and shape.vision is not None else []
+        except ValueError as error:
+            raise ValueError(f"row {index} of the micro-batch: {error}") from None
+        first = 0
+        for length in lengths:
+            inside = [(start - first, image) for start, image in zip(starts, images) if first <= start < first + length]
+            located.append(([start for start, _ in inside], [image for _, image in inside]))
+            first += length
+    return located
+
+
+def _list_prefixes(rows: Rows, shape: BatchShape) -> list[bytes]:
+    """Return for each sequence the bytes of what it may share: its prompt without the last token, and the images there."""
+    sequences = (ids for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths))
+    prompts = (prompt for spans in rows.spans for prompt, _ in spans)
+    keys = []
+    for ids, prompt, (starts, images) in zip(sequences, prompts, _locate_images(rows, shape)):
+        seen = [image.key for start, image in zip(starts, images) if start < prompt - 1]
+        keys.append(ids[: prompt - 1].numpy().tobytes() + "/".join(seen).encode())
+    return keys
 
 
 def _find_shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]]:
@@ -218,9 +257,8 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]
     prompts = [prompt for spans in rows.spans for prompt, _ in spans]
     if not shape.shares_prefixes:
         return [(index, 0) for index in range(len(prompts))]
-    sequences = [ids for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths)]
     firsts: dict[bytes, int] = {}
-    owners = [firsts.setdefault(_prefix_key(*one), index) for index, one in enumerate(zip(sequences, prompts))]
+    owners = [firsts.setdefault(key, index) for index, key in enumerate(_list_prefixes(rows, shape))]
     return [(owner, 0 if owner == index else prompts[index] - 1) for index, owner in enumerate(owners)]
 
 
@@ -278,19 +316,32 @@ def build_micro_batch(
     slots[predicting] = expand_ranges(torch.arange(len(rows)) * width, predicted_lengths)
     tokens = torch.full((total,), -1, dtype=torch.int64)
     tokens[expand_ranges(starts, lengths)] = torch.arange(sum(lengths))
+    placed = None
+    if shape.vision is not None:
+        sequences = torch.cat(rows.input_ids).split(lengths)
+        placed = PlacedImages.build(sequences, _locate_images(rows, shape), starts.tolist(), positions, shape.vision)
+        positions = placed.positions
     if shape.packed:
         prefixes = SharedPrefixes.build(padded, shared, device) if any(count for _, count in shared) else None
         local = _local_positions(padded, shape) if prefixes is None else prefixes.computed
         layout = PackedLayout.build(padded, device, shape.cp_size, prefixes)
-        input_ids, position_ids = ids[local][None], positions[local][None]
-        slots, labels, tokens = slots[local], labels[local], tokens[local]  # hidden states are [t, 1, h]
+        input_ids, position_ids = ids[local][None], positions[..., None, local]
+        order = local  # hidden states are [t, 1, h]
     else:
         layout = None
         # rows are equally wide, so one row's slice is that of all
         local = _local_positions(padded[:1], shape)
-        input_ids, position_ids = ids.view(count, -1)[:, local], positions.view(count, -1)[:, local]
-        # hidden states are [s, b, h]: position-major
-        slots, labels, tokens = (values.view(count, -1)[:, local].t().flatten() for values in (slots, labels, tokens))
+        cells = torch.arange(total).view(count, -1)[:, local]
+        input_ids, position_ids = ids[cells], positions[..., cells]
+        order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    slots, labels, tokens = slots[order], labels[order], tokens[order]
+    images = None
+    if placed is not None and shape.vision is not None and placed.images:
+        layout_of_images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], shape.vision)
+        on_device = platform.current().to_device([layout_of_images.tokens, layout_of_images.features], device)
+        images = ImageBatch(layout_of_images.images, *on_device)
+    if layout is not None and shape.vision is not None:
+        packed_rope.expect_angles(layout.cu_seqlens_q_padded)
     hidden_index = (slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
@@ -317,6 +368,7 @@ def build_micro_batch(
         lengths=tuple(lengths),
         tokens=tokens,
         routing=None if routing is None else routing.to(device),
+        images=images,
     )
 
 
@@ -342,9 +394,11 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         # rows with the same prompt take fewer tokens in one micro-batch than in several
         prompts = [spans[0][0] for spans in rows.spans]
         indices: dict[bytes, int] = {}
+        keys = _list_prefixes(rows, shape)
+        first_sequences = accumulate((len(spans) for spans in rows.spans[:-1]), initial=0)
         return pack_families(
             rows.lengths,
-            [indices.setdefault(_prefix_key(*one), len(indices)) for one in zip(rows.input_ids, prompts)],
+            [indices.setdefault(keys[index], len(indices)) for index in first_sequences],
             [prompt - 1 for prompt in prompts],
             budget - budget % shape.packed_multiple,
             min_bins=min_count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,41 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.sequence_layout import PaddedLayout
+from mindspeed_rl.engine.vision import VisionEncoder
+from mindspeed_rl.engine.vocab import compute_top_log_probs, compute_vocab_log_probs
+from mindspeed_rl.models.model_config import VisionConfig
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """Request to the head for a micro-batch. It travels through GPTModel.forward as its `labels`."""
+    """Request to the head for a micro-batch. It travels through GPTModel.forward as its `labels`.
+
+    Attributes:
+        choices: token ids whose logits are the only results.
+        top_k: the results are log-probs and ids of so many most probable tokens; 0 for those of the predicted tokens.
+        divergence: (log-probs at the columns teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
+            added; None where no teacher's tokens are compared.
+    """
 
     micro_batch: MicroBatch
     temperature: float
     chunk_size: int
     choices: tuple[int, ...] | None = None
+    top_k: int = 0
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +82,56 @@ class _Aligned(torch.autograd.Function):
         return None, None, None, None, *(None if grad is None else grad.flatten().index_select(0, slots) for grad in grads)
 
 
-class _ResponseAligned:
-    """Mixin of Megatron's models that puts per-token results where the loss expects them."""
+class _ResponseAligned(GPTModel):
+    """Megatron's model with images among its tokens, and per-token results where the loss expects them.
+
+    Attributes:
+        vision: of a model that sees images; None for others.
+        encoder: its tower, on the first stage.
+    """
 
     config: TransformerConfig
+    vision: VisionConfig | None = None
+    encoder: VisionEncoder | None = None
+
+    def forward(  # pyrefly: ignore[bad-override]  (what travels as `labels` is a request here)
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **named: Any,
+    ) -> Any:
+        """Run GPTModel, with the features of images in place of their tokens' embeddings."""
+        if self.vision is not None and position_ids.dim() == 2:
+            position_ids = position_ids.expand(3, *position_ids.shape)
+        if self.encoder is not None:
+            images = labels.micro_batch.images if isinstance(labels, HeadRequest) else None
+            embeddings = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            decoder_input, added = self.encoder.embed(embeddings, images)
+            if self.config.sequence_parallel:
+                group = self.pg_collection.tp
+                decoder_input = scatter_to_sequence_parallel_region(decoder_input, group=group)
+                if added is not None:
+                    length = decoder_input.size(0) * decoder_input.size(1)
+                    added.select_slice(group.rank() * length, length)
+            if added is not None:
+                packed_seq_params = PaddedLayout() if packed_seq_params is None else packed_seq_params
+            if packed_seq_params is not None:
+                packed_seq_params.added = added
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            *args,
+            packed_seq_params=packed_seq_params,
+            **named,
+        )
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens."""
@@ -106,14 +166,14 @@ def _compute_choice_logits(
     return (logits / temperature).t()
 
 
-class PolicyModel(_ResponseAligned, GPTModel):
+class PolicyModel(_ResponseAligned):
     """GPTModel whose last stage returns log-probs and entropies instead of logits.
 
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
-    log-prob and entropy of each predicted token, [rows, width] float32 each, 0 on padding; if the request names choices (token
-    ids), one [rows, width] for each: its logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
-    after the last token of each row, [rows, part of the vocabulary], or after every token, [tokens * rows, ...]. Other stages
-    return hidden states as GPTModel does.
+    log-prob and entropy of each predicted token, [rows, width] float32 each, 0 on padding, and what a divergence adds; if the
+    request names choices (token ids), one [rows, width] for each: its logits; with top_k [rows, width, k] log-probs and ids.
+    With `labels=NextTokenRequest()` it returns this rank's part of the logits after the last token of each row, [rows, part of
+    the vocabulary], or after every token, [tokens * rows, ...]. Other stages return hidden states as GPTModel does.
 
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
@@ -164,18 +224,28 @@ class PolicyModel(_ResponseAligned, GPTModel):
             return self._to_response(logits.unbind(0), micro_batch)
         # padding is at the end of the full vocabulary, so on the last rank, or on several
         end = weight.size(0) * (group.rank() + 1)
-        results = compute_vocab_log_probs(
-            hidden,
-            weight,
-            micro_batch.labels,
-            temperature=labels.temperature,
-            chunk_size=labels.chunk_size,
-            padding=min(max(end - self.true_vocab_size, 0), weight.size(0)),
-            softcap=self.final_logit_softcapping,
-            in_float32=self.fp32_lm_head,
-            group=group,
+        head = {
+            "temperature": labels.temperature,
+            "chunk_size": labels.chunk_size,
+            "padding": min(max(end - self.true_vocab_size, 0), weight.size(0)),
+            "softcap": self.final_logit_softcapping,
+            "in_float32": self.fp32_lm_head,
+            "group": group,
+        }
+        if labels.top_k:
+            log_probs, ids = compute_top_log_probs(hidden, weight, labels.top_k, **head)
+            # ids are exact in float32 up to 2**24, more than any vocabulary has
+            values = self._to_response([*log_probs.unbind(1), *ids.float().unbind(1)], micro_batch)
+            return torch.stack(values[: labels.top_k], -1), torch.stack(values[labels.top_k :], -1)
+        if labels.divergence is None:
+            return self._to_response(compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head), micro_batch)
+        # [rows, width, k] -> those of this rank's predicted tokens
+        ids, teacher = (
+            micro_batch.columns[name].flatten(0, 1).index_select(0, micro_batch.slots)
+            for name in ("teacher_ids", "teacher_log_probs")
         )
-        return self._to_response(results, micro_batch)
+        *results, student = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head, others=ids.long())
+        return self._to_response([*results, *labels.divergence(student, teacher)], micro_batch)
 
 
 class ValueModel(_ResponseAligned, GPTRewardModel):

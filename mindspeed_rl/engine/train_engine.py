@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics
+from mindspeed_rl.algorithms.interfaces import NUM_DIVERGENCES, LossInputs, LossOutput, PendingMetrics
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import (
@@ -83,6 +83,8 @@ class TrainEngine:
 
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None: the latter.
+        top_k: most probable tokens that `forward` returns instead, as log-probs and ids; 0: log-probs and entropies.
+        divergence: of the head in updates (`HeadRequest`); None without teachers' tokens.
         on_gradients: called in every step between the backward pass and the optimizer, if any.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
@@ -105,6 +107,8 @@ class TrainEngine:
         self.shape = shape
         self.temperature = temperature
         self.choices: tuple[int, ...] | None = None
+        self.top_k = 0
+        self.divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
         self._router_losses: RouterLosses | None = None
@@ -149,8 +153,8 @@ class TrainEngine:
         """Compute log-probs and entropies of the predicted tokens (with a value head values and nothing else).
 
         Returns:
-            Two lists of [response length] float32 CPU tensors, one a row, in row order; None on ranks of other pipeline
-            stages than the last.
+            Two lists of [response length] float32 CPU tensors ([response length, k] with `top_k`), one a row, in row order;
+            None on ranks of other pipeline stages than the last.
         """
         with self._mode(training=False):
             micro_batches = self._micro_batches(rows, batching)
@@ -181,6 +185,17 @@ class TrainEngine:
                 if len(outputs) > 1:
                     second[index] = outputs[1][position, : lengths[index]]
         return first, second
+
+    def judge(
+        self, rows: Rows, batching: MicroBatching, top_k: int, temperature: float | None
+    ) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return `forward` as a teacher's: log-probs and ids of `top_k` tokens, at another temperature; None for its own."""
+        before = self.top_k, self.temperature
+        self.top_k, self.temperature = top_k, temperature or self.temperature
+        try:
+            return self.forward(rows, batching)
+        finally:
+            self.top_k, self.temperature = before
 
     @torch.no_grad()
     def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
@@ -319,6 +334,7 @@ class TrainEngine:
         A count does not depend on the outputs of the model (`LossOutput`), so zeros do.
         """
         num_outputs = 1 if self.model.plan.model_config.head == "reward" else len(self.choices or (0, 1))
+        num_outputs += 0 if self.divergence is None else NUM_DIVERGENCES
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             zeros = torch.zeros(micro_batch.rows, micro_batch.width, device=self.device)
@@ -458,7 +474,14 @@ class TrainEngine:
                 self.routed.arm(indices[id(chunk)], micro_batch)
             if self._router_losses is not None and not forward_only:
                 self._router_losses.arm(indices[id(chunk)], micro_batch)
-            request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
+            request = HeadRequest(
+                micro_batch,
+                self.temperature,
+                self.config.loss_chunk_size,
+                self.choices,
+                0 if not forward_only else self.top_k,
+                None if forward_only else self.divergence,
+            )
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )

@@ -1,4 +1,4 @@
-"""Log-probs and entropy over a vocabulary that is split across tensor-parallel ranks, a chunk of tokens at a time."""
+"""Log-probs, entropy and the most probable tokens of a vocabulary that is split across tensor-parallel ranks, by chunks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,16 @@ def _logits(
     return logits
 
 
+def _gather(values: Tensor, local: Tensor) -> Tensor:
+    """Return the values at ids of this rank, [n, k]; 0 where another rank has the id, or none has."""
+    vocab = values.size(1)
+    return values.gather(1, local.clamp(0, vocab - 1)).masked_fill_((local < 0) | (local >= vocab), 0.0)
+
+
 class _VocabLogProbs(torch.autograd.Function):
     """Function log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
+
+    With `others`, ids [n, k], a third output has the log softmax at each of them; an id below 0 has no gradient.
 
     Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, so
     both work in place wherever the values are not needed again.
@@ -53,13 +61,15 @@ class _VocabLogProbs(torch.autograd.Function):
         softcap: float | None,
         in_float32: bool,
         group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
+        others: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         vocab = weight.size(0)
         first = vocab * (group.rank() if group is not None else 0)
         tokens = hidden.size(0)
         log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs)
+        at_others = None if others is None else torch.empty(others.shape, dtype=torch.float32, device=hidden.device)
         for start in range(0, tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
@@ -72,21 +82,27 @@ class _VocabLogProbs(torch.autograd.Function):
             # one rank has the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked])
-            total, weighted, picked = _all_reduce(sums, group).unbind(0)
+            columns = [] if others is None else [_gather(shifted, others[chunk] - first)]
+            sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked], 1)
+            summed = _all_reduce(torch.cat([sums, *columns], 1), group)
+            total, weighted, picked = summed[:, :3].unbind(1)
             log_total = total.log()
+            if at_others is not None:
+                at_others[chunk] = summed[:, 3:] - log_total[:, None]
             log_probs[chunk] = picked - log_total
             log_z[chunk] = top + log_total
             entropy[chunk] = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others)
         ctx.settings = (temperature, chunk_size, padding, softcap, in_float32, first)
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return (log_probs, entropy) if at_others is None else (log_probs, entropy, at_others)
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
-        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+    def backward(  # pyrefly: ignore[bad-override]  (as above)
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_others: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, log_z, entropy, others = ctx.saved_tensors
         temperature, chunk_size, padding, softcap, in_float32, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
@@ -96,6 +112,8 @@ class _VocabLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
+        # of all log-probs of a token together: each takes the softmax off the logits once
+        grad_totals = grad_log_probs if grad_others is None else grad_log_probs + grad_others.sum(-1)
         for start in range(0, hidden.size(0), chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
@@ -106,15 +124,19 @@ class _VocabLogProbs(torch.autograd.Function):
             log_softmax = logits.sub_(log_z[chunk, None])
             # None where entropy is only measured, as in most runs
             if grad_entropy is None:
-                grad_logits = log_softmax.exp_().mul_(-grad_log_probs[chunk, None])
+                grad_logits = log_softmax.exp_().mul_(-grad_totals[chunk, None])
             else:
                 softmax = log_softmax.exp()
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
                 of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
-                grad_logits = softmax.mul_(-grad_log_probs[chunk, None]).sub_(of_entropy)
+                grad_logits = softmax.mul_(-grad_totals[chunk, None]).sub_(of_entropy)
             local = labels[chunk] - first
             mine = (local >= 0) & (local < vocab)
             grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[chunk] * mine)[:, None])
+            if grad_others is not None:
+                local = others[chunk] - first
+                mine = (local >= 0) & (local < vocab)
+                grad_logits.scatter_add_(1, local.clamp(0, vocab - 1), grad_others[chunk] * mine)
             if temperature != 1.0:
                 grad_logits /= temperature
             if slope is not None:
@@ -126,7 +148,7 @@ class _VocabLogProbs(torch.autograd.Function):
                 grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 8
 
 
 def compute_vocab_log_probs(
@@ -140,7 +162,8 @@ def compute_vocab_log_probs(
     softcap: float | None = None,
     in_float32: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+    others: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Compute the log-prob of each label and the entropy of each distribution, equal on all ranks of the group.
 
     Collective over `group`. The gradient of `hidden` is only the rank's part: the caller sums it over the group (Megatron's
@@ -155,8 +178,61 @@ def compute_vocab_log_probs(
         padding: rows at the end of this rank's `weight` that pad the vocabulary.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
         in_float32: logits of 16-bit `hidden` and `weight` are not rounded to their format (MiniMax-M1, arXiv:2506.13585).
+        others: [n, k] int64 further token ids, those of a teacher; -1 for none.
 
     Returns:
-        log_probs [n] float32 and entropy [n] float32.
+        log_probs [n] float32 and entropy [n] float32; with `others` also their log-probs, [n, k] float32, -inf for no id.
     """
-    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, in_float32, group)
+    outputs = _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, in_float32, group, others)
+    if others is None:
+        return outputs
+    log_probs, entropy, at_others = outputs
+    return log_probs, entropy, at_others.masked_fill(others < 0, float("-inf"))
+
+
+@torch.no_grad()
+def compute_top_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    padding: int = 0,
+    softcap: float | None = None,
+    in_float32: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the k most probable tokens of each distribution, equal on all ranks of the group; collective over it.
+
+    Each rank contributes its own k best, so that k columns a rank are exchanged and not the vocabulary.
+
+    Args:
+        k: tokens; more than the vocabulary has are filled with -1.
+
+    Returns:
+        Log-probs [n, k] float32 in falling order, -inf for no token, and ids [n, k] int64; other arguments as in
+        `compute_vocab_log_probs`.
+    """
+    vocab, size = weight.size(0), 1 if group is None else group.size()
+    first, count = vocab * (group.rank() if group is not None else 0), min(k, vocab)
+    log_probs = torch.full((hidden.size(0), k), float("-inf"), device=hidden.device)
+    ids = torch.full(log_probs.shape, -1, dtype=torch.int64, device=hidden.device)
+    for start in range(0, hidden.size(0), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
+        best, tokens = logits.topk(count, -1)
+        # padding of the vocabulary is no token
+        tokens = torch.where(tokens < vocab - padding, tokens + first, -1)
+        top = _all_reduce(best[:, 0].clone(), group, dist.ReduceOp.MAX)
+        log_z = top + _all_reduce(logits.sub_(top[:, None]).exp_().sum(-1), group).log()
+        best = best.masked_fill(tokens < 0, float("-inf"))
+        if size > 1:
+            both = [torch.empty_like(best) for _ in range(size)], [torch.empty_like(tokens) for _ in range(size)]
+            dist.all_gather(both[0], best.contiguous(), group=group)
+            dist.all_gather(both[1], tokens.contiguous(), group=group)
+            best, order = torch.cat(both[0], -1).topk(min(k, count * size), -1)
+            tokens = torch.cat(both[1], -1).gather(1, order)
+        log_probs[chunk, : best.size(1)] = best - log_z[:, None]
+        ids[chunk, : best.size(1)] = tokens
+    return log_probs, ids

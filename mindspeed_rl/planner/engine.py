@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token, state_bytes_per_sequence
+from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
@@ -45,6 +45,7 @@ class Engine:
     Attributes:
         packed: copies of weights that the CPU's kernels hold while the engine generates.
         adapters: room for low-rank adapters in addition to the weights (`lora_push: adapter`).
+        draft: weights of the model that makes drafts (`speculative_config`).
         step: bytes that a step takes while it is computed.
         problem: why no sequence fits; "" where one does.
     """
@@ -52,6 +53,7 @@ class Engine:
     weights: int
     packed: int
     adapters: int
+    draft: int
     step: int
     cache: KvCache
     problem: str = ""
@@ -75,7 +77,9 @@ def plan_engine(run: RunShape) -> Engine | None:
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
         adapters = _count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
-    token = kv_bytes_per_token(model_config, itemsize, tensor)
+    draft, draft_token = read_draft_bytes(generate, itemsize)
+    draft //= tensor
+    token = kv_bytes_per_token(model_config, itemsize, tensor) + draft_token // tensor
     linear = model_config.linear_attention
     sequence = token * generate.max_model_len + state_bytes_per_sequence(linear, itemsize, tensor)
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
@@ -83,16 +87,17 @@ def plan_engine(run: RunShape) -> Engine | None:
     if model_config.moe_layers:
         inner = model_config.moe_router_topk * (model_config.moe_ffn_hidden_size or 0)
     step = int(rows * (4 * model_config.hidden_size + 3 * inner / tensor) * itemsize)
-    # the sampler's rows: logits, their float32 form and the log-probs, of the full vocabulary
-    step += min(generate.max_num_seqs, rows) * model_config.vocab_size * 12
+    # the sampler's rows, those of drafts included: logits, their float32 form and the log-probs, of the full vocabulary
+    sampled = 1 + int(str((generate.drafts or {}).get("num_speculative_tokens") or 0))
+    step += min(generate.max_num_seqs * sampled, rows) * model_config.vocab_size * 12
     if itemsize == 2 and (generate.fp32_lm_head or run.cfg.actor_config.fp32_lm_head):
         step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
     problem = ""
     if not run.device.sleeps:
         states = state_bytes_per_sequence(linear, itemsize)
-        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize), states)
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize) + draft_token, states)
     else:
-        room = int(generate.gpu_memory_utilization * run.device.visible) - weights - adapters - step
+        room = int(generate.gpu_memory_utilization * run.device.visible) - weights - adapters - draft - step
         if room < sequence:
             problem = (
                 f"generate_config.gpu_memory_utilization {generate.gpu_memory_utilization:g} leaves {room / GIB:.1f} GiB for "
@@ -100,7 +105,7 @@ def plan_engine(run: RunShape) -> Engine | None:
                 f"tokens takes {sequence / GIB:.1f} GiB"
             )
     cache = KvCache(token, sequence * generate.max_num_seqs, max(0, room), sequence, generate.max_num_seqs)
-    return Engine(weights, packed, adapters, step, cache, problem)
+    return Engine(weights, packed, adapters, draft, step, cache, problem)
 
 
 @lru_cache(maxsize=256)

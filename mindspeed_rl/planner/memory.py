@@ -52,7 +52,8 @@ class Phase:
 
     MODEL_ERROR: ClassVar[float] = 0.25
     EXACT: ClassVar[tuple[str, ...]] = (
-        *("weights", "gradients", "optimizer", "reference", "reward model", "critic"),
+        *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
+        *(f"teacher_{index}" for index in range(1, 64)),
         *("rollout weights", "packed weights", "KV cache"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
@@ -190,7 +191,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
-    for name in ("reward model", "reference", "critic"):
+    for name in ("reward model", "reference", *run.teachers, "critic"):
         if name in others:
             transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
             phases.append(_make_phase(f"{name} pass", fixed, resident, {name: totals[name]}, also, transient))
@@ -213,7 +214,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     phases.append(_make_phase(Phases.UPDATE_ACTOR.memory, fixed, resident, weights, state, also, activations))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:
-        push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters}
+        push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters, "draft model": engine.draft}
     phases.append(_make_phase(Phases.PUSH_WEIGHTS.memory, fixed, resident, weights, push))
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
@@ -224,6 +225,7 @@ def _serving_bytes(engine: Engine) -> dict[str, int]:
     return {
         "rollout weights": engine.weights,
         "engine adapters": engine.adapters,
+        "draft model": engine.draft,
         "KV cache": engine.cache.room,
         "engine step": engine.step,
     }
@@ -238,11 +240,18 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
         generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
         push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
+    # all teachers share the devices of the first
+    first, *others = [name for name in run.dedicated if name.startswith("teacher")] or [""]
     for name, model in run.dedicated.items():
         layout = model.plan.layout
+        if name in others:
+            continue
         for stage, elements in enumerate(model.elements):
             owners, logits = asdict(_ModelBytes.count(model, elements)), {"logits": _head(run, model, stage, "ref", False)}
             forward = {"activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            for other in others if name == first else ():
+                more = run.dedicated[other]
+                owners[other] = _ModelBytes.count(more, more.stage(stage, len(model.elements))).total
             phases = [_make_phase(f"{name} pass", fixed, owners, forward, logits)]
             if model.trains:
                 update = {"activations": _update_activations(run, model, stage)}

@@ -119,6 +119,11 @@ class RunShape:
     others: dict[str, Model] = field(default_factory=dict)
     dedicated: dict[str, Model] = field(default_factory=dict)
 
+    @property
+    def teachers(self) -> list[str]:
+        """Names of the teachers with weights of their own."""
+        return [name for name in (*self.others, *self.dedicated) if name.startswith("teacher")]
+
     def find_model(self, name: str) -> Model | None:
         """Return a model by its name as an owner, on any devices."""
         return self.others.get(name) or self.dedicated.get(name)
@@ -201,6 +206,8 @@ def read_shape(cfg: RunConfig, device: Device, num_nodes: int) -> RunShape:
         add("reference", "ref", config, trains=False, is_scored=False)
     if objective.has_critic and cfg.critic_config is not None:
         add("critic", "critic", cfg.critic_config, trains=True)
+    for folder, name in () if objective.distillation is None else objective.distillation.models.items():
+        add(name, "teacher", cfg.read_teacher_keys(folder), trains=False, is_scored=False)
     if cfg.reward_model_keys is not None:
         add("reward model", "reward", cfg.reward_model_keys, trains=False)
     return run

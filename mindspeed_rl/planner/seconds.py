@@ -166,6 +166,12 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
     if objective.needs_reference:
         parts[Phases.REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
+    for name in run.teachers:
+        model = run.find_model(name)
+        assert model is not None
+        judged = _Passes(run, model, efficiency, samples).seconds(sizes.rollout_samples, 1.0)
+        before = parts.get(Phases.TEACHER_LOG_PROBS.timer, {})
+        parts[Phases.TEACHER_LOG_PROBS.timer] = {part: value + before.get(part, 0.0) for part, value in judged.items()}
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
         parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0)
     if critic is not None:

@@ -140,6 +140,10 @@ class Advantages:
         rewards = ragged(batch["rewards"]).tensor()
         sampled, lengths = masks.pad(0), masks.lengths().tolist()
         width = sampled.size(1)
+        measured = rewards[~rewards.isnan()]
+        if objective.distillation is not None and not objective.distillation.use_task_rewards:
+            # the teachers judge every row; rewards are only measured
+            rewards = torch.zeros_like(rewards)
         scored = ~rewards.isnan()
         greedy_rewards = self._baselines.rewards() if "greedy_baseline" in objective.needs else None
         self._unscored = 0 if scored.any() else self._unscored + 1
@@ -147,7 +151,7 @@ class Advantages:
             self._warn_unscored(iteration, objects(batch["reward_results"]))
         else:
             self._warn_failed(iteration, objects(batch["reward_results"]))
-        metrics = self._score_metrics(batch, rewards[scored])
+        metrics = self._score_metrics(batch, measured)
         if greedy_rewards is not None:
             metrics.add_mean("remax/greedy_unscored", greedy_rewards.isnan().sum().item(), len(greedy_rewards))
             scored = scored & ~greedy_rewards.isnan()

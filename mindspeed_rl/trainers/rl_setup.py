@@ -53,6 +53,7 @@ from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import reads_images
 from mindspeed_rl.workers.reward_group import RewardGroup
+from mindspeed_rl.workers.teacher_servers import TeacherServers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,6 +138,9 @@ def check_rl(run: Run) -> RLInputs:
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
     run = resolve_length(run, len(prompts), (resume.iteration, done), resume)
     _check_models(run, tokenizer, tokenizer_path)
+    term = None if run.objective is None else run.objective.distillation
+    if term is not None and term.has_servers:
+        TeacherServers(term, run.rl.distillation, None, run.deadlines.rows_s).check(tokenizer, prompts[0]["prompt_ids"])
     lines = [prompts.describe()]
     if actor.train_epochs:
         lines.append(f"{run.plan.train_iters} iterations are {actor.train_epochs:g} passes over them")
@@ -204,8 +208,10 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
         theirs, ours = other.get_vocab(), tokenizer.get_vocab()
         if theirs != ours:
             model = "reward model" if role == "reward" else "teacher"
-            reason = "the same texts have other ids, which are not mapped" if theirs.keys() == ours.keys() else (
-                f"{len(theirs.keys() ^ ours.keys())} tokens are of one of them alone"
+            reason = (
+                "the same texts have other ids, which are not mapped"
+                if theirs.keys() == ours.keys()
+                else (f"{len(theirs.keys() ^ ours.keys())} tokens are of one of them alone")
             )
             raise ValueError(
                 f"{key}: the tokenizer of {folder} differs from the actor's ({tokenizer_path}), but the {model} reads the "
@@ -242,6 +248,9 @@ def _describe_devices(run: Run) -> str:
 def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _Services:
     """Start data plane, rewards and workers; they run until the stack is closed."""
     run = inputs.run
+    for name, prompts in (("images.bin", inputs.prompts), ("held_out_images.bin", inputs.held_out)):
+        if prompts is not None:
+            prompts.store_images(run.folder / name)
     plane = _open_data_plane(run)
     stack.callback(plane.close)  # runs last: workers use it until they end
     actors = Fleet(run, plane)

@@ -62,7 +62,7 @@ class Schedule:
         kl: controller of the KL coefficient.
         admission: how far the rollout may be ahead of training.
         objective: the loss and its inputs.
-        needs_reference, needs_old_log_probs, has_critic: forward passes of an iteration.
+        needs_reference, needs_old_log_probs, has_critic, has_teachers: forward passes of an iteration.
         evaluates_first: there is something to evaluate on: a dataset for it, or the part that `split` holds back.
     """
 
@@ -82,6 +82,7 @@ class Schedule:
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
+        self.has_teachers = objective.distillation is not None
         self.evaluates_first = self._actor.has_held_out_data
         self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
 
@@ -104,6 +105,7 @@ class Schedule:
             "entropies": "entropies" in self.objective.needs,
         }
         columns = ["advantages", "rollout_log_probs", "scored_mask", "loss_mask"]
+        columns += [] if self.objective.distillation is None else self.objective.distillation.columns
         return UpdatePlan(
             steps=self.steps(iteration),
             kl_coef=self.kl.coef,

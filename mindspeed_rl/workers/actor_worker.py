@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
@@ -14,7 +15,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.runtime.reports import WorkerReport, add_drafts
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 from mindspeed_rl.workers.trainer_worker import ActorPhases
 
@@ -91,6 +92,7 @@ class ActorWorker(ActorPhases):
 
     def _report_generation(self, metrics: Metrics) -> WorkerReport:
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
+        add_drafts(metrics, *vllm_drafts.counts.take())
         return self._report(metrics)
 
     def finish_rollout(self) -> WorkerReport:

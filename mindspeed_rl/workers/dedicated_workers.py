@@ -118,4 +118,4 @@ class TeacherWorker(_DedicatedWorker, TeacherPhases):
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now."""
-        return {"teachers": sum(sum(role.offloader.resident_bytes().values()) for role in self.roles.all())}
+        return {role.name: sum(role.offloader.resident_bytes().values()) for role in self.roles.all()}

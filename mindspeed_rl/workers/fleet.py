@@ -21,6 +21,7 @@ from mindspeed_rl.runtime.futures import Pending
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 from mindspeed_rl.workers.server_rollout import ServerRollout
+from mindspeed_rl.workers.teacher_servers import TeacherServers
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 #: workers of each role: "actor" with the roles that share its devices and a rollout engine, "trainer" the same next to servers
@@ -42,6 +43,7 @@ _KINDS = {
     "reward": WorkerKind(
         "mindspeed_rl.workers.dedicated_workers:RewardModelWorker", title="reward model worker", log_name="reward_model"
     ),
+    "teacher": WorkerKind("mindspeed_rl.workers.dedicated_workers:TeacherWorker", title="teacher worker", log_name="teacher"),
 }
 
 
@@ -50,7 +52,7 @@ class Fleet:
 
     Attributes:
         actor: the workers that train the actor, with the roles that share its devices.
-        dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward".
+        dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward", "teacher".
         servers: generate the responses; None where engines in the actor's workers do.
     """
 
@@ -68,10 +70,14 @@ class Fleet:
         self.actor = start_group(kind, run, run.config.actor_config, run.plan.world_size, plane)
         self.dedicated = {
             role: start_group(_KINDS[role], run, run.models[role].config, placement.dedicated[role], plane)
-            for role in ("ref", "critic", "reward")
+            for role in ("ref", "critic", "reward", "teacher")
             if role in run.models and role in placement.dedicated
         }
         self.servers = ServerRollout(run, plane, self.actor) if placement.disaggregated else None
+        term = None if run.objective is None else run.objective.distillation
+        self._teacher_servers = (
+            TeacherServers(term, run.rl.distillation, plane, run.deadlines.rows_s) if term and term.has_servers else None
+        )
         self._early: dict[str, Pending] = {}
 
     def prepare_workers(self) -> None:
@@ -82,8 +88,9 @@ class Fleet:
     def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """Build all models and rollout engines; return {"iteration", "run_state"} of a resumed run, else nothing."""
         run, plane = self._run, self._plane
-        if "reward" in self.dedicated:
-            self.dedicated["reward"].start_workers(run, plane, steps=steps)
+        for role in ("reward", "teacher"):
+            if role in self.dedicated:
+                self.dedicated[role].start_workers(run, plane, steps=steps)
         # a name for the engines in the workers, which meet on each machine
         run_id = [uuid.uuid4().hex[:12]] if self.servers is None else []
         self.actor.start_workers(run, plane, *run_id, steps=steps)
@@ -128,6 +135,9 @@ class Fleet:
         count, actor = self._run.plan.num_train_samples, self.actor
         if objective.needs_reference and ("ref" in self.dedicated or idle):
             self._early["ref"] = self.dedicated.get("ref", actor).start(Phases.ACTOR_LOG_PROBS, "ref", count)
+        term = objective.distillation
+        if term is not None and not term.has_servers and ("teacher" in self.dedicated or idle):
+            self._early["teacher"] = self.dedicated.get("teacher", actor).start(Phases.TEACHER_LOG_PROBS, count)
         if objective.needs_old_log_probs(on_policy=self._run.plan.on_policy) and idle:
             self._early["actor"] = actor.start(Phases.ACTOR_LOG_PROBS, "actor", count)
         if objective.has_critic and ("critic" in self.dedicated or idle):
@@ -166,6 +176,14 @@ class Fleet:
         if role in self._early:
             return self._early.pop(role).wait()
         return self.dedicated.get(role, self.actor).call(Phases.ACTOR_LOG_PROBS, role, count)
+
+    def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
+        """Compute the teachers' log-probs for the first `count` rows."""
+        if self._teacher_servers is not None:
+            return self._teacher_servers.compute_teacher_log_probs(count)
+        if "teacher" in self._early:
+            return self._early.pop("teacher").wait()
+        return self.dedicated.get("teacher", self.actor).call(Phases.TEACHER_LOG_PROBS, count)
 
     def compute_values(self, count: int) -> list[WorkerReport]:
         """Compute the critic's values for the first `count` rows."""

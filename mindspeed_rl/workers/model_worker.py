@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.policy_losses import value_loss
 from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
@@ -80,7 +81,13 @@ class _ModelWorker(DeviceWorker):
             group_size = rl.n_samples_per_prompt if rl.use_prefix_grouper else 1
             indexes = split_rows(step, self.replica.count, self.replica.index, lengths, group_size)
             rows = self.replica.fetch_rows(phase.consumer, indexes, columns)
-            yield replace(rows, columns={**rows.columns, "row": [torch.tensor(index) for index in indexes]})
+            added = {"row": [torch.tensor(index) for index in indexes]}
+            if (term := None if self.run.objective is None else self.run.objective.distillation) is not None:
+                # several values a token, which a row of the data plane has one after the other
+                width = len(term.weights) * (1 if term.estimator else term.topk)
+                shaped = {name: rows.columns[name] for name in term.columns if name in rows.columns}
+                added |= {name: [values.reshape(-1, width) for values in column] for name, column in shaped.items()}
+            yield replace(rows, columns={**rows.columns, **added})
 
     def _prepare_step(self, role: Role) -> None:
         """Load the state of a step onto the device, or start to, while the first micro-batches are computed."""
@@ -104,6 +111,70 @@ class ReferencePhases(_ModelWorker):
         with self.phase(Phases.REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
             self._forward(Phases.REFERENCE_LOG_PROBS, target, batching, count)
         return self._report(metrics)
+
+
+class TeacherPhases(_ModelWorker):
+    """Judgements of the teachers of a distillation."""
+
+    def compute_teacher_log_probs(self, count: int) -> WorkerReport:
+        """Compute the teachers' log-probs of the first `count` rows: of sampled tokens, or of their most probable tokens.
+
+        Where a column of the prompts chooses the teacher, each judges its rows alone.
+        """
+        metrics, phase = Metrics(), Phases.TEACHER_LOG_PROBS
+        keys = self.run.rl.distillation
+        with self.phase(phase, metrics, timed=False):
+            for indexes in self.replica.dispatches(count):
+                rows, choices = self.replica.fetch_rows(phase.consumer, indexes), None
+                if keys.teacher_keys or keys.teacher_prompt:
+                    extra = list(self.replica.fetch(phase.consumer, ["extra"], indexes)["extra"])
+                    rows = _with_teacher_prompts(rows, extra) if keys.teacher_prompt else rows
+                    choices = [str(columns[keys.teacher_key]) for columns in extra] if keys.teacher_keys else None
+                # without the wait for rows
+                with self.timers(phase.timer):
+                    columns = self._judge(rows, choices)
+                self.replica.put(columns, indexes)
+        return self._report(metrics)
+
+    def _judge(self, rows: Rows, choices: list[str] | None) -> dict[str, list[Tensor]]:
+        """Return the columns of the teachers for rows; nothing on ranks of other pipeline stages than the last.
+
+        Args:
+            choices: value of the column that chooses the teacher, of each row; None where all judge all rows.
+        """
+        term, keys = self.run.objective and self.run.objective.distillation, self.run.rl.distillation
+        assert term is not None
+        top_k = 0 if term.estimator is not None else term.topk
+        judged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(len(rows))]
+        for index, name in enumerate(term.teachers):
+            role = {"actor": self.roles.actor, "ref": self.roles.reference}.get(name) or self.roles.teachers[name]
+            chosen = [row for row in range(len(rows)) if choices is None or choices[row] == keys.teacher_keys[index]]
+            # replicas that share experts, or agree on a number of micro-batches, make their passes together
+            together = list(range(len(rows))) if role.model.transformer_config.num_moe_experts else chosen or [0]
+            role.offloader.onload(params=True)
+            batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
+            outputs = role.engine.judge(rows.select(together), batching, top_k, keys.teacher_temperature)
+            if not role.trains:
+                self._release(role)
+            for row, *values in zip(together, *(outputs or ())):
+                if row in chosen:
+                    judged[row].append((values[0], values[1]))
+        if not all(judged):
+            return {}
+        log_probs, ids = ([torch.stack([pair[item] for pair in row], 1).flatten() for row in judged] for item in (0, 1))
+        return {"teacher_log_probs": log_probs} | ({"teacher_ids": [values.long() for values in ids]} if top_k else {})
+
+
+def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return the rows with the prompts that the teachers read in place of the student's."""
+    assert rows.sequences is None  # a rule excludes samples of several turns
+    prompts = [torch.tensor(columns[TEACHER_PROMPT_IDS]) for columns in extra]
+    responses = [ids[length:] for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+    return replace(
+        rows,
+        input_ids=[torch.cat(pair) for pair in zip(prompts, responses)],
+        prompt_lengths=[len(prompt) for prompt in prompts],
+    )
 
 
 class CriticPhases(_ModelWorker):

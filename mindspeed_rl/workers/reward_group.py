@@ -120,6 +120,8 @@ class RewardWorker:
         if self.run.rl.verifier_reads == "last_turn":  # the row of a single response has no such column
             read_ids = response_ids[columns.get("last_turn_start", 0) :]
         response = self.tokenizer.decode(read_ids, skip_special_tokens=True)
+        if self.run.rl.verifier_reads == "output":
+            response = columns.get("output") or ""
         assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
         return RewardSample(
             prompt=prompt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +40,7 @@ from mindspeed_rl.engine.disks import gather_objects
 from mindspeed_rl.engine.lora import save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
+from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights, load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
@@ -147,6 +148,7 @@ class Role:
                 pad_id=passes.pad_id,
                 fixed_width=passes.fixed_width,
                 shares_prefixes=passes.shares_prefixes,
+                vision=model.plan.model_config.vision,
             ),
             temperature=passes.temperature,
         )
@@ -300,17 +302,23 @@ class Role:
 
 @dataclass
 class Roles:
-    """The models of one worker; None for those that are not needed or are on other devices."""
+    """The models of one worker; None for those that are not needed or are on other devices.
+
+    Attributes:
+        teachers: by their entries in `teacher_models`; without roles of the run, which may be teachers too.
+    """
 
     actor: Role | None = None
     reference: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
     scoring: OutcomeScoring | None = None
+    teachers: dict[str, Role] = field(default_factory=dict)
 
     def all(self) -> list[Role]:
         """Return the models of this worker."""
-        return [role for role in (self.actor, self.critic, self.reference, self.reward) if role is not None]
+        roles = (self.actor, self.critic, self.reference, self.reward, *self.teachers.values())
+        return [role for role in roles if role is not None]
 
 
 def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:
@@ -331,6 +339,26 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
     moves = name == "ref" and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0
     return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
+
+
+def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
+    """Build the teachers with weights of their own; collective over their training world.
+
+    Args:
+        run: with its models.
+        shared: see `build_pass_settings`.
+    """
+    assert run.objective is not None and run.objective.distillation is not None
+    settings, vocab_size = run.objective.distillation, run.models["actor"].plan.model_config.vocab_size
+    built = {}
+    for folder, name in settings.models.items():
+        role = Role(name, run.models[name], shared, steps_per_iteration=None)
+        for model in role.model.models:
+            if isinstance(model, PolicyModel):
+                # rows beyond the student's vocabulary are padding that was stored
+                model.true_vocab_size = min(model.true_vocab_size, vocab_size)
+        built[folder] = role
+    return built
 
 
 def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> tuple[Role, OutcomeScoring]:

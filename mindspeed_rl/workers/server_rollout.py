@@ -24,7 +24,7 @@ from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
-from mindspeed_rl.runtime.reports import WorkerReport, add_sync_bytes
+from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
@@ -105,6 +105,7 @@ class ServerRollout:
         metrics.add_max("rollout/weight_version", version)
         metrics.add_min("rollout/servers", len(servers.pool.names))
         add_sync_bytes(metrics, servers.weights.received_bytes, servers.weights.needed_bytes)
+        add_drafts(metrics, *servers.weights.drafts)
         return [*reports, WorkerReport(metrics)]
 
     def keep_alive(self) -> None:

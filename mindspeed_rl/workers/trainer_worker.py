@@ -102,8 +102,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         """Return the bytes that are on the device now, by owner in the planner's words."""
         others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
         totals = {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
-        if teachers := self.roles.teachers.values():
-            totals["teachers"] = sum(sum(role.offloader.resident_bytes().values()) for role in teachers)
+        totals |= {role.name: sum(role.offloader.resident_bytes().values()) for role in self.roles.teachers.values()}
         return {**self.actor.offloader.resident_bytes(), **totals}
 
     def resumed_state(self) -> dict[str, Any]:

@@ -37,7 +37,9 @@ _DROPPED: dict[str, dict[str, str]] = {
 }
 
 #: groups of keys of an engine, besides model blocks
-_ENGINE_GROUPS = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
+_ENGINE_GROUPS = tuple(
+    "megatron_training actor_config ref_config reward_config critic_config teacher_config vit_config".split()
+)
 
 
 def rename_deprecated(group: str, keys: Mapping[str, object], errors: list[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -17,6 +17,8 @@ from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
+#: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/performance.md)
+_HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
 
 def _list_groups(cfg: RunConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
@@ -242,7 +244,7 @@ def find_warnings(cfg: RunConfig) -> list[str]:
     """Return a sentence for each setting of a sound run file that may cost time or results."""
     warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(cfg)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
-        warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config)]
+        warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config), *_warn_about_drafts(cfg)]
     if folder := cfg.derived.get(CRITIC_FOLDER):
         warnings.append(f"{CRITIC_FOLDER}: {folder.source}; the checkpoints of the critic are in {folder.value}")
     return warnings
@@ -306,6 +308,27 @@ def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:
             f"generate_config.max_num_seqs is {at_once}: a replica generates its {samples:g} responses {at_once} at a "
             "time, which is slow; leave the key out to have it derived"
         )
+
+
+def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each reason why speculative decoding will not pay, or was not verified."""
+    generate, key = cfg.generate_config, "generate_config.speculative_config"
+    drafts = None if generate is None else generate.drafts
+    if generate is None or drafts is None:
+        return
+    temperature, tokens = generate.sampling_config.temperature, generate.sampling_config.max_tokens
+    if temperature > _HIGH_TEMPERATURE:
+        yield f"{key} will hardly pay at temperature {temperature:g}: few draft tokens are what is sampled"
+    if tokens < _SHORT_RESPONSE:
+        yield f"{key} will hardly pay with at most {tokens} tokens a response: drafts repeat what was generated before"
+    at_once = generate.max_num_seqs
+    if at_once > _LARGE_BATCH:
+        yield (
+            f"{key} will hardly pay while {at_once} responses are generated at once: a step is then as slow as its tokens are "
+            "many, draft tokens that are not kept included; it pays in the tail, when few are left"
+        )
+    if drafts["method"] in ("mtp", "eagle", "eagle3"):
+        yield f"{key}.method {drafts['method']} was not verified here; the weights of the draft stay as they are in its folder"
 
 
 def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:

@@ -249,7 +249,8 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "how": "Each key has an anchor, `keys.md#rl_config.clip_ratio`. `mindspeed-rl explain --keys clip` prints the rows "
         "of every key with `clip` in its name or meaning; `mindspeed-rl explain --config-name X` lists the keys of a run "
         "that have no effect in it. Hyphens in keys count as underscores; a number may be quoted or written as 1e-6.",
-        "roles": "`actor_config`, `ref_config`, `reward_config` and `critic_config` take the same keys; a value of a role wins "
+        "roles": "`actor_config`, `ref_config`, `reward_config`, `critic_config` and `teacher_config` take the same keys; "
+        "a value of a role wins "
         "over `megatron_training`, and that over the model block.",
         "top": "Top level",
         "head": "| Key | Type | Default | Meaning |",
@@ -269,7 +270,8 @@ _WORDS: dict[_Language, dict[str, str]] = {
         "how": "每个键都有锚点，例如 `keys.md#rl_config.clip_ratio`。`mindspeed-rl explain --keys clip` 打印名称或"
         "含义中带 `clip` 的所有键；`mindspeed-rl explain --config-name X` 说明一次运行中哪些键没有作用。"
         "键中的连字符视同下划线；数可以加引号，也可写成 1e-6。",
-        "roles": "`actor_config`、`ref_config`、`reward_config` 与 `critic_config` 的键相同；角色自己的设置优先于 "
+        "roles": "`actor_config`、`ref_config`、`reward_config`、`critic_config` 与 `teacher_config` 的键相同；"
+        "角色自己的设置优先于 "
         "`megatron_training`，后者又优先于模型块。",
         "top": "顶层",
         "head": "| 键 | 类型 | 默认 | 含义 |",

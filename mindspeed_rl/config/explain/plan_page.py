@@ -31,7 +31,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
     `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts) and `unchecked`, which the command
-    fills in; `samples` (of several turns); `learning_rate`; `derived` (keys that the file omits and that follow from it, each
+    fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that the file omits and that follow from it, each
     with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
     `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
@@ -202,12 +202,22 @@ def _shorten_groups(groups: list[list[int]]) -> str:
 
 
 def _describe_samples(cfg: RunConfig) -> str:
-    """Return a sentence about samples of several turns; empty where each sample is one response."""
+    """Return a sentence about samples of several turns and one about drafts; empty where samples have neither."""
     rl = cfg.rl_config
-    if rl is None or cfg.generate_config is None or rl.agent_loop_name == "single_turn":
+    if rl is None or cfg.generate_config is None:
         return ""
+    drafts, text = cfg.generate_config.drafts, ""
+    if drafts is not None:
+        source = f" of {drafts['model']}" if drafts.get("model") else ""
+        same = "responses are those without drafts, token by token"
+        if cfg.platform in ("npu", "cuda"):
+            same = "the distribution of responses stays, but the same seed gives other tokens"
+        text = f"drafts by {drafts.get('method')}{source}, {drafts.get('num_speculative_tokens')} tokens a step at most: {same}"
+    if rl.agent_loop_name == "single_turn":
+        return text
     loop = rl.agent_loop_name
-    by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment}.get(loop)
+    program = None if rl.agent is None else rl.agent.url or " ".join(rl.agent.command)
+    by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment, "program": program}.get(loop)
     tools = "" if rl.tool_config_path is None else f", tools of {rl.tool_config_path}"
     calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
@@ -215,7 +225,7 @@ def _describe_samples(cfg: RunConfig) -> str:
     one = cfg.generate_config.sampling_config.max_tokens
     return (
         f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {one} tokens, "
-        f"{cfg.response_limit} tokens after the prompt together"
+        f"{cfg.response_limit} tokens after the prompt together{'; ' if text else ''}{text}"
     )
 
 

@@ -84,7 +84,8 @@ class DistillationKeys:
     loss_mode: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low_var_kl+", "forward_kl_topk",
         "reverse_kl_topk", "jsd_topk"] = key("k3",
         "divergence of student and teacher: an estimator of KL(student || teacher) at sampled tokens, or a sum over the "
-        "teacher's topk tokens", "学生与教师的散度：在采样 token 上对 KL(student || teacher) 的估计，或在教师概率最高的 topk 个 token 上求和",
+        "teacher's topk tokens",
+        "学生与教师的散度：在采样 token 上对 KL(student || teacher) 的估计，或在教师概率最高的 topk 个 token 上求和",
         needs=_DISTILLS, elsewhere="distillation_loss.loss_mode", on_resume="exact")
     topk: int = key(32, "tokens of the teacher; with the size of the vocabulary or more, all of it",
         "教师的 token 数；不小于词表大小时即为整个词表", range=Bounds(1, 10**6), needs=_TOP_K,
@@ -579,8 +580,8 @@ class _ToolKeys:
         "where agent, environment, multi_turn_scheduler or tool_config_path is set, else single_turn",
         "样本如何生成：名称或 module:Class；不设时：设了 agent、environment、multi_turn_scheduler 或 tool_config_path 就用 "
         "program、environment、scheduler 或 tool_agent，否则 single_turn",
-        names=("single_turn", "tool_agent", "scheduler", "environment", "program"), needs=_TOOLS, elsewhere="default_agent_loop",
-        on_resume="in_flight")
+        names=("single_turn", "tool_agent", "scheduler", "environment", "program"), needs=_TOOLS,
+        elsewhere="default_agent_loop", on_resume="in_flight")
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset",
         "一个样本中模型的轮数；不设时能放多少轮就多少轮", range=Bounds(1, 10**6), needs=_TOOLS, elsewhere="max_assistant_turns",
         on_resume="in_flight")
@@ -605,7 +606,8 @@ class _ToolKeys:
     verifier_reads: Literal["response", "last_turn", "output"] = key("response",
         "part of a sample of several turns that reward functions read: all of it, with replies of tools, the model's last "
         "turn, or the output of the program of `agent`",
-        "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），模型的最后一轮，或 `agent` 程序的输出", needs=_TOOLS, on_resume="in_flight")
+        "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），模型的最后一轮，或 `agent` 程序的输出", needs=_TOOLS,
+        on_resume="in_flight")
     tool_config_path: str | None = key(None, "YAML list of tools", "工具的 YAML 列表", needs=_TOOLS, on_resume="order")
     tool_parser_format: str | None = key(None, "format of calls; by default that of the template prompt_type, else hermes",
         "调用的写法；默认按 prompt_type 的模板，否则为 hermes", needs=_TOOLS, elsewhere="multi_turn.format",
@@ -617,8 +619,8 @@ class _ToolKeys:
     max_total_response_length: int = key(0,
         "tokens after the prompt, of all turns together; 0: as many as max_model_len, or seq_length where that is not set, "
         "has after max_prompt_length",
-        "prompt 之后所有轮合计的 token 数；0：max_model_len（未设时为 seq_length）减去 max_prompt_length", range=Range.TOKENS_FROM_0,
-        needs=_TOOLS, on_resume="in_flight")
+        "prompt 之后所有轮合计的 token 数；0：max_model_len（未设时为 seq_length）减去 max_prompt_length",
+        range=Range.TOKENS_FROM_0, needs=_TOOLS, on_resume="in_flight")
     max_tool_response_length: int = key(0, "tokens of one tool reply", "一次工具回复的 token 数", range=Range.TOKENS_FROM_0,
         needs=_TOOLS, on_resume="in_flight")
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(None, "part of a long reply that is cut",

@@ -39,7 +39,7 @@ def find_size_violations(sizes: Sizes) -> Iterator[_SizeViolation]:
         )
     # where a layout is uneven dp_size is a fraction, and every rule that divides by it would break with it
     uneven = False
-    for role in ("actor", "ref", "reward", "critic"):
+    for role in ("actor", "ref", "reward", "critic", "teacher"):
         layout = getattr(sizes, role)
         if layout is not None and (layout.num_npus < 1 or layout.num_npus % layout.replica_size):
             uneven = True
@@ -268,7 +268,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
                 f"{sizes.rollout.num_npus} / infer_tensor_parallel_size {sizes.rollout.tensor})"
             ),
         )
-    for role in ("ref", "reward", "critic"):
+    for role in ("ref", "reward", "critic", "teacher"):
         layout = getattr(sizes, role)
         if layout is not None and rows % layout.dp_size:
             yield _SizeViolation(

@@ -14,7 +14,7 @@ from mindspeed_rl.config.run import RunConfig
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
     """Yield every broken layout rule of every role that has its own settings."""
     yield from _role(cfg, "actor_config", cfg.with_shape("actor_config"), cfg.placement.world_size)
-    for role in ("ref", "reward", "critic"):
+    for role in ("ref", "reward", "critic", "teacher"):
         if (group := f"{role}_config") in cfg.set_keys:
             yield from _role(cfg, group, cfg.with_shape(group), cfg.placement.dedicated.get(role))
     if not cfg.is_supervised:

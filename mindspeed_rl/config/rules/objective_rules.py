@@ -365,7 +365,7 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
         return Violation(rule, {f"{_DISTILLATION}.{name}": value}, f"{_DISTILLATION}.{name} ({value}) {text}", changes)
 
     if not teachers:
-        yield violate("some_teacher", "teacher_models", "must name a teacher: a folder of weights, `actor`, `ref` or http://...")
+        yield violate("some_teacher", "teacher_models", "must name a teacher: a folder of weights, actor, ref or http://...")
     for name in ("teacher_keys", "teacher_weights"):
         values = getattr(keys, name)
         if values and len(values) != len(teachers):
@@ -374,7 +374,10 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
         yield violate("one_teacher_each", "teacher_keys", "must differ: a row has one teacher")
     if keys.teacher_keys and keys.teacher_weights:
         yield violate(
-            "keys_or_weights", "teacher_weights", "has no place next to teacher_keys, which choose one teacher", teacher_weights=[]
+            "keys_or_weights",
+            "teacher_weights",
+            "has no place next to teacher_keys, which choose one teacher",
+            teacher_weights=[],
         )
     if keys.teacher_weights and not any(keys.teacher_weights):
         yield violate("some_weight", "teacher_weights", "must not all be 0")
@@ -395,11 +398,12 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
             yield violate(
                 "server_temperature",
                 "teacher_temperature",
-                f"must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling ({temperature})",
+                "must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling "
+                f"({temperature})",
                 teacher_temperature=1.0,
             )
         if rl.teacher_resource is not None or "teacher_config" in cfg.set_keys:
-            yield violate("server_devices", "teacher_models", "are servers, for which teacher_resource and teacher_config mean nothing")
+            yield violate("server_devices", "teacher_models", "are servers: leave out teacher_resource and teacher_config")
     kept = cfg.actor_config.dataset_additional_keys
     for name in ("teacher_prompt", *(("teacher_key",) if keys.teacher_keys else ())):
         if (column := getattr(keys, name)) is not None and column not in kept:
@@ -411,16 +415,20 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
                 ({"megatron_training.dataset_additional_keys": [*kept, column]},),
             )
     if keys.teacher_prompt is not None and rl.multi_turn_enable:
-        yield violate("teacher_prompt_turns", "teacher_prompt", "replaces the one prompt of a sample: it excludes multi_turn_enable")
+        yield violate(
+            "teacher_prompt_turns", "teacher_prompt", "replaces the prompt of a single turn: it excludes multi_turn_enable"
+        )
     roles = [teacher for teacher in teachers if teacher in ROLE_TEACHERS]
     if "actor" in roles and keys.teacher_prompt is None:
         yield violate(
             "own_teacher",
             "teacher_models",
-            "has the actor, which differs from itself only by teacher_prompt: name the column with the prompt that it reads",
+            "has the actor, which differs from itself only by teacher_prompt: name the column of its prompt",
         )
     if roles and rl.teacher_resource is not None:
-        yield violate("role_devices", "teacher_models", "has roles of the run, which are not on the devices of teacher_resource")
+        yield violate(
+            "role_devices", "teacher_models", "has roles of the run, which are not on the devices of teacher_resource"
+        )
     if "ref" in roles and (rl.share_backbone or cfg.placement.dedicated.get("ref")):
         yield violate("reference_teacher", "teacher_models", "has ref, which must be a model on the actor's devices")
     if not keys.use_task_rewards and (rl.dynamic_sample or rl.filter_groups_enable):
@@ -432,7 +440,9 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
             ({f"rl_config.{name}": False},),
         )
     if not keys.use_task_rewards and cfg.objective is not None and cfg.objective.has_critic:
-        yield violate("critic_without_rewards", "use_task_rewards", "leaves the critic nothing to learn; take another adv_estimator")
+        yield violate(
+            "critic_without_rewards", "use_task_rewards", "leaves the critic nothing to learn: take another adv_estimator"
+        )
 
 
 OBJECTIVE_RULES = (_rewards, _algorithms, _second_names, _distillation)

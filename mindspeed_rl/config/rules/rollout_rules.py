@@ -46,6 +46,15 @@ _OWN_ARGUMENTS: dict[str, str] = {
         "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel".split()
     },
 }
+#: methods of speculative decoding -> True where drafts come from a model
+_DRAFT_METHODS = {"ngram": False, "suffix": False, "draft_model": True, "eagle": True, "eagle3": True, "mtp": True}
+#: longest draft that vLLM's sampler takes
+_MAX_DRAFT = 128
+#: keys of vLLM's `speculative_config` that it fills in itself, or that change what is sampled
+_OWN_DRAFT_KEYS = frozenset(
+    "target_model_config target_parallel_config draft_model_config draft_parallel_config draft_load_config tensor_parallel_size "
+    "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length".split()
+)
 #: names of one form of a response
 _FORMS = frozenset(("regex", "json", "choice", "grammar"))
 #: switch of verl or slime -> modes in which it is on
@@ -177,6 +186,14 @@ def _turns(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
             f"rl_config.agent_loop {loop} needs rl_config.{needed}",
         )
+    agent = rl.agent
+    if agent is not None and bool(agent.command) == bool(agent.url):
+        given = {"rl_config.agent.command": agent.command, "rl_config.agent.url": agent.url}
+        yield Violation("agent_program", given, "rl_config.agent needs either a command or a url, and not both")
+    if rl.verifier_reads == "output" and loop != "program":
+        keys = {"rl_config.verifier_reads": "output", "rl_config.agent_loop": loop}
+        text = f"rl_config.verifier_reads output is that of a program, but the loop is {loop}: set rl_config.agent"
+        yield Violation("verifier_reads_output", keys, text, ({"rl_config.verifier_reads": "response"},))
 
 
 def _engine_settings(cfg: RunConfig) -> Iterator[Violation]:
@@ -209,7 +226,7 @@ def _engine_arguments(cfg: RunConfig) -> Iterator[Violation]:
     generate = cfg.generate_config
     if generate is None or cfg.is_supervised:
         return
-    known = _list_engine_arguments()
+    known = _list_vllm_fields("engine/arg_utils.py", "EngineArgs")
     for name in generate.engine_kwargs or {}:
         key = f"generate_config.engine_kwargs.{name}"
         if name in _OWN_ARGUMENTS:
@@ -241,16 +258,70 @@ def _engine_arguments(cfg: RunConfig) -> Iterator[Violation]:
 
 
 @cache
-def _list_engine_arguments() -> frozenset[str]:
-    """Return the fields of vLLM's `EngineArgs`, read from its source; empty where it is not installed."""
+def _list_vllm_fields(file: str, name: str) -> frozenset[str]:
+    """Return the fields of a class of vLLM, read from its source; empty where it is not installed."""
     spec = importlib.util.find_spec("vllm")
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py" if spec is not None and spec.origin else None
+    source = Path(spec.origin).parent / file if spec is not None and spec.origin else None
     if source is None or not source.is_file():
         return frozenset()
     body = ast.parse(source.read_text()).body
-    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
     targets = [item.target for item in found.body if isinstance(item, ast.AnnAssign)]
     return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _drafts(cfg: RunConfig) -> Iterator[Violation]:
+    """Check `speculative_config`, and what cannot be used with it."""
+    generate, group = cfg.generate_config, "generate_config.speculative_config"
+    drafts = None if generate is None or cfg.is_supervised else generate.drafts
+    if generate is None or drafts is None:
+        return
+
+    def wrong(key: str, problem: str, *suggestions: dict[str, object]) -> Violation:
+        name = key.rpartition(".")[2]
+        value = drafts.get(name) if key.startswith(group) else "..."
+        return Violation("speculative_config", {key: value}, f"{key} {problem}", suggestions)
+
+    method, tokens, model = drafts.get("method"), drafts.get("num_speculative_tokens"), drafts.get("model")
+    if method not in _DRAFT_METHODS:
+        yield wrong(f"{group}.method", f"is {method!r}, but must be one of {', '.join(_DRAFT_METHODS)}")
+        return
+    known = _list_vllm_fields("config/speculative.py", "SpeculativeConfig")
+    for name in drafts:
+        if name in _OWN_DRAFT_KEYS:
+            yield wrong(f"{group}.{name}", f"is set by this suite: {_BY_ROLLOUT}")
+        elif known and name not in known:
+            hint = registry.did_you_mean(name, known) or "."
+            yield wrong(f"{group}.{name}", f"is no key of the installed vLLM's speculative_config{hint}")
+    has_default = method in ("mtp", "eagle", "eagle3")  # a number in the draft's config.json
+    if not (tokens is None and has_default) and not (type(tokens) is int and 1 <= tokens <= _MAX_DRAFT):
+        yield wrong(f"{group}.num_speculative_tokens", f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}")
+    folder = Path(str(model)).expanduser()
+    has_files = (folder / "config.json").is_file() and any(folder.glob("*.[sb][ai][fn]*"))  # safetensors, bin
+    if _DRAFT_METHODS[str(method)] and method != "mtp" and not has_files:
+        yield wrong(f"{group}.model", f"is {model!r}, but must be the folder of the draft's config.json and weights")
+    sampling, off = generate.sampling_config, {group: None}
+    for name, reason in (
+        ("min_p", "vLLM does not apply it to drafts"),
+        ("stop", "a text that ends a response may be in the middle of the tokens of a step"),
+        ("structured_output", "a form is not checked for the tokens of a draft"),
+    ):
+        if getattr(sampling, name):
+            key = f"generate_config.sampling_config.{name}"
+            yield wrong(key, f"cannot be combined with {group}: {reason}", off)
+    replay = cfg.rl_config is not None and cfg.rl_config.router_replay.mode == "R3"
+    for key, is_on, reason in (
+        (_MODE, replay, "R3 reads the experts of one token a step; R2 works"),
+        (_COUNTS, generate.eplb_token_collects, "experts are reported for one token a step"),
+        ("generate_config.lora_push", generate.lora_push == "adapter", "adapter was not verified with drafts; merged works"),
+    ):
+        if is_on:
+            yield wrong(key, f"cannot be combined with {group}: {reason}", off)
+    if _DRAFT_METHODS[str(method)] and cfg.placement.engines is not None and cfg.placement.engines.in_step:
+        yield wrong("generate_config.infer_expert_parallel_size", f"cannot be combined with a draft model ({group}.model)", off)
+    metadata = cfg.model_metadata.get("actor_config")
+    if metadata is not None and metadata.shape.linear_heads:
+        yield wrong(group, "cannot be used with this model: the states of its gated delta nets are not rolled back here", off)
 
 
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
@@ -297,4 +368,4 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments)
+ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts)

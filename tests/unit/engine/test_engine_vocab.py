@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_top_log_probs, compute_vocab_log_probs
 
 
 def reference(
@@ -114,3 +114,38 @@ def test_a_float32_head_does_not_round_logits_of_bfloat16_weights(vocab: int, so
         # gradients themselves are rounded to the format of what they belong to
         assert mine.grad.dtype == torch.bfloat16
         assert float((mine.grad.double() - true.grad).norm()) < 0.01 * float(true.grad.norm())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient(
+    temperature: float, softcap: float | None
+) -> None:
+    hidden, weight, labels = inputs(padding=5)
+    ids = torch.randint(0, 32, (11, 6), generator=torch.Generator().manual_seed(5))
+    ids[2, 4:] = -1
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    got = compute_vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=5, softcap=softcap, others=ids)
+    logits = theirs[0] @ theirs[1][:32].t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = (logits / temperature).log_softmax(-1)
+    at_ids, known = expected.gather(1, ids.clamp(min=0)), ids >= 0
+    torch.testing.assert_close(got[2][known], at_ids[known].float(), rtol=1e-5, atol=2e-6)
+    assert (got[2][~known] == float("-inf")).all()
+    (got[0].sum() + got[2][known].square().sum()).backward()
+    (expected.gather(1, labels[:, None]).sum() + at_ids[known].square().sum()).backward()
+    for mine, true in zip(ours, theirs):
+        torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("k", [1, 5, 32, 40])
+def test_the_most_probable_tokens_are_those_of_a_sorted_log_softmax(k: int) -> None:
+    hidden, weight, _ = inputs(padding=5)
+    log_probs, ids = compute_top_log_probs(hidden, weight, k, temperature=0.7, chunk_size=4, padding=5)
+    values, order = (hidden @ weight[:32].t() / 0.7).log_softmax(-1).sort(-1, descending=True)
+    count = min(k, 32)
+    assert log_probs.shape == ids.shape == (11, k)
+    assert torch.equal(ids[:, :count], order[:, :count])
+    torch.testing.assert_close(log_probs[:, :count], values[:, :count])
+    assert (ids[:, count:] == -1).all() and (log_probs[:, count:] == float("-inf")).all()

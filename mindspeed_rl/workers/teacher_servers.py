@@ -1,0 +1,205 @@
+"""Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are those of a student's prompt and response.
+
+The driver sends one request for each sequence of a row, many at a time, directly (no proxies, no redirects).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import torch
+from torch import Tensor
+
+from mindspeed_rl.config.keys.rl import DistillationKeys
+from mindspeed_rl.config.objective import Distillation
+from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.runtime.reports import WorkerReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: environment variable with the key that the servers require, if they do
+_API_KEY_VARIABLE = "TEACHER_API_KEY"
+_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.5
+#: temporary: overload, limits, gateways
+_RETRIED = {0, 408, 409, 425, 429, 500, 502, 503, 504}
+_MAX_REQUESTS = 64
+_TIMEOUT_S = 600.0
+_REPLACED = "\ufffd"
+
+
+class TeacherServerError(RuntimeError):
+    """A teacher's server gave no usable log-probs."""
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Log-probs of one sequence: [tokens, k] each, of the tokens after the prompt."""
+
+    log_probs: Tensor
+    ids: Tensor
+
+
+def _read_entry(entry: Mapping[str, Mapping[str, Any]], token: int, top_k: int) -> list[tuple[float, int]]:
+    """Return (log-prob, id) of a position: of its token, or of its `top_k` most probable ones."""
+    values = {int(name): record.get("logprob") for name, record in entry.items()}
+    read = {name: -math.inf if value is None else float(value) for name, value in values.items()}
+    if not top_k:
+        return [(read[token], token)]
+    best = sorted(((value, name) for name, value in read.items()), key=lambda pair: (-pair[0], pair[1]))[:top_k]
+    return best + [(-math.inf, -1)] * (top_k - len(best))
+
+
+class TeacherServers:
+    """The teachers of a run that are servers; `compute_teacher_log_probs` is the phase that workers have for other teachers."""
+
+    def __init__(self, term: Distillation, keys: DistillationKeys, plane: DataPlane | None, timeout_s: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            plane: where rows come from; None for `check` alone.
+            timeout_s: longest wait for rows.
+        """
+        self._term, self._keys, self._plane, self._timeout_s = term, keys, plane, timeout_s
+        self._top_k = 0 if term.estimator is not None else term.topk
+        self._timers = Timers(worker="teacher servers")
+        self._models: dict[str, str] = {}
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+        """Check that each server returns log-probs of a prompt, and has the tokenizer of the student.
+
+        Raises:
+            TeacherServerError: it does not.
+        """
+        ids = [*prompt, *prompt[:1]]
+        for address in self._term.teachers:
+            body = asyncio.run(self._request_all([(address, ids)]))[0]
+            differing = []
+            for token, entry in zip(ids[1:], body[1:]):
+                theirs, ours = entry[str(token)].get("decoded_token"), tokenizer.decode([token])
+                # a part of a character has no text
+                if isinstance(theirs, str) and isinstance(ours, str) and _REPLACED not in theirs + ours:
+                    differing += [(token, ours, theirs)] if theirs.strip() != ours.strip() else []
+            if len(differing) * 2 > len(ids) - 1:
+                token, ours, theirs = differing[0]
+                raise TeacherServerError(
+                    f"rl_config.distillation.teacher_models: {address} has another tokenizer than the actor: token {token} is "
+                    f"{theirs!r} there and {ours!r} here, and ids are not mapped"
+                )
+
+    def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
+        """Put the teachers' log-probs of the first `count` rows into the data plane."""
+        assert self._plane is not None
+        keys, phase, rows = self._keys, Phases.TEACHER_LOG_PROBS, range(count)
+        reads = ["input_ids", "sequence_lengths", *(["extra"] if keys.teacher_keys or keys.teacher_prompt else [])]
+        batch, _ = self._plane.get(phase.consumer, reads, indexes=rows, timeout_s=self._timeout_s)
+        requests: list[tuple[str, list[int]]] = []
+        sizes, owners = [], []
+        for row in rows:
+            ids, lengths = batch["input_ids"][row].tolist(), batch["sequence_lengths"][row].tolist()
+            extra = batch["extra"][row] if "extra" in batch else {}
+            chosen = (
+                [keys.teacher_keys.index(str(extra[keys.teacher_key]))]
+                if keys.teacher_keys
+                else range(len(self._term.teachers))
+            )
+            start = 0
+            for prompt, response in zip(lengths[::2], lengths[1::2], strict=True):
+                whole = ids[start : start + prompt + response]
+                start += prompt + response
+                if keys.teacher_prompt:
+                    whole = list(extra[TEACHER_PROMPT_IDS]) + whole[prompt:]
+                requests += [(self._term.teachers[index], whole) for index in chosen]
+                sizes += [response for _ in chosen]
+                owners += [(row, position) for position, _ in enumerate(chosen)]
+        with self._timers(phase.timer):
+            replies = asyncio.run(self._request_all(requests))
+        judged: dict[tuple[int, int], list[_Judged]] = {}
+        for (_, whole), size, owner, reply in zip(requests, sizes, owners, replies, strict=True):
+            judged.setdefault(owner, []).append(self._read(whole, size, reply))
+        columns: dict[str, list[Tensor]] = {"teacher_log_probs": [], "teacher_ids": []}
+        for row in rows:
+            teachers = [judged[owner] for owner in sorted(judged) if owner[0] == row]
+            for name, attribute in (("teacher_log_probs", "log_probs"), ("teacher_ids", "ids")):
+                each = [torch.cat([getattr(part, attribute) for part in parts]) for parts in teachers]
+                columns[name].append(torch.stack(each, 1).flatten())
+        self._plane.put({name: columns[name] for name in self._term.columns}, rows)
+        return [WorkerReport(intervals=self._timers.drain())]
+
+    def _read(self, ids: Sequence[int], size: int, reply: Sequence[Any]) -> _Judged:
+        """Return the log-probs of the last `size` tokens of a sequence from the entries of all its tokens."""
+        try:
+            first = len(ids) - size
+            entries = [_read_entry(reply[index], ids[index], self._top_k) for index in range(first, len(ids))]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise TeacherServerError(
+                f"a teacher's server returned no log-prob of each prompt token: {type(error).__name__} {error}"
+            ) from error
+        shape = (size, max(1, self._top_k))
+        log_probs = torch.tensor([value for entry in entries for value, _ in entry]).reshape(shape)
+        return _Judged(
+            log_probs, torch.tensor([token for entry in entries for _, token in entry], dtype=torch.int64).reshape(shape)
+        )
+
+    async def _request_all(self, requests: Sequence[tuple[str, list[int]]]) -> list[list[Any]]:
+        """Return the prompt_logprobs of each (address, token ids)."""
+        key = os.environ.get(_API_KEY_VARIABLE, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limit = asyncio.Semaphore(_MAX_REQUESTS)
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+            for address in dict.fromkeys(address for address, _ in requests):
+                if address not in self._models:
+                    reply = await self._call(session, address, "models", None)
+                    self._models[address] = reply["data"][0]["id"] if reply.get("data") else "default"
+
+            async def request(address: str, ids: list[int]) -> list[Any]:
+                body = {"model": self._models[address], "prompt": ids, "max_tokens": 1, "temperature": 1.0}
+                async with limit:
+                    reply = await self._call(session, address, "completions", body | {"prompt_logprobs": self._top_k})
+                choices = reply.get("choices") or [{}]
+                found = choices[0].get("prompt_logprobs") or reply.get("prompt_logprobs")
+                if not isinstance(found, list) or len(found) != len(ids):
+                    raise TeacherServerError(
+                        f"the teacher at {address} returned no prompt_logprobs of {len(ids)} tokens; it must be a server with "
+                        f"vLLM's completions (--max-logprobs of at least {self._top_k})"
+                    )
+                return found
+
+            return await asyncio.gather(*(request(address, ids) for address, ids in requests))
+
+    async def _call(self, session: aiohttp.ClientSession, address: str, path: str, body: object) -> dict[str, Any]:
+        """Return the reply of a server as JSON; calls that fail for a passing reason are repeated.
+
+        Raises:
+            TeacherServerError: the server refuses the request, or does not reply.
+        """
+        url, status, text = f"{address.rstrip('/')}/{path}", 0, ""
+        for attempt in range(_ATTEMPTS):
+            try:
+                method = "GET" if body is None else "POST"
+                async with session.request(method, url, json=body, allow_redirects=False) as response:
+                    status, text = response.status, await response.text()
+                if status == 200:
+                    reply = json.loads(text)
+                    return reply if isinstance(reply, dict) else {}
+            except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+                status, text = 0, f"{type(error).__name__}: {error}"
+            if status not in _RETRIED:
+                break
+            # random, so that calls that failed together are not repeated together
+            await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
+        raise TeacherServerError(
+            f"rl_config.distillation.teacher_models: the teacher at {url} answers {status or 'nothing'}: {text[:300]}"
+        )

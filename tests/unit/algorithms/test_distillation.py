@@ -1,0 +1,155 @@
+"""Divergences between distributions on tiny vocabularies, against sums over torch.distributions and by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from mindspeed_rl.algorithms.distillation import compute_divergence, compute_weighted_divergence, estimate_divergence
+from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.config.objective import Distillation
+
+SETTINGS = Distillation(
+    loss_mode="forward_kl_topk",
+    topk=3,
+    topk_rest="drop",
+    beta=0.5,
+    use_task_rewards=False,
+    coef=1.0,
+    loss_max_clamp=None,
+    log_prob_min_clamp=None,
+    use_policy_gradient=False,
+    weights=(1.0,),
+    estimator=None,
+)
+
+
+def draw(seed: int, vocab: int = 7, tokens: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, vocab, generator=generator).double(), torch.randn(tokens, vocab, generator=generator).double()
+
+
+def expected(kind: str, student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    q, p = Categorical(logits=student), Categorical(logits=teacher)
+    if kind == "forward_kl":
+        return kl_divergence(p, q)
+    if kind == "reverse_kl":
+        return kl_divergence(q, p)
+    m = Categorical(probs=beta * p.probs + (1 - beta) * q.probs)
+    return beta * kl_divergence(p, m) + (1 - beta) * kl_divergence(q, m)
+
+
+@pytest.mark.parametrize("rest", ["drop", "lump"])
+@pytest.mark.parametrize("kind,beta", [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)])
+def test_over_the_full_vocabulary_both_forms_are_the_divergence_with_its_gradient(kind: str, beta: float, rest: str) -> None:
+    logits, teacher = draw(1)
+    mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = compute_divergence(mine.log_softmax(-1), teacher.log_softmax(-1), kind=kind, beta=beta, rest=rest)
+    want = expected(kind, true, teacher, beta)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(mine.grad, true.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta,kind", [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_the_ends_of_the_jensen_shannon_divergence_are_the_two_kl_divergences(beta: float, kind: str) -> None:
+    student, teacher = (values.log_softmax(-1) for values in draw(2))
+    ends = compute_divergence(student, teacher, kind="jsd", beta=beta)
+    torch.testing.assert_close(ends, compute_divergence(student, teacher, kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_lumped_rest_is_one_more_token_and_a_lower_bound(kind: str) -> None:
+    student, teacher = (values.log_softmax(-1) for values in draw(3))
+    top, ids = teacher.topk(3, -1)
+    at_ids = student.gather(-1, ids)
+    lumped = [torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], -1).log() for values in (at_ids, top)]
+    got = compute_divergence(at_ids, top, kind=kind, rest="lump")
+    torch.testing.assert_close(got, expected(kind, *lumped), rtol=1e-5, atol=1e-6)
+    assert (got <= expected(kind, student, teacher) + 1e-9).all()
+    assert (got >= 0).all()
+
+
+def test_the_dropped_rest_leaves_a_sum_over_the_tokens_that_counts_as_zero_below_it() -> None:
+    teacher, student = torch.tensor([[0.5, 0.3]]).log(), torch.tensor([[0.2, 0.6], [0.6, 0.35]]).log()
+    by_hand = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.6)
+    got = compute_divergence(student, teacher.expand(2, 2), kind="forward_kl")
+    torch.testing.assert_close(got, torch.tensor([by_hand, 0.0]))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("rest", ["drop", "lump"])
+def test_tokens_that_neither_has_change_neither_value_nor_gradient(kind: str, rest: str) -> None:
+    logits, teacher = (values.float() for values in draw(4))
+    alone, padded = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    nothing = torch.full((len(logits), 2), float("-inf"))
+    want = compute_divergence(alone.log_softmax(-1), teacher.log_softmax(-1), kind=kind, rest=rest)
+    ours, theirs = (torch.cat([values.log_softmax(-1), nothing], -1) for values in (padded, teacher))
+    got = compute_divergence(ours, theirs, kind=kind, rest=rest)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(padded.grad, alone.grad)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_token_that_only_one_of_them_has_gives_a_finite_loss_and_gradient(kind: str) -> None:
+    first, second = torch.tensor([[0.0, 1.0, float("-inf")]]), torch.tensor([[0.0, float("-inf"), 1.0]])
+    logits = first.clone().requires_grad_()
+    loss = compute_divergence(logits.log_softmax(-1), second.log_softmax(-1), kind=kind)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and loss > 0.3
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+
+
+def test_a_floor_bounds_what_a_single_token_can_add() -> None:
+    teacher, student = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[1e-30, 1.0]]).log()
+    got = compute_divergence(student, teacher, kind="forward_kl", min_log_prob=-10.0)
+    torch.testing.assert_close(got, torch.tensor([0.9 * (math.log(0.9) + 10.0) + 0.1 * math.log(0.1)]))
+
+
+def test_several_teachers_are_weighted_each_over_tokens_of_its_own() -> None:
+    settings = replace(SETTINGS, weights=(0.25, 0.75))
+    logits, first = draw(5)
+    second = draw(6)[1]
+    student, tops, ats = logits.log_softmax(-1), [], []
+    for teacher in (first.log_softmax(-1), second.log_softmax(-1)):
+        top, ids = teacher.topk(3, -1)
+        tops.append(top)
+        ats.append(student.gather(-1, ids))
+    got, student_mass, teacher_mass = compute_weighted_divergence(torch.cat(ats, -1), torch.cat(tops, -1), settings)
+    each = [(top.exp() * (top - at)).sum(-1).clamp(min=0) for at, top in zip(ats, tops)]
+    torch.testing.assert_close(got, 0.25 * each[0] + 0.75 * each[1])
+    torch.testing.assert_close(student_mass, 0.25 * ats[0].exp().sum(-1) + 0.75 * ats[1].exp().sum(-1))
+    torch.testing.assert_close(teacher_mass, 0.25 * tops[0].exp().sum(-1) + 0.75 * tops[1].exp().sum(-1))
+
+
+def test_estimates_over_all_tokens_average_to_the_reverse_kl() -> None:
+    student, teacher = (values.log_softmax(-1) for values in draw(7))
+    for name in ("k1", "k3"):
+        settings = replace(SETTINGS, loss_mode=name, estimator=KL_ESTIMATORS[name])
+        each = estimate_divergence(student, teacher[..., None], settings)
+        torch.testing.assert_close((student.exp() * each).sum(-1), expected("reverse_kl", student, teacher))
+
+
+def test_the_gradient_of_k2_averages_to_that_of_the_reverse_kl() -> None:
+    logits, teacher = draw(8)
+    mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    student = mine.log_softmax(-1)
+    settings = replace(SETTINGS, loss_mode="k2", estimator=KL_ESTIMATORS["k2"])
+    each = estimate_divergence(student, teacher.log_softmax(-1)[..., None], settings)
+    (student.detach().exp() * each).sum().backward()
+    expected("reverse_kl", true, teacher).sum().backward()
+    torch.testing.assert_close(mine.grad, true.grad)
+
+
+def test_an_infinite_difference_on_both_sides_is_no_difference() -> None:
+    settings = replace(SETTINGS, loss_mode="k1", estimator=KL_ESTIMATORS["k1"])
+    nothing = torch.tensor([[float("-inf")]])
+    assert estimate_divergence(nothing, nothing[..., None], settings).item() == 0.0
