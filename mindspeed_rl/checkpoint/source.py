@@ -19,14 +19,15 @@ from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architectu
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, read_group, read_quantization_block, read_size
+from mindspeed_rl.models.vision import read_text_config
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
 
 # buffers that old releases of transformers saved: rotary frequencies and causal masks, which models compute
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
-#: prefix of a prediction layer that is not numbered with the decoder layers
-_MTP = "mtp."
+#: prefixes of prediction layers that are not numbered with the decoder layers
+_MTP = ("mtp.", "model.mtp_layers.")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -314,7 +315,7 @@ def _skipped(surplus: _Surplus, model_config: ModelConfig) -> str:
 
 def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> str:
     """Describe the tensors that the architecture does not have."""
-    real = read_size(folder.config, "num_hidden_layers")
+    real = read_size(read_text_config(folder.config), "num_hidden_layers")
     beyond = (layer := _layer_of(surplus.unknown[0])) is not None and layer >= real
     return (
         f"{folder.path} holds {surplus.unknown[0]!r}"
@@ -343,7 +344,7 @@ def _dropped(
 def _surplus(
     folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> _Surplus:
-    real = read_size(folder.config, "num_hidden_layers")
+    real = read_size(read_text_config(folder.config), "num_hidden_layers")
     # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
     rest = [
         name

@@ -21,10 +21,25 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3_next": "mindspeed_rl.models.qwen3_next:QWEN3_NEXT",
     "qwen3_5": "mindspeed_rl.models.qwen3_5:QWEN3_5",
     "qwen3_5_moe": "mindspeed_rl.models.qwen3_5:QWEN3_5_MOE",
+    "qwen2_5_vl": "mindspeed_rl.models.qwen2_5_vl:QWEN2_5_VL",
+    "qwen3_vl": "mindspeed_rl.models.qwen3_vl:QWEN3_VL",
+    "qwen3_vl_moe": "mindspeed_rl.models.qwen3_vl:QWEN3_VL_MOE",
+    "qwen3_5_vl": "mindspeed_rl.models.qwen3_vl:QWEN3_5_VL",
+    "qwen3_5_moe_vl": "mindspeed_rl.models.qwen3_vl:QWEN3_5_MOE_VL",
     "deepseek_v2": "mindspeed_rl.models.deepseek_v2:DEEPSEEK_V2",
     "deepseek_v3": "mindspeed_rl.models.deepseek_v3:DEEPSEEK_V3",
     "gemma2": "mindspeed_rl.models.gemma2:GEMMA2",
+    "gemma3": "mindspeed_rl.models.gemma3:GEMMA3",
     "glm4": "mindspeed_rl.models.glm4:GLM4",
+    "glm4_moe": "mindspeed_rl.models.glm4_moe:GLM4_MOE",
+    "minimax_m2": "mindspeed_rl.models.minimax_m2:MINIMAX_M2",
+    "seed_oss": "mindspeed_rl.models.seed_oss:SEED_OSS",
+    "mimo": "mindspeed_rl.models.mimo:MIMO",
+    "internlm3": "mindspeed_rl.models.internlm3:INTERNLM3",
+    "phi3": "mindspeed_rl.models.phi3:PHI3",
+    "olmo3": "mindspeed_rl.models.olmo3:OLMO3",
+    "ernie4_5": "mindspeed_rl.models.ernie4_5:ERNIE4_5",
+    "hunyuan": "mindspeed_rl.models.hunyuan:HUNYUAN",
 }
 
 
@@ -64,5 +79,5 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
             f"config.json is of {classes or [model_type]}, a text model with a vision tower; its text model is supported: save "
             "it with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
         )
-    supported = ", ".join(name for candidate in known for name in candidate.hf_classes if name.endswith("CausalLM"))
+    supported = ", ".join(name for candidate in known for name in candidate.hf_classes if name.endswith(("CausalLM", "Generation")))
     raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported; supported are {supported}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, SupportsIndex
@@ -59,6 +60,8 @@ class Architecture:
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
         read_mtp_ops: (model_config, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
         read_copies: model_config -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
+        text_prefix: of the language model's weights in an HF checkpoint; `read_layer_ops` and the like name them with "model.".
+        read_tower_ops: model_config -> rows of the vision tower and its projector, if the family has one.
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
     """
 
@@ -71,6 +74,8 @@ class Architecture:
     legacy: bool = False
     read_mtp_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]] | None = None
     read_copies: Callable[[ModelConfig], dict[str, str]] | None = None
+    text_prefix: str = "model."
+    read_tower_ops: Callable[[ModelConfig], list[WeightOp]] | None = None
     expert_names: ExpertNames = ExpertNames()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
@@ -97,7 +102,12 @@ class Architecture:
             if self.read_mtp_ops is None:
                 raise ValueError(f"{self.name} has no multi-token-prediction layers; mtp_num_layers must be 0")
             ops += self.read_mtp_ops(model_config, layer, packing)
-        return ops + _head_ops(model_config)
+        ops += _head_ops(model_config)
+        if self.text_prefix != "model.":
+            ops = [replace(op, hf=tuple(re.sub(r"^model\.", self.text_prefix, name) for name in op.hf)) for op in ops]
+        if self.read_tower_ops is not None:
+            ops[1:1] = self.read_tower_ops(model_config)
+        return ops
 
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """Return the HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
@@ -151,9 +161,12 @@ def attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
         packing = FuseQkv(queries, head_dim)
         ops.append(WeightOp(f"{mcore}.self_attention.linear_qkv.{kind}", names, shapes, packing, splits, layer=layer))
     if model_config.qk_layernorm:
-        for part in "qk":
+        for part, count, split in zip("qk", rows, splits):
             mcore_name, hf_name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
-            ops.append(norm_op(f"{mcore}.{mcore_name}", f"{hf}.{hf_name}", head_dim, layer))
+            if model_config.qk_layernorm_over_heads:
+                ops.append(WeightOp(f"{mcore}.{mcore_name}", (f"{hf}.{hf_name}",), ((count,),), splits=(split,), layer=layer))
+            else:
+                ops.append(norm_op(f"{mcore}.{mcore_name}", f"{hf}.{hf_name}", head_dim, layer))
     ops.append(attention_output_op(model_config, layer, rows[0]))
     return ops
 
@@ -168,6 +181,15 @@ def attention_output_op(model_config: ModelConfig, layer: int, input_size: int) 
         splits=(Split(1, unit=input_size // model_config.num_attention_heads),),
         layer=layer,
     )
+
+
+def fused_gated_mlp_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
+    """Return a gated MLP whose HF gate_up_proj is [gate; up] as Megatron's, each half divided over ranks."""
+    mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    hidden, ffn = model_config.hidden_size, model_config.ffn_hidden_size
+    name, halves = (f"{hf}.gate_up_proj.weight",), (Split(0, blocks=2),)
+    fc2 = WeightOp(f"{mcore}.linear_fc2.weight", (f"{hf}.down_proj.weight",), ((hidden, ffn),), splits=(COLUMNS,), layer=layer)
+    return [WeightOp(f"{mcore}.linear_fc1.weight", name, ((2 * ffn, hidden),), splits=halves, layer=layer), fc2]
 
 
 _GATED_MLP = ("gate_proj", "up_proj", "down_proj")

@@ -6,15 +6,18 @@ Importing this imports Megatron, so on a machine that needs an adaptor `adaptors
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -26,7 +29,15 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl.models.layers import GatedDeltaNetSubmodules, NoopLayer, WindowedAttention
+from mindspeed_rl.models.layers import (
+    GatedDeltaNetSubmodules,
+    HeadsNorm,
+    MultimodalRotary,
+    NoopLayer,
+    NormalizedAttention,
+    TwoBaseAttention,
+    WindowedAttention,
+)
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 from mindspeed_rl.models.names import get_fused_norm_prefixes
@@ -87,6 +98,8 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
     }
     if model_config.num_moe_experts:
         settings |= _moe_settings(model_config, layout)
+    if model_config.vision is not None:
+        settings["mrope_section"] = list(model_config.vision.rotary_sections)
     if model_config.linear_attention is not None:
         settings["hetereogenous_dist_checkpoint"] = True  # layers of two kinds: each has its own key
     if model_config.multi_latent_attention:
@@ -301,13 +314,17 @@ def _one_layer(
     )
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules)
-    layer.input_layernorm = norm
-    layer.pre_mlp_layernorm = norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm if model_config.pre_norm else IdentityOp
     assert isinstance(layer.self_attention, ModuleSpec)
     # a class for each kind of attention, each with its own fields
     attention = cast(Any, layer.self_attention.submodules)
     if model_config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = norm
+    elif model_config.qk_layernorm_over_heads:
+        counts = (model_config.num_attention_heads, model_config.num_query_groups)
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(module=HeadsNorm, params={"num_heads": count}) for count in counts
+        )
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = core_attention
@@ -318,6 +335,13 @@ def _one_layer(
                 "window": model_config.sliding_window if windowed else None,
                 "softcap": model_config.attn_logit_softcapping,
             },
+        )
+    if model_config.qk_layernorm_after_rope:
+        params = {"norm": norm, "attention": attention.core_attention}
+        attention.core_attention = ModuleSpec(module=NormalizedAttention, params=params)
+    if model_config.local_rotary_base is not None:
+        layer.self_attention = dataclasses.replace(
+            layer.self_attention, module=TwoBaseAttention, params={**layer.self_attention.params, "local": windowed}
         )
     if linear_attention is not None:
         layer.self_attention = ModuleSpec(
@@ -368,17 +392,38 @@ def build_gpt_model(
         parallel_output=parallel_output,
         # a score head has no rows in common with the vocabulary
         share_embeddings_and_output_weights=not (model_config.untie_embeddings_and_output_weights or reward),
-        position_embedding_type="yarn" if yarn else "rope",
+        position_embedding_type="yarn" if yarn else "rope" if model_config.vision is None else "mrope",
+        # images are put into full embeddings, which are scattered after that
+        scatter_embedding_sequence_parallel=model_config.vision is None,
         rotary_percent=model_config.rotary_percent,
         rotary_base=cast(int, model_config.rotary_base),  # declared int, computed as a float
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if model_config.vision is not None:
+        # Megatron's has no interleaved sections, and slices the positions, which are this rank's already
+        model.rotary_pos_emb = MultimodalRotary(model.rotary_pos_emb.inv_freq, model_config.vision)
     if scaling is not None and scaling.type != "yarn":
         # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling
         embedding = model.rotary_pos_emb
         scaled = _scale_frequencies(embedding.inv_freq.float().cpu(), scaling)
         embedding.inv_freq = scaled.to(embedding.inv_freq.device)
+    if model_config.local_rotary_base is not None:
+        local = RotaryEmbedding(
+            config.kv_channels or 0,
+            model_config.rotary_percent,
+            config.rotary_interleaved,
+            rotary_base=cast(int, model_config.local_rotary_base),
+            cp_group=model.rotary_pos_emb.cp_group,
+        )
+
+        # `TwoBaseAttention` takes its half; angles from yarn come with a factor, which the layers compute themselves
+        def append_local(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+            angles, *factor = output if isinstance(output, tuple) else (output,)
+            both = torch.cat([angles, local(*inputs, **named)], -1)
+            return (both, *factor) if factor else both
+
+        model.rotary_pos_emb.register_forward_hook(append_local, with_kwargs=True)
     if pre_process and model_config.embedding_scale is not None:
         # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
         # and the factor is rounded to the output's dtype first, as transformers does

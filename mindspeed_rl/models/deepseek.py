@@ -1,4 +1,4 @@
-"""Parts of DeepSeek-V2(-Lite) and V3: latent attention, shared experts, dense first layers."""
+"""Parts of DeepSeek-V2(-Lite) and V3, and of families that route as they do: latent attention, shared experts, prediction."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.models.architecture import (
     ExpertPacking,
+    attention_ops,
     attention_output_op,
     dense_mlp_ops,
     expert_ops,
@@ -24,7 +25,7 @@ from mindspeed_rl.models.model_config import (
     read_optional_size,
     read_size,
 )
-from mindspeed_rl.models.weights import Split, WeightOp
+from mindspeed_rl.models.weights import ROWS, Split, WeightOp
 
 
 def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
@@ -35,11 +36,8 @@ def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
     common = read_common({**hf_config, **heads}, architecture)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; DeepSeek is converted without it")
-    first, step = read_size(hf_config, "first_k_dense_replace", 0, minimum=0), read_size(hf_config, "moe_layer_freq", 1)
-    moe_ffn = read_size(hf_config, "moe_intermediate_size")
-    shared = read_optional_size(hf_config, "n_shared_experts") or 0
     return replace(
-        common,
+        read_shared_experts(hf_config, common),
         multi_latent_attention=True,
         qk_layernorm=True,
         q_lora_rank=read_optional_size(hf_config, "q_lora_rank"),
@@ -47,12 +45,46 @@ def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
         qk_head_dim=nope,
         qk_pos_emb_head_dim=rope,
         v_head_dim=read_size(hf_config, "v_head_dim"),
+    )
+
+
+def read_shared_experts(hf_config: HfConfig, common: ModelConfig) -> ModelConfig:
+    """Return the model with its experts, the shared ones among them, in all layers after the first few."""
+    first, step = read_size(hf_config, "first_k_dense_replace", 0, minimum=0), read_size(hf_config, "moe_layer_freq", 1)
+    moe_ffn = read_size(hf_config, "moe_intermediate_size")
+    shared = read_optional_size(hf_config, "n_shared_experts") or 0
+    return replace(
+        common,
         num_moe_experts=read_num_experts(hf_config),
         moe_layers=tuple(layer for layer in range(common.num_layers) if layer >= first and layer % step == 0),
         moe_ffn_hidden_size=moe_ffn,
         moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
         moe_router_topk_scaling_factor=read_float(hf_config, "routed_scaling_factor", 1.0),
         moe_shared_expert_intermediate_size=shared * moe_ffn or None,
+    )
+
+
+def read_sigmoid_routing(hf_config: HfConfig, common: ModelConfig) -> ModelConfig:
+    """Return the model with a router of sigmoid scores, which a bias balances and groups of experts may limit.
+
+    Raises:
+        ValueError: routing that Megatron computes differently.
+    """
+    if not read_flag(hf_config, "norm_topk_prob", True):
+        raise ValueError("config.json has norm_topk_prob false; Megatron normalizes sigmoid scores always")
+    groups, chosen = read_size(hf_config, "n_group", 1), read_size(hf_config, "topk_group", 1)
+    # HF scores a group by its two best experts, Megatron by its topk / chosen groups best ones
+    if groups > 1 and common.moe_router_topk // chosen != 2:
+        raise ValueError(
+            f"num_experts_per_tok {common.moe_router_topk} over topk_group {chosen} must be 2; "
+            "Megatron scores groups differently otherwise"
+        )
+    return replace(
+        common,
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=chosen if groups > 1 else None,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
     )
 
 
@@ -90,13 +122,17 @@ def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightO
 
 
 def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """Return a DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
+    """Return a DeepSeek decoder layer (or one of a family with other attention): dense in the first few, then experts."""
+    if model_config.multi_latent_attention:
+        attention = _latent_attention_ops(model_config, layer)
+    else:
+        attention = attention_ops(model_config, layer)
     if layer not in model_config.moe_layers:
-        return [*_latent_attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
+        return [*attention, *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     bias = "e_score_correction_bias" if model_config.moe_router_enable_expert_bias else None
     ops = [
-        *_latent_attention_ops(model_config, layer),
+        *attention,
         mlp_norm_op(model_config, layer),
         *router_ops(model_config, layer, f"{hf}.gate", bias),
     ]
@@ -104,3 +140,34 @@ def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> 
     if size := model_config.moe_shared_expert_intermediate_size:
         ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_experts", layer, model_config.hidden_size, size)
     return ops
+
+
+def prediction_layer_ops(model_config: ModelConfig, index: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
+
+    HF repeats the embedding and the head in it; Megatron shares them with the model.
+    """
+    hf_layer = model_config.num_layers + index
+    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{index}", model_config.hidden_size
+    # for `layer_ops` it is one more decoder layer, with experts
+    extended = replace(model_config, num_layers=hf_layer + 1, moe_layers=(*model_config.moe_layers, hf_layer))
+    decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
+    projection = (f"{hf}.eh_proj.weight",)
+    ops = [
+        norm_op(f"{mcore}.enorm.weight", f"{hf}.enorm.weight", hidden, index),
+        norm_op(f"{mcore}.hnorm.weight", f"{hf}.hnorm.weight", hidden, index),
+        WeightOp(f"{mcore}.eh_proj.weight", projection, ((hidden, 2 * hidden),), splits=(ROWS,), layer=index),
+        *(replace(op, mcore=op.mcore.replace(decoder, inner), layer=index) for op in layer_ops(extended, hf_layer, packing)),
+        norm_op(f"{mcore}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", hidden, index),
+    ]
+    return [replace(op, section="mtp") for op in ops]
+
+
+def prediction_copies(model_config: ModelConfig) -> dict[str, str]:
+    """Return the HF tensors of the prediction layers that repeat another one: copy -> owner."""
+    head = "lm_head.weight" if model_config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
+    copies = {}
+    for index in range(model_config.mtp_num_layers):
+        hf = f"model.layers.{model_config.num_layers + index}"
+        copies |= {f"{hf}.embed_tokens.weight": "model.embed_tokens.weight", f"{hf}.shared_head.head.weight": head}
+    return copies

@@ -11,9 +11,8 @@ from mindspeed_rl.models.model_config import (
     read_common,
     read_flag,
     read_float,
-    read_layer_types,
     read_optional_float,
-    read_optional_size,
+    read_windows,
 )
 from mindspeed_rl.models.weights import WeightOp
 
@@ -28,32 +27,34 @@ _DEFAULTS: HfConfig = {
 }
 
 
-def _read_model_config(hf_config: HfConfig) -> ModelConfig:
-    """Return the shape of a Gemma 2."""
-    hf_config = {**_DEFAULTS, **hf_config}
-    common = read_common(hf_config, "gemma2", activations=("gelu_pytorch_tanh",), tied_by_default=True)
+def read_gemma(hf_config: HfConfig, architecture: str) -> ModelConfig:
+    """Return the fields that Gemma 2 and 3 have in common."""
+    common = read_common(hf_config, architecture, activations=("gelu_pytorch_tanh",), tied_by_default=True)
     if read_flag(hf_config, "attention_bias"):
-        raise ValueError("config.json sets attention_bias; Gemma 2 is converted without it")
-    kinds = read_layer_types(hf_config, common.num_layers)
-    layers = range(common.num_layers)
-    windowed = [kinds[i] == "sliding_attention" for i in layers] if kinds else [i % 2 == 0 for i in layers]
-    window = read_optional_size(hf_config, "sliding_window")
+        raise ValueError("config.json sets attention_bias; Gemma is converted without it")
     return replace(
         common,
         activation="gelu_tanh",
         layernorm_zero_centered_gamma=True,
         post_norm=True,
-        sliding_window=window,
-        sliding_window_layers=tuple(i for i in layers if windowed[i]) if window else (),
         query_scale=read_float(hf_config, "query_pre_attn_scalar", 256) ** -0.5,
-        attn_logit_softcapping=read_optional_float(hf_config, "attn_logit_softcapping"),
-        final_logit_softcapping=read_optional_float(hf_config, "final_logit_softcapping"),
         embedding_scale=float(common.hidden_size) ** 0.5,
     )
 
 
-def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """Return a Gemma 2 layer: four norms."""
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a Gemma 2."""
+    hf_config = {**_DEFAULTS, **hf_config}
+    common = read_gemma(hf_config, "gemma2")
+    return replace(
+        read_windows(hf_config, common, full_every=2),
+        attn_logit_softcapping=read_optional_float(hf_config, "attn_logit_softcapping"),
+        final_logit_softcapping=read_optional_float(hf_config, "final_logit_softcapping"),
+    )
+
+
+def gemma_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a layer of Gemma 2 or 3: four norms."""
     mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", model_config.hidden_size
     return [
         *attention_ops(model_config, layer),
@@ -70,5 +71,5 @@ GEMMA2 = Architecture(
     model_types=("gemma2",),
     upstream_names=("gemma2",),
     read_model_config=_read_model_config,
-    read_layer_ops=_layer_ops,
+    read_layer_ops=gemma_layer_ops,
 )

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, mlp_norm_op, norm_op
+from mindspeed_rl.models.architecture import (
+    Architecture,
+    ExpertPacking,
+    attention_ops,
+    fused_gated_mlp_ops,
+    mlp_norm_op,
+    norm_op,
+)
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_flag
-from mindspeed_rl.models.weights import COLUMNS, Split, WeightOp
+from mindspeed_rl.models.weights import WeightOp
 
 #: values of transformers' class for keys that config.json leaves out
 _DEFAULTS: HfConfig = {
@@ -29,23 +36,10 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
 
 
 def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """Return a GLM-4 layer; HF's gate_up_proj is [gate; up] already, and each half is divided over ranks."""
-    mcore, hf, hidden, ffn = (
-        f"decoder.layers.{layer}",
-        f"model.layers.{layer}",
-        model_config.hidden_size,
-        model_config.ffn_hidden_size,
-    )
-    fc1 = WeightOp(
-        f"{mcore}.mlp.linear_fc1.weight",
-        (f"{hf}.mlp.gate_up_proj.weight",),
-        ((2 * ffn, hidden),),
-        splits=(Split(0, blocks=2),),
-        layer=layer,
-    )
-    fc2_name = (f"{hf}.mlp.down_proj.weight",)
-    fc2 = WeightOp(f"{mcore}.mlp.linear_fc2.weight", fc2_name, ((hidden, ffn),), splits=(COLUMNS,), layer=layer)
-    ops = [*attention_ops(model_config, layer), mlp_norm_op(model_config, layer), fc1, fc2]
+    """Return a GLM-4 layer."""
+    mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", model_config.hidden_size
+    norm, mlp = mlp_norm_op(model_config, layer), fused_gated_mlp_ops(model_config, layer)
+    ops = [*attention_ops(model_config, layer), norm, *mlp]
     if model_config.post_norm:
         ops += [
             norm_op(f"{mcore}.post_attn_norm.weight", f"{hf}.post_self_attn_layernorm.weight", hidden, layer),

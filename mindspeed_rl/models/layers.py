@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     BaseTransformerLayer,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.models import specs
+from mindspeed_rl.models.model_config import VisionConfig
 
 
 class NoopLayer(MegatronModule, BaseTransformerLayer):
@@ -161,6 +166,115 @@ class RMSNorm(nn.Module):
         # checkpoints of such models have the factor less 1
         weight = self.weight + 1.0 if self.zero_centered else self.weight
         return adaptors.rms_norm(x, weight, self.eps)
+
+
+class MultimodalRotary(nn.Module):
+    """Rotary angles of tokens that have a position on each of three axes: time, height and width.
+
+    Each frequency follows one axis: in sections, one axis after the other (Qwen2.5-VL), or in turn (Qwen3-VL).
+    """
+
+    def __init__(self, inv_freq: Tensor, vision: VisionConfig) -> None:
+        super().__init__()
+        # not a buffer: a 16-bit model must not round it
+        self.inv_freq = inv_freq.float()
+        _, height, width = vision.rotary_sections
+        if vision.rotary_interleaved:
+            axes = torch.zeros(len(inv_freq), dtype=torch.int64)
+            axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
+        else:
+            axes = torch.arange(3).repeat_interleave(torch.tensor(vision.rotary_sections))
+        self._axes = axes.to(inv_freq.device)
+
+    def forward(self, position_ids: Tensor, *unused: object, **others: object) -> Tensor:
+        """Return [s, b, 1, d] angles of [3, b, s] positions."""
+        # [d / 2, b, s]
+        positions = position_ids.to(self.inv_freq).index_select(0, self._axes)
+        angles = (positions * self.inv_freq[:, None, None]).permute(2, 1, 0)
+        return torch.cat([angles, angles], dim=-1).unsqueeze(2)
+
+
+class HeadsNorm(RMSNorm):
+    """RMSNorm of queries or keys over all their heads together, those of other tensor parallel ranks included.
+
+    Args:
+        hidden_size: of one head.
+        num_heads: of the model.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **unused: object
+    ) -> None:
+        super().__init__(config, num_heads // config.tensor_model_parallel_size * hidden_size, eps)
+        self.divided = config.tensor_model_parallel_size > 1
+        self.full_size = num_heads * hidden_size
+        # a rank has the elements of its heads, and sees all tokens
+        self.weight.sequence_parallel = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., heads, head size] of the same."""
+        full = x.float()
+        squares = full.square().sum((-2, -1), keepdim=True)
+        if self.divided:
+            # the sum over ranks forward, and that of its gradients backward
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
+        normalized = full * torch.rsqrt(squares / self.full_size + self.eps)
+        return self.weight.view(x.shape[-2:]) * normalized.to(x.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 0}, sharded_offsets)
+
+
+class NormalizedAttention(nn.Module):
+    """Core attention that normalizes queries and keys first, each head by itself, so that they have been rotated before.
+
+    Args:
+        norm: class of the two norms.
+        attention: core attention after them.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, norm: type[nn.Module], attention: ModuleSpec | type, **arguments: Any
+    ) -> None:
+        super().__init__()
+        assert config.kv_channels is not None  # Megatron derives it where it is not given
+        sizes = {"config": config, "hidden_size": config.kv_channels, "eps": config.layernorm_epsilon}
+        self.q_layernorm, self.k_layernorm = norm(**sizes), norm(**sizes)
+        self.attention = build_module(attention, config=config, **arguments)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **named: Any) -> Tensor:
+        """Return what core attention returns."""
+        return self.attention(self.q_layernorm(query), self.k_layernorm(key), value, *inputs, **named)
+
+
+class TwoBaseAttention(SelfAttention):
+    """Attention of a model with two rotary bases: the angles that it gets are [those of full attention; those of windows].
+
+    Args:
+        local: this layer attends to a window. Its frequencies are not scaled.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *, local: bool, **arguments: Any
+    ) -> None:
+        if local:
+            config = copy.copy(config)
+            for name in [name for name in vars(config) if name.startswith("yarn_")]:
+                delattr(config, name)
+        super().__init__(config, submodules, **arguments)
+        self.local = local
+
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:  # pyrefly: ignore[bad-override]  (Megatron's)
+        """Return what `SelfAttention` does with the angles of this layer."""
+        named["rotary_pos_emb"] = named["rotary_pos_emb"].chunk(2, -1)[self.local]
+        return super().forward(*inputs, **named)
 
 
 # ---------------------------------------------------------------------- recomputed activations

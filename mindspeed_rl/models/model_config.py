@@ -66,13 +66,57 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """Vision tower of a model with its projector, and the way in which the language model sees images.
+
+    Attributes:
+        image_token_id, video_token_id: of the tokens in whose place the features of an image or a video are put.
+        patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
+        merge_size: patches of this many rows and columns become one token.
+        depth, hidden_size, ffn_hidden_size, num_heads: of the tower; its blocks see `window_size` pixels of height and width
+            but for those in `full_layers`, which see the image; a window size of 0 means that all do.
+        num_positions: learned positions, 0 where there are none.
+        deepstack_layers: layers of the tower whose features are added after the first layers of the language model, too.
+        rotary_sections: rotary frequencies that follow the time, the height and the width of a token.
+        rotary_interleaved: the frequencies of the axes alternate, instead of one section after the other.
+    """
+
+    image_token_id: int
+    video_token_id: int
+    patch_size: int
+    depth: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    rotary_sections: tuple[int, int, int]
+    rotary_interleaved: bool = False
+    temporal_patch_size: int = 2
+    in_channels: int = 3
+    merge_size: int = 2
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    num_positions: int = 0
+    deepstack_layers: tuple[int, ...] = ()
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch: a row of the processor's pixel values."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def count_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Return the tokens that an image of this grid (frames, rows and columns of patches) takes in a prompt."""
+        return math.prod(grid) // self.merge_size**2
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of one model; the names are Megatron's, so they can be compared with a training script.
 
     ``num_layers`` counts real decoder layers only: neither no-op layers of a pipeline layout nor multi-token-prediction
     layers. ``padded_vocab_size`` is the number of embedding rows in Megatron, ``vocab_size`` the number in HF. ``moe_layers``
     has the global indices (from 0) of the decoder layers with experts. A model with ``head`` "lm" ends in vocabulary logits,
-    one with "reward" in one score per token.
+    one with "reward" in one score per token. With ``qk_layernorm_over_heads`` a query or key is normalized over all its heads
+    together. With ``local_rotary_base`` the layers in ``sliding_window_layers`` rotate with this base, and without scaling.
     """
 
     architecture: str
@@ -88,9 +132,12 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    qk_layernorm_over_heads: bool = False
+    qk_layernorm_after_rope: bool = False
     normalization: Literal["RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-6
     layernorm_zero_centered_gamma: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     head: Literal["lm", "reward"] = "lm"
@@ -99,6 +146,7 @@ class ModelConfig:
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     rope_scaling: RopeScaling | None = None
+    local_rotary_base: float | None = None
 
     sliding_window: int | None = None
     sliding_window_layers: tuple[int, ...] = ()
@@ -109,6 +157,7 @@ class ModelConfig:
 
     attention_output_gate: bool = False
     linear_attention: LinearAttention | None = None
+    vision: VisionConfig | None = None
 
     num_moe_experts: int | None = None
     moe_layers: tuple[int, ...] = ()
@@ -249,6 +298,36 @@ def read_linear_attention(hf_config: HfConfig, num_layers: int) -> LinearAttenti
         value_head_dim=read_size(hf_config, "linear_value_head_dim", 128),
         conv_kernel_dim=read_size(hf_config, "linear_conv_kernel_dim", 4),
     )
+
+
+def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> ModelConfig:
+    """Return the model with its sliding window, which all layers have but those of full attention.
+
+    Args:
+        full_every: without ``layer_types`` every so many layers end in one of full attention.
+    """
+    kinds, layers = read_layer_types(hf_config, common.num_layers), range(common.num_layers)
+    windowed = tuple(i for i in layers if (kinds[i] == "sliding_attention" if kinds else (i + 1) % full_every))
+    window = read_optional_size(hf_config, "sliding_window")
+    return replace(common, sliding_window=window, sliding_window_layers=windowed if window else ())
+
+
+def split_rope_parameters(hf_config: HfConfig, base: float, local_base: float) -> tuple[HfConfig, float]:
+    """Return config.json with the rotary settings of full attention alone, and the base of the layers with a window.
+
+    Args:
+        base, local_base: their bases where config.json has none.
+
+    Raises:
+        ValueError: the layers with a window have a scaling of their own.
+    """
+    rope = read_group(hf_config, "rope_parameters")
+    full, local = read_group(rope, "full_attention"), read_group(rope, "sliding_attention")
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json has rope type {local['rope_type']!r} for sliding_attention; supported is default")
+    common = full if full or local else rope
+    config = {**hf_config, "rope_parameters": {"rope_theta": hf_config.get("rope_theta") or base, **common}}
+    return config, read_float(local, "rope_theta", read_float(hf_config, "rope_local_base_freq", local_base))
 
 
 def read_group(hf_config: HfConfig, key: str) -> HfConfig:

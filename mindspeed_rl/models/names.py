@@ -25,9 +25,9 @@ def get_fused_norm_prefixes(model_config: ModelConfig, moe: bool, linear: bool) 
         prefixes["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
         if model_config.q_lora_rank is not None:
             prefixes["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-    else:
+    elif model_config.pre_norm:
         prefixes["input_layernorm."] = f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"
-    if not moe:
+    if not moe and model_config.pre_norm:
         prefixes["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return prefixes
 

@@ -194,6 +194,17 @@ class Interleave(_Packing):
 
 
 @dataclass(frozen=True)
+class SwapHalves(_Packing):
+    """One HF tensor whose left and right half of columns change places."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return concatenate(tensors[0].chunk(2, dim=1)[::-1], dim=1)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        return [self.pack([packed])]
+
+
+@dataclass(frozen=True)
 class _GroupedPacking(_Packing):
     """The weights of several experts in one tensor, of which those of each expert are views with strides."""
 

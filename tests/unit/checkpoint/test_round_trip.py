@@ -38,10 +38,13 @@ EXPERTS = {
     "grouped-etp1": "--moe-grouped-gemm --target-expert-parallel-size 2 --target-tensor-parallel-size 2 "
     "--expert-tensor-parallel-size 1",
 }
-MOE = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3")
+MOE = (
+    *("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3"),
+    *("glm4-moe", "minimax-m2"),
+)
 LEGACY = ("llama", "llama31-tied", "mistral", "qwen2", "qwen2-tied")
 #: one model of each weight table; the others differ in rotary settings only
-TABLES = ("llama", "qwen2-tied", "qwen3", "qwen3.5", "gemma2", "glm4", *MOE)
+TABLES = ("llama", "qwen2-tied", "qwen3", "qwen3.5", "gemma2", "glm4", "phi3", "olmo3", "hunyuan", *MOE)
 #: what runs by default: every table under a few layouts that together cover every option
 QUICK = {
     *((name, "tp2-pp2") for name in TABLES),
@@ -136,10 +139,11 @@ def test_megatron_checkpoints_are_cut_anew_without_a_detour(hf_folders: Path, tm
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("name", ["deepseek3", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", ["deepseek3", "qwen3.5", "qwen3-next", "glm4-moe", "mimo"])
 def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(name: str, tmp_path: Path) -> None:
     tiny_models.save_hf_model(name, tmp_path / "plain", dtype=torch.bfloat16)
-    add = add_prediction_layer if name == "deepseek3" else add_separate_prediction_layer
+    numbered = name in ("deepseek3", "glm4-moe", "mimo")
+    add = add_mimo_layer if name == "mimo" else add_prediction_layer if numbered else add_separate_prediction_layer
     with_predictions = add(tmp_path / "plain", tmp_path / "hf")
     for layout in ("tp2-pp2", "torch_dist"):
         kept = tmp_path / layout
@@ -157,7 +161,7 @@ def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(name: str, 
     )
     assert_same_tensors(tmp_path / "plain", tmp_path / "hf2")
     for folder, number in (("tp2-pp2-kept", 1), ("tp2-pp2-dropped", 0), ("hf2", 0)):
-        key = "num_nextn_predict_layers" if name == "deepseek3" else "mtp_num_hidden_layers"
+        key = "num_nextn_predict_layers" if numbered else "mtp_num_hidden_layers"
         assert json.loads((tmp_path / folder / "config.json").read_text())[key] == number
 
 
@@ -176,6 +180,25 @@ def add_separate_prediction_layer(source: Path, target: Path) -> dict[str, torch
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def add_mimo_layer(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint with one multi-token-prediction layer, laid out as MiMo is published."""
+    from safetensors.torch import save_file
+
+    tensors = load_folder(source)
+    hidden = tensors["model.norm.weight"].numel()
+    prefix = "model.mtp_layers.0."
+    tensors |= {key.replace("model.layers.3.", prefix): tensor + 1 for key, tensor in tensors.items() if ".3." in key}
+    generator = torch.Generator().manual_seed(1)
+    shapes = dict.fromkeys(("token_layernorm", "hidden_layernorm", "final_layernorm"), (hidden,))
+    shapes["input_proj"] = (hidden, 2 * hidden)
+    tensors |= {f"{prefix}{key}.weight": torch.randn(size, generator=generator).bfloat16() for key, size in shapes.items()}
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (target / "config.json").write_text(json.dumps(config))
     return tensors
 

@@ -52,8 +52,14 @@ OTHERS: dict[str, dict] = {
     "qwen3": {"pp": 2, "num_layer_list": (1, 3)},
     "qwen3-next": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "qwen3.5": {"pp": 2, "num_layer_list": (1, 3)},
+    "glm4-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "minimax-m2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "olmo3": {"pp": 2, "num_layer_list": (1, 3)},
+    "gemma3": {"pp": 2},
+    "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},
 }
-DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5")
+NEW = ("glm4-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
+DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5", *NEW)
 REWARD = ("llama", "qwen3")
 
 
@@ -193,7 +199,7 @@ def run(folder: Path, models: list[str]) -> dict[str, float]:
     for name in models:
         hf = tiny_models.make_hf_model(name)
         if rank == 0:
-            hf.save_pretrained(folder / name)
+            tiny_models.write_hf_model(hf, folder / name)
         dist.barrier()
         with torch.no_grad():
             expected = hf(tokens).logits

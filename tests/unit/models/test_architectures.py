@@ -77,6 +77,13 @@ def test_a_missing_key_is_named() -> None:
         ("llama", {"attention_bias": True}, "sets attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu'; this architecture is built with silu"),
         ("deepseek3", {"num_experts_per_tok": 4}, "must be 2"),
+        ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob false; Megatron normalizes"),
+        ("seed-oss", {"attention_out_bias": True}, "sets attention_out_bias"),
+        ("ernie4.5", {"use_bias": True}, "sets use_bias"),
+        ("hunyuan", {"attention_bias": True}, "sets attention_bias"),
+        ("internlm3", {"bias": True}, "sets bias"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn' for sliding_attention"),
         ("deepseek2-lite", {"topk_method": "group_limited_greedy"}, "supported with 'greedy'"),
     ],
 )
@@ -90,3 +97,39 @@ def test_settings_that_would_compute_something_else_are_refused(name: str, chang
 def test_an_architecture_travels_to_other_processes_by_its_name(name: str) -> None:
     architecture = find_architecture(name)
     assert pickle.loads(pickle.dumps(architecture)) is architecture
+
+
+def test_a_published_kimi_k2_is_a_deepseek_v3_without_groups_of_experts() -> None:
+    config = {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168, "vocab_size": 163840},
+        **{"num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432},
+        **{"n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "kv_lora_rank": 512},
+        **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "norm_topk_prob": True},
+        **{"max_position_embeddings": 131072, "rope_theta": 50000.0, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid"},
+        "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "mscale": 1.0},
+    }
+    for without in ((), ("architectures",)):
+        published = {key: value for key, value in config.items() if key not in without}
+        architecture = architecture_for(published)
+        model_config = architecture.read_model_config(published)
+        assert architecture.name == "deepseek_v3" and len(model_config.moe_layers) == 60
+        assert (model_config.num_moe_experts, model_config.moe_router_num_groups) == (384, None)
+        assert (model_config.rope_scaling.type, model_config.rope_scaling.factor) == ("yarn", 32.0)
+
+
+def test_rotary_settings_of_gemma_3_and_olmo_3_are_read_in_both_forms() -> None:
+    for name, base, local, scaling in (("gemma3", 1e6, 1e4, "linear"), ("olmo3", 5e5, 5e5, "yarn")):
+        config = tiny_models.hf_config_of(tiny_models.make_hf_model(name))
+        new = architecture_for(config).read_model_config(config)
+        assert (new.rotary_base, new.local_rotary_base, new.rope_scaling.type) == (base, local, scaling)
+        rope = config.pop("rope_parameters")
+        config |= {"rope_theta": base, "rope_local_base_freq": local, "rope_scaling": rope["full_attention"]}
+        assert architecture_for(config).read_model_config(config) == new
+
+
+def test_the_dimensions_of_minimax_that_rotate_are_read_from_its_published_key() -> None:
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("minimax-m2"))
+    config["rope_parameters"] = None
+    read = architecture_for(config).read_model_config
+    assert read({**config, "rotary_dim": 8}).rotary_percent == 0.5 and read(config).rotary_percent == 1.0

@@ -80,6 +80,19 @@ HYBRID_MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 48,
 }
 
+GLM_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_nextn_predict_layers": 0,
+}
+OLMO3_ROPE = {
+    "full_attention": {**YARN, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _config("Llama"),
     "llama31-tied": lambda: _config("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=16),
@@ -118,7 +131,53 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "glm4": lambda: _config("Glm4", head_dim=16, attention_bias=True, pad_token_id=0),
     "glm": lambda: _config("Glm", head_dim=16, attention_bias=True, pad_token_id=0),
+    "glm4-moe": lambda: _config("Glm4Moe", **GLM_MOE, attention_bias=True, use_qk_norm=True, routed_scaling_factor=1.5),
+    "glm4-moe-air": lambda: _config("Glm4Moe", **GLM_MOE, attention_bias=True, use_qk_norm=False),
+    "minimax-m2": lambda: _config(
+        "MiniMaxM2",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    ),
+    "seed-oss": lambda: _config("SeedOss", head_dim=16),
+    "mimo": lambda: _config("Qwen2", head_dim=16),
+    "internlm3": lambda: _config(
+        "Llama", head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0}
+    ),
+    "phi3": lambda: _config("Phi3", sliding_window=None, pad_token_id=0),
+    "phi4": lambda: _config(
+        "Phi3",
+        sliding_window=7,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    ),
+    "olmo3": lambda: _config("Olmo3", sliding_window=7, rope_parameters=OLMO3_ROPE),
+    "ernie4.5": lambda: _config("Ernie4_5", head_dim=16, tie_word_embeddings=True),
+    "gemma3": lambda: _config(
+        "Gemma3Text",
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=True,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "hunyuan": lambda: _config(
+        "HunYuanDenseV1",
+        head_dim=16,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    ),
 }
+
+
+#: families whose layers are those of a class of transformers, under another name: {model: (class, model_type)}
+RENAMED = {"mimo": ("MiMoForCausalLM", "mimo"), "internlm3": ("InternLM3ForCausalLM", "internlm3")}
 
 
 def make_hf_model(name: str, seed: int = 0) -> nn.Module:
@@ -127,6 +186,8 @@ def make_hf_model(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     randomize(model, seed)
+    if name in RENAMED:
+        model.renamed = RENAMED[name]
     return model
 
 
@@ -142,10 +203,24 @@ def randomize(model: nn.Module, seed: int) -> None:
 def save_hf_model(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any) -> nn.Module:
     """Save the model as an HF folder and return it."""
     model = make_hf_model(name, seed).to(dtype)
-    model.save_pretrained(folder, **save)
+    write_hf_model(model, folder, **save)
     return model
+
+
+def write_hf_model(model: nn.Module, folder: Path, **save: Any) -> None:
+    """Save a model under the name of its family."""
+    model.save_pretrained(folder, **save)
+    if hasattr(model, "renamed"):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | _renaming(model)))
+
+
+def _renaming(model: nn.Module) -> dict[str, Any]:
+    if not hasattr(model, "renamed"):
+        return {"architectures": [type(model).__name__]}
+    return {"architectures": [model.renamed[0]], "model_type": model.renamed[1]}
 
 
 def hf_config_of(model: nn.Module) -> dict[str, Any]:
     """Return the content of config.json."""
-    return {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
+    return {**json.loads(model.config.to_json_string(use_diff=False)), **_renaming(model)}
