@@ -1,9 +1,10 @@
-"""An OpenAI-compatible endpoint of a rollout: its clients sample from the engine, and the samples are recorded.
+"""Endpoint of a rollout for programs with a loop of their own: clients sample from the engine, and samples are recorded.
 
-A program with its own loop (an environment of another library, an agent with its own harness) gets an address that belongs to
-one trajectory. Each chat completion becomes a turn of that trajectory: the session of the address has the conversation in
-tokens, passes only new messages to the model, and records the sampled tokens with log-probs and weight versions. The run's
-sampling parameters apply, regardless of the client's: training needs samples of the policy's distribution.
+A program (an environment of another library, an agent with its own harness) gets an address that belongs to one trajectory,
+and speaks OpenAI's or Anthropic's protocol there (`request_forms.py`). Each request becomes a turn of that trajectory: the
+session of the address has the conversation in tokens, passes only new messages to the model, and records the sampled tokens
+with log-probs and weight versions. The run's sampling parameters apply, regardless of the client's: training needs samples of
+the policy's distribution.
 
 The server listens on loopback. An address contains a secret of its trajectory and is valid as long as that.
 """
@@ -14,19 +15,23 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
+from mindspeed_rl.tools.interface import JsonObject
+from mindspeed_rl.tools.request_forms import FORMS, ChatReply, Form, TurnRequest, write_message
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 64 << 20
 _START_LIMIT_S, _STOP_LIMIT_S = 30.0, 10.0
-_COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"
+#: a stream without a turn yet has a comment as often as this, so that clients do not time out
+_PING_S = 10.0
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 _Scope = Mapping[str, Any]
 _Receive = Callable[[], Awaitable[_Scope]]
@@ -37,40 +42,47 @@ class ContextFullError(Exception):
     """The trajectory cannot have another turn: no tokens, context or turns are left."""
 
 
-@dataclass(frozen=True)
-class ChatReply:
-    """A sampled turn.
-
-    Attributes:
-        turn: parsed.
-        ended: True for an end token; False if the turn was truncated.
-        prompt_ids, token_ids, log_probs: tokens that the model read and sampled, for clients that record them.
-    """
-
-    turn: ParsedTurn
-    ended: bool
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-
-
 class ChatSession(Protocol):
-    """A trajectory with an external client."""
+    """A trajectory with an external client, which may request several turns at once."""
 
-    async def complete(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], max_tokens: int | None) -> ChatReply:
-        """Return the model's next turn.
+    async def complete(self, request: TurnRequest) -> Sequence[ChatReply]:
+        """Return the model's next turn, or as many as requested.
 
-        Args:
-            messages: the client's full conversation, in OpenAI's form. Messages after the recorded turns are new; a client that
-                has changed earlier ones starts another sequence.
-            tools: offered by the client, and part of the prompt.
-            max_tokens: limit of this turn; None for the run's limit.
+        Messages after turns that were recorded are new; a client that has changed earlier ones starts a branch.
 
         Raises:
             ContextFullError: no further turn is possible.
             ValueError: the chat template cannot render the messages.
         """
         ...
+
+    def count_tokens(self, request: TurnRequest) -> int:
+        """Return the number of tokens that the model would read.
+
+        Raises:
+            ValueError: the chat template cannot render the messages.
+        """
+        ...
+
+    def add_reward(self, value: float, reply: str) -> None:
+        """Add to the reward of a turn, or of the trajectory where `reply` is "".
+
+        Raises:
+            ValueError: there is no turn of this id.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Address:
+    """The address of a trajectory.
+
+    Attributes:
+        responses: id -> messages that a request with previous_response_id continues.
+    """
+
+    session: ChatSession
+    responses: dict[str, tuple[JsonObject, ...]] = field(default_factory=dict)
 
 
 class RecordingEndpoint:
@@ -82,7 +94,7 @@ class RecordingEndpoint:
 
     def __init__(self, model: str = "policy") -> None:
         self.model = model
-        self._sessions: dict[str, tuple[ChatSession, asyncio.Lock]] = {}
+        self._sessions: dict[str, _Address] = {}
         self._serving: asyncio.Task[None] | None = None
         self._address = ""
 
@@ -115,9 +127,9 @@ class RecordingEndpoint:
             await asyncio.sleep(0.01)
 
     def open(self, session: ChatSession) -> str:
-        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`."""
+        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = (session, asyncio.Lock())
+        self._sessions[key] = _Address(session)
         return f"{self._address}/{key}/v1"
 
     def remove(self, base_url: str) -> None:
@@ -141,124 +153,140 @@ class RecordingEndpoint:
         if scope["type"] != "http":
             return
         _, key, path = (scope["path"].split("/", 2) + ["", ""])[:3]
-        if key not in self._sessions:
-            await _refuse(send, 404, "this trajectory has ended, or never was")
-        elif f"/{path}" == _MODELS:
-            await _send(send, 200, {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "run"}]})
-        elif f"/{path}" != _COMPLETIONS or scope["method"] != "POST":
-            await _refuse(send, 404, f"there are {_COMPLETIONS} and {_MODELS} here, not {path}")
+        while path.startswith("v1/"):  # clients differ in who appends it
+            path = path.removeprefix("v1/")
+        address, model = self._sessions.get(key), {"id": self.model, "object": "model", "created": 0, "owned_by": "run"}
+        name = next((name for name in FORMS if path == name or path.startswith(f"{name}/")), "chat/completions")
+        if address is None:
+            await _send(send, 404, FORMS[name].write_error(404, "this trajectory has ended, or never was", None))
+        elif path == "models":
+            await _send(send, 200, {"object": "list", "data": [model]})
+        elif path.startswith("models/"):
+            await _send(send, 200, model)
+        elif scope["method"] == "POST" and path in ("reward", *FORMS, "messages/count_tokens", "responses/input_tokens"):
+            await _Exchange(address, self.model, path, FORMS[name], receive, send).run()
         else:
-            await self._complete(*self._sessions[key], receive, send)
+            text = f"there are {', '.join(f'/v1/{form}' for form in FORMS)}, /v1/models and /v1/reward here, not {path}"
+            await _send(send, 404, FORMS[name].write_error(404, text, None))
 
-    async def _complete(self, session: ChatSession, lock: asyncio.Lock, receive: _Receive, send: _Send) -> None:
+
+@dataclass
+class _Exchange:
+    """One request to an address and its reply."""
+
+    address: _Address
+    model: str
+    path: str
+    form: Form
+    receive: _Receive
+    send: _Send
+    is_streaming: bool = False
+
+    async def run(self) -> None:
         try:
-            request = _parse_request(await _read_body(receive))
-            async with lock:  # one turn of a conversation at a time
-                reply = await session.complete(*request)
+            await self._answer(await self._read_body())
         except ContextFullError as error:
-            await _refuse(send, 400, f"maximum context length reached: {error}", "context_length_exceeded")
+            await self._refuse(400, f"maximum context length reached: {error}", "context_length_exceeded")
         except ValueError as error:
-            await _refuse(send, 400, str(error))
+            await self._refuse(400, str(error))
         except Exception as error:  # noqa: BLE001 (any failure of the engine; the client may stop or try again)
-            _LOG.exception("a chat completion failed")
-            await _refuse(send, 500, f"{type(error).__name__}: {error}")
+            _LOG.exception("a request of a program failed")
+            await self._refuse(500, f"{type(error).__name__}: {error}")
+
+    async def _answer(self, body: JsonObject) -> None:
+        session = self.address.session
+        if self.path == "reward":
+            value, reply = body.get("reward"), body.get("id") or ""
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"reward is {value!r}, but must be a finite number")
+            session.add_reward(float(value), str(reply).rpartition("-" if "-" in str(reply) else "_")[2])
+            await _send(self.send, 200, {"reward": value})
+            return
+        self.form.check_names(body)
+        request = self.form.parse(body)
+        if request.previous:
+            before = self.address.responses.get(request.previous)
+            if before is None:
+                raise ValueError(f"previous_response_id {request.previous!r} is no response of this trajectory")
+            instructions = request.num_instructions
+            new = (*request.messages[:instructions], *before, *request.messages[instructions:])
+            request = replace(request, messages=new)
+        if self.path not in FORMS:
+            count = {"input_tokens": session.count_tokens(request)}
+            await _send(
+                self.send, 200, count | ({} if self.path.startswith("messages") else {"object": "response.input_tokens"})
+            )
+            return
+        replies = await self._wait_for(request)
+        if replies is None:
+            return
+        written = self.form.write(request, replies, self.model)
+        if self.path == "responses":
+            after = (*request.messages[request.num_instructions :], write_message(replies[0].turn))
+            self.address.responses[written["id"]] = after
+        if not request.stream:
+            await _send(self.send, 200, written)
+            return
+        events = [_write_event(*event) for event in self.form.write_events(request, replies, self.model)]
+        await self._stream("".join(events) + (f"data: {self.form.last}\n\n" if self.form.last else ""), more=False)
+
+    async def _wait_for(self, request: TurnRequest) -> Sequence[ChatReply] | None:
+        """Return the turns; None where the client disconnects before: it does not read them, so that nothing is recorded."""
+        sampling = asyncio.ensure_future(self.address.session.complete(request))
+        leaving = asyncio.ensure_future(self._wait_for_disconnect())
+        try:
+            while not sampling.done():
+                await asyncio.wait(
+                    {sampling, leaving}, timeout=_PING_S if request.stream else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if leaving.done() and not sampling.done():
+                    return None
+                if not sampling.done():
+                    await self._stream(": the turn is not complete yet\n\n")
+            return sampling.result()
+        finally:
+            for task in (sampling, leaving):
+                task.cancel()
+            await asyncio.wait([sampling, leaving])
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def _stream(self, text: str, *, more: bool = True) -> None:
+        if not self.is_streaming:
+            self.is_streaming = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def _refuse(self, status: int, message: str, code: str | None = None) -> None:
+        error = self.form.write_error(status, message, code)
+        if self.is_streaming:
+            await self._stream(_write_event("error" if "type" in error else "", error), more=False)
         else:
-            await _send(send, 200, self._write_completion(reply))
+            await _send(self.send, status, error)
 
-    def _write_completion(self, reply: ChatReply) -> JsonObject:
-        message = write_message(reply.turn)
-        finish = "length" if not reply.ended else "tool_calls" if message.get("tool_calls") else "stop"
-        logprobs = [
-            {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-            for token, value in zip(reply.token_ids, reply.log_probs)
-        ]
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": {"content": logprobs}}
-        counts = {"prompt_tokens": len(reply.prompt_ids), "completion_tokens": len(reply.token_ids)}
-        return {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [choice | {"token_ids": list(reply.token_ids)}],  # as in vLLM with return_token_ids
-            "prompt_token_ids": list(reply.prompt_ids),
-            "usage": counts | {"total_tokens": sum(counts.values())},
-        }
-
-
-def write_message(turn: ParsedTurn) -> JsonObject:
-    """Return a turn of the model as a message in OpenAI's form."""
-    # the client receives a broken call as text, and reports the error
-    broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
-    message: JsonObject = {"role": "assistant", "content": turn.content + broken}
-    if turn.reasoning is not None:
-        message["reasoning_content"] = turn.reasoning
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in turn.calls
-        if not isinstance(call, BrokenCall)
-    ]
-    return message | ({"tool_calls": calls} if calls else {})
+    async def _read_body(self) -> JsonObject:
+        body, more = b"", True
+        while more:
+            event = await self.receive()
+            if event["type"] == "http.disconnect":
+                raise ValueError("the client has disconnected")
+            body += event.get("body", b"")
+            more = event.get("more_body", False)
+            if len(body) > _MAX_BYTES:
+                raise ValueError(f"a request has at most {_MAX_BYTES} bytes")
+        try:
+            value = json.loads(body)
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
+        if not isinstance(value, dict):
+            raise ValueError("a request is a JSON object")
+        return value
 
 
-def _parse_request(body: bytes) -> tuple[list[JsonObject], list[JsonObject], int | None]:
-    """Return (messages, tools, max_tokens) of a request.
-
-    Raises:
-        ValueError: it is invalid, or has an unsupported option.
-    """
-    try:
-        request = json.loads(body)
-    except RecursionError:
-        raise ValueError("the request is nested too deeply") from None
-    messages = request.get("messages") if isinstance(request, dict) else None
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("a request has messages, a list of objects")
-    if request.get("stream"):
-        raise ValueError("streaming is not available: a turn is recorded as a whole")
-    if request.get("n") not in (None, 1):
-        raise ValueError(f"n is {request['n']}, but a trajectory has one answer a turn")
-    tools = request.get("tools") or []
-    limit = request.get("max_completion_tokens", request.get("max_tokens"))
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"max_tokens is {limit!r}, but must be a whole number from 1")
-    return [_flatten_content(message) for message in messages], list(tools), limit
-
-
-def _flatten_content(message: JsonObject) -> JsonObject:
-    """Return the message with a text as content; parts of text are concatenated.
-
-    Raises:
-        ValueError: it contains images or audio.
-    """
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise ValueError("only messages of text are supported")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise ValueError("the content of a message is a text or parts of text")
-    return message | {"content": content or ""}
-
-
-async def _read_body(receive: _Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            raise ValueError("the client has disconnected")
-        body += event.get("body", b"")
-        more = event.get("more_body", False)
-        if len(body) > _MAX_BYTES:
-            raise ValueError(f"a request has at most {_MAX_BYTES} bytes")
-    return body
-
-
-async def _refuse(send: _Send, status: int, message: str, code: str | None = None) -> None:
-    await _send(send, status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
+def _write_event(name: str, data: JsonObject) -> str:
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
 
 
 async def _send(send: _Send, status: int, value: JsonObject) -> None:

@@ -148,7 +148,8 @@ class AgentConversation:
         self.num_turns += 1
         ended = response.finish == "stop"
         self._truncated = not ended
-        visible = response.token_ids[:-1] if ended else response.token_ids
+        has_end = ended and response.token_ids[-1] in self._sampling.stop_token_ids  # else a text ended it
+        visible = response.token_ids[:-1] if has_end else response.token_ids
         # cleaning up would remove spaces that the model sampled
         text = self._tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)

@@ -8,7 +8,7 @@ from mindspeed_rl.rewards.swift_plugins import ENVIRONMENTS, GymEnvironment
 from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.agents.program import ProgramEpisodes
+from mindspeed_rl.rollout.agents.program import VerifiersEpisodes
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.environments import EnvironmentSpec, make_environment_factory, read_environment
@@ -26,17 +26,19 @@ class EnvironmentLoop(AgentLoop):
         if settings.environment is None:
             raise ValueError("rl_config.agent_loop environment needs rl_config.environment, module:Class or verifiers:NAME")
         spec = read_environment(settings.environment)
-        episodes = ProgramEpisodes(spec, settings) if spec.is_program else _ObjectEpisodes(spec, settings)
-        self._episodes: ProgramEpisodes | _ObjectEpisodes = episodes
-        self.resources = episodes.resources if isinstance(episodes, ProgramEpisodes) else ()
+        episodes = VerifiersEpisodes(spec, settings) if spec.is_program else _ObjectEpisodes(spec, settings)
+        self._episodes: VerifiersEpisodes | _ObjectEpisodes = episodes
+        self.resources = episodes.resources if isinstance(episodes, VerifiersEpisodes) else ()
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
+        if isinstance(self._episodes, VerifiersEpisodes):
+            return await self._episodes.play(task, engine)
         conversation = self.start_conversation(task, engine)
         try:
-            final_reward = await self._episodes.play(conversation, task)
+            await self._episodes.play(conversation, task)
         except Exception as error:  # noqa: BLE001  # your environment may raise anything: the sample has failed, not the run
             return conversation.end(failure=f"environment: {type(error).__name__}: {error}")
-        return conversation.end(final_reward=final_reward)
+        return conversation.end()
 
 
 class _ObjectEpisodes:
@@ -56,7 +58,7 @@ class _ObjectEpisodes:
         self._make = make_environment_factory(target, args, timeout_s=spec.timeout_s)
         self._turns = settings.turns
 
-    async def play(self, conversation: AgentConversation, task: Task) -> float | None:
+    async def play(self, conversation: AgentConversation, task: Task) -> None:
         """Play an episode; turns have rewards here, the final state has none."""
         environment = self._make()
         try:
@@ -73,4 +75,3 @@ class _ObjectEpisodes:
                 has_room = conversation.add_messages(messages)
         finally:
             await environment.close()
-        return None

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
+import psutil
 import pytest
 import yaml
-from test_agent_loops import CALL, END, PROMPT, SAMPLING, TOKENIZER, Speaker, settings, told
+from aiohttp import web
+from test_agent_loops import END, PROMPT, SAMPLING, TOKENIZER, Speaker, settings, told
 from test_in_process import Stepped
 
+from mindspeed_rl.config.keys.rl import AgentKeys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import load_agent_loop
-from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
-from mindspeed_rl.rollout.agents.program import _TokenSession
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.requests import Completion
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.endpoint import ContextFullError
+from mindspeed_rl.tools.agent_program import check_program
 
 STANDIN = Path(__file__).parents[1] / "tools" / "verifiers_standin"
 ALONE = ChatTurns(load_template("qwen"), TOKENIZER)
 QUESTION = [{"role": "user", "content": "6 times 7?"}]
-CALCULATOR = [
-    {
-        "type": "function",
-        "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}},
-    }
-]
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None,
         assert sequence.prompt_ids == ALONE.render(QUESTION)
         assert TOKENIZER.decode(one.token_ids[:2]) == "1<|im_end|>" and "No." in told(one)
         assert one.final_reward == 0.5 and one.finish == "stop" and not one.failure
-        assert one.metrics == {"turns": 2.0, "environment_turns": 2.0}
+        assert one.metrics == {"turns": 2.0, "branches": 0.0, "environment_turns": 2.0}
         drawn = [token for token, is_drawn in zip(one.token_ids, one.sampled) if is_drawn]
         assert TOKENIZER.decode(drawn) == "1<|im_end|>2<|im_end|>"
 
@@ -116,84 +115,155 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
     assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 
-def session_with(*texts: str, limits: TrajectoryLimits | None = None) -> tuple[_TokenSession, AgentConversation, Speaker]:
-    engine = Speaker(texts)
-    common = settings(turns=ALONE, **({} if limits is None else {"limits": limits}))
-    conversation = AgentConversation(PROMPT, SAMPLING, 5, engine, common.turns, TOKENIZER, common.limits)
-    return _TokenSession(conversation, common), conversation, engine
+# --- programs of rl_config.agent ------------------------------------------------------------------------------------------
+
+#: does what its row says, after a turn of the model
+PLAYER = """
+import json, os, pathlib, subprocess, sys, time, urllib.request
+
+def post(path, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", data, {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+
+task = json.loads(pathlib.Path(os.environ["AGENT_TASK"]).read_text())
+do, question = task["do"], sys.argv[1]
+if do != "nothing":
+    made = post("chat/completions", {"model": os.environ["AGENT_MODEL"], "messages": [{"role": "user", "content": question}]})
+    answer = made["choices"][0]["message"]["content"]
+    print(f"the answer is {answer}")
+if do == "file":
+    pathlib.Path(os.environ["AGENT_RESULT"]).write_text(json.dumps({"reward": 0.5, "metrics": {"a/b": 2}, "output": "mine"}))
+elif do == "line":
+    print(json.dumps({"reward": -1.5}))
+elif do == "http":
+    post("reward", {"reward": 0.25}), post("reward", {"reward": 0.5, "id": made["id"]})
+elif do == "raise":
+    raise KeyError("no answer")
+elif do == "error":
+    pathlib.Path(os.environ["AGENT_RESULT"]).write_text(json.dumps({"error": "gave up"}))
+elif do == "nan":
+    print('{"reward": NaN}')
+elif do == "memory":
+    bytearray(1 << 30)
+elif do in ("hang", "orphan"):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path(os.environ["MARKS"], str(child.pid)).touch()
+    time.sleep(600 if do == "hang" else 0)
+elif do == "write":
+    pathlib.Path("answer.txt").write_text(answer)
+"""
 
 
-def test_what_a_client_writes_otherwise_changes_no_token() -> None:
-    session, conversation, engine = session_with(f"Let me see.  {CALL}", " It is 42. ")
+def programmed(folder: Path, rows: Sequence[dict[str, Any]], *texts: str, **keys: Any) -> list[Trajectory]:
+    """Samples of these rows, which a program plays at once, each with a speaker of its own."""
+    (folder / "player.py").write_text(PLAYER)
+    (folder / "marks").mkdir()
+    if "url" not in keys:
+        keys = {"command": [sys.executable, str(folder / "player.py"), "{question}?"], "env": {"MARKS": "{marks}"}} | keys
+    marks = {"question": "6 times 7", "marks": str(folder / "marks")}
 
-    async def talk() -> list[Any]:
-        first = await session.complete(QUESTION, CALCULATOR, None)
-        (call,) = first.turn.calls
-        said = {
-            "role": "assistant",
-            "content": "Let me see.",
-            # blanks in the arguments, and another id
-            "tool_calls": [
-                {"id": "x", "type": "function", "function": {"name": call.name, "arguments": '{"expression":  "6*7"}'}}
-            ],
-        }
-        reply = {"role": "tool", "tool_call_id": "x", "content": "42"}
-        return [first, await session.complete([*QUESTION, said, reply], CALCULATOR, None)]
+    async def run() -> list[Trajectory]:
+        agents = AgentRunner(load_agent_loop("program")(settings(turns=ALONE, agent=AgentKeys(**keys))))
+        await agents.start()
+        try:
+            tasks = [Task(PROMPT, SAMPLING, 5, "42", marks | row) for row in rows]
+            return list(await asyncio.gather(*(agents.sample(Speaker(texts), task) for task in tasks)))
+        finally:
+            await agents.close()
 
-    first, second = asyncio.run(talk())
-    found = conversation.end()
-    (sequence,) = found.sequences
-    assert first.turn.content.strip() == "Let me see." and first.turn.calls[0].arguments == {"expression": "6*7"}
-    assert engine.asked[1].startswith(engine.asked[0] + f"Let me see.  {CALL}<|im_end|>") and "42" in told(found)
-    assert second.turn.content.strip() == "It is 42." and list(second.prompt_ids) == TOKENIZER.encode(engine.asked[1])
-    # the prompt tells of the client's tools
-    assert '"calculator"' in TOKENIZER.decode(list(sequence.prompt_ids))
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    found = asyncio.run(asyncio.wait_for(run(), 180))
+    assert {process.pid for process in psutil.Process().children(recursive=True)} == before
+    return found
 
 
-def test_a_client_that_changes_what_was_said_begins_another_sequence() -> None:
-    session, conversation, _ = session_with("41", "42")
-
-    async def talk() -> None:
-        await session.complete(QUESTION, [], None)
-        changed = [{"role": "user", "content": "7 times 6?"}, {"role": "assistant", "content": "41"}, *QUESTION]
-        await session.complete(changed, [], None)
-
-    asyncio.run(talk())
-    found = conversation.end()
-    first, second = found.sequences
-    assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END)
-    assert "7 times 6?" in TOKENIZER.decode(list(second.prompt_ids)) and all(found.sampled)
-
-
-def test_a_trajectory_without_room_and_a_turn_of_the_models_own_are_refused() -> None:
-    session, conversation, _ = session_with("41", limits=TrajectoryLimits(100, 1000, 4000, max_turns=1))
-
-    async def talk() -> None:
-        with pytest.raises(ValueError, match="the last message is the model's"):
-            await session.complete([*QUESTION, {"role": "assistant", "content": "4"}], [], None)
-        cut = await session.complete(QUESTION, [], 1)
-        assert not cut.ended and len(cut.token_ids) == 1
-        with pytest.raises(ContextFullError):
-            await session.complete([*QUESTION, {"role": "assistant", "content": "4"}, *QUESTION], [], None)
-
-    asyncio.run(talk())
-    assert conversation.end().finish == "length"
+def test_a_command_reports_its_reward_in_a_file_a_line_or_a_request(tmp_path: Path) -> None:
+    found = programmed(tmp_path, [{"do": "file"}, {"do": "line"}, {"do": "http"}, {"do": "none"}], "42")
+    assert [one.final_reward for one in found] == [0.5, -1.5, 0.25, None] and not any(one.failure for one in found)
+    assert [one.turn_rewards for one in found] == [(None,), (None,), (0.5,), (None,)]
+    assert [one.reward_columns()["output"] for one in found] == [
+        "mine",
+        'the answer is 42\n{"reward": -1.5}',
+        *["the answer is 42"] * 2,
+    ]
+    assert found[0].metrics["agent_a_b"] == 2
+    for one in found:
+        assert TOKENIZER.decode(list(one.sequences[0].prompt_ids)).count("6 times 7?") == 1
+        assert TOKENIZER.decode(one.token_ids) == "42<|im_end|>" and all(one.sampled)
 
 
-def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
-    class Stuck(Speaker):
-        async def generate(self, *arguments: Any, **words: Any) -> Any:
-            await asyncio.sleep(600)
+def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leaves_nothing(tmp_path: Path) -> None:
+    rows = [
+        {"do": "raise"},
+        {"do": "error"},
+        {"do": "nan"},
+        {"do": "nothing"},
+        {"do": "hang"},
+        {"do": "memory"},
+        {"do": "orphan"},
+    ]
+    *failed, orphan, unknown = programmed(tmp_path, [*rows, {"question": None}], "42", timeout_s=15, memory_gib=0.5)
+    reasons = [
+        "it ended with status 1: KeyError: 'no answer'",
+        "gave up",
+        "the last line: reward is 'nan', but must be a finite number",
+        "it ended before it requested a turn",
+        "it took longer than 15 s",
+        "it ended with status 1: MemoryError",
+    ]
+    for one, reason in zip(failed, reasons, strict=True):
+        assert reason in one.failure and one.failure.startswith("agent: "), one.failure
+        assert one.final_reward is None and one.reward_columns()["trajectory_failure"] == one.failure
+    assert "rl_config.agent.command names {question}, but the row has" in unknown.failure and not orphan.failure
+    children = [int(path.name) for path in (tmp_path / "marks").iterdir()]
+    assert len(children) == 2 and not any(psutil.pid_exists(child) for child in children)
 
-    common = settings(turns=ALONE)
-    session = _TokenSession(AgentConversation(PROMPT, SAMPLING, 5, Stuck([]), ALONE, TOKENIZER, common.limits), common)
 
-    async def talk() -> None:
-        asked = asyncio.create_task(session.complete(QUESTION, [], None))
-        await asyncio.sleep(0.01)
-        await session.close()
-        for again in (asked, session.complete(QUESTION, [], None)):
-            with pytest.raises(ContextFullError, match="has ended"):
-                await again
+@pytest.mark.parametrize(
+    ("grader", "reward", "failure"),
+    [
+        (["grep", "-qx", "{label}", "answer.txt"], 1.0, ""),
+        (["grep", "-qx", "41", "answer.txt"], 0.0, ""),
+        (["sh", "-c", 'echo tests: 3; echo "{{\\"reward\\": 0.75}}"'], 0.75, ""),
+        (["grep", "-qx", "42", "other.txt"], None, "the grader: it ended with status 2: grep: other.txt"),
+    ],
+)
+def test_a_grader_reads_what_the_program_left_in_its_folder(
+    tmp_path: Path, grader: list[str], reward: float | None, failure: str
+) -> None:
+    (one,) = programmed(tmp_path, [{"do": "write"}], "42", grader=grader)
+    assert one.final_reward == reward and failure in one.failure and bool(failure) == bool(one.failure)
 
-    asyncio.run(asyncio.wait_for(talk(), 10))
+
+def test_a_service_is_called_for_each_sample(tmp_path: Path) -> None:
+    async def play(request: web.Request) -> web.Response:
+        call = await request.json()
+        if call["task"]["do"] == "refuse":
+            return web.Response(status=503, text="too busy")
+        async with openai.AsyncOpenAI(base_url=call["base_url"], api_key=call["api_key"]) as client:
+            question: Any = [{"role": "user", "content": call["task"]["question"]}]
+            made = await client.chat.completions.create(model=call["model"], messages=question)
+        return web.json_response({"reward": float(made.choices[0].message.content == "42"), "output": "done"})
+
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+
+    def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/play", play)
+        web.run_app(app, sock=listening, print=None, handle_signals=False, loop=asyncio.new_event_loop())
+
+    threading.Thread(target=serve, daemon=True).start()
+    good, bad = programmed(tmp_path, [{"do": "play"}, {"do": "refuse"}], "42", url=f"http://127.0.0.1:{port}/play")
+    assert (good.final_reward, good.output, good.failure) == (1.0, "done", "")
+    assert "replied with status 503: too busy" in bad.failure
+
+
+def test_a_wrong_program_is_found_before_workers_start() -> None:
+    with pytest.raises(ValueError, match="rl_config.agent.command: there is no program 'no-such-agent'"):
+        check_program(AgentKeys(command=["no-such-agent", "{prompt}"]))
+    with pytest.raises(ValueError, match="rl_config.agent.url is 'localhost:80'"):
+        check_program(AgentKeys(url="localhost:80"))
+    check_program(AgentKeys(command=["{program}"], grader=["true"]))

@@ -30,10 +30,10 @@ class Counting:
     def __init__(self):
         self.said = 0
 
-    async def complete(self, messages, tools, max_tokens):
+    async def complete(self, request):
         self.said += 1
-        assert len(messages) == 2 * self.said - 1
-        return ChatReply(ParsedTurn(str(self.said)), True, [1], [2], [-1.0])
+        assert len(request.messages) == 2 * self.said - 1
+        return [ChatReply(ParsedTurn(str(self.said)), True, [1], [2], [-1.0])]
 
 
 def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library):

@@ -1,0 +1,363 @@
+"""Turns of one trajectory that clients request, as a tree of tokens: sampled tokens are never tokenized again.
+
+A client sends the full conversation with every request. Where its messages extend those of an earlier turn, the new turn
+continues that turn's tokens; where it has changed earlier messages (a summary, thoughts that it dropped, a sub-agent with a
+conversation of its own), a branch starts. Each branch becomes a sequence of the trajectory. Tokens that branches share train
+once, in the first of them; in the others they are the context in which later tokens were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.turns import ChatMessage, ChatTurns
+from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.tools.endpoint import ContextFullError
+from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
+from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
+from mindspeed_rl.tools.request_forms import ChatReply, TurnRequest, write_message
+
+if TYPE_CHECKING:
+    from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
+
+
+@dataclass(eq=False)
+class _Node:
+    """A turn of the model.
+
+    Attributes:
+        parent: the turn whose tokens it continues; None for the first of a conversation.
+        added: tokens of context after the parent's.
+        tokens: all tokens up to the end of the turn.
+        text: a completion's prompt and the text that the client received; "" for a chat.
+        num_answers: turns of the model in the conversation so far, those of the client included.
+        has_thought: some turn since the last rendering has a thought.
+        is_continued: another turn follows it.
+    """
+
+    id: str
+    parent: _Node | None
+    added: tuple[int, ...]
+    tokens: tuple[int, ...]
+    segment: Segment
+    text: str
+    num_answers: int
+    has_thought: bool
+    is_continued: bool = False
+    reward: float | None = None
+
+
+class TurnTree:
+    """See the module, and `tools.endpoint.ChatSession`.
+
+    Attributes:
+        num_turns: sampled so far.
+        final_reward: added by the client; None for none.
+    """
+
+    def __init__(self, task: Task, engine: RolloutEngine, settings: LoopSettings) -> None:
+        self._task, self._engine, self._settings = task, engine, settings
+        self._nodes: list[_Node] = []
+        self._known: dict[bytes, _Node] = {}  # digest of a conversation -> its last turn
+        self._turns: dict[bool, ChatTurns] = {}  # with and without tools
+        self._running: set[asyncio.Future[Generated]] = set()
+        self._contexts: Counter[bytes] = Counter()  # turns sampled from each context
+        self._num_used = self._num_started = self._num_calls = 0
+        self._truncated = self._closed = False
+        self.num_turns = 0
+        self.final_reward: float | None = None
+
+    async def complete(self, request: TurnRequest) -> Sequence[ChatReply]:
+        """See `ChatSession`."""
+        parent, added, text = self._find_context(request)
+        choices = [asyncio.ensure_future(self._sample(request, parent, added, text)) for _ in range(request.num_choices)]
+        try:
+            return await asyncio.gather(*choices)
+        finally:
+            for choice in choices:
+                choice.cancel()
+
+    def count_tokens(self, request: TurnRequest) -> int:
+        """See `ChatSession`."""
+        parent, added, _ = self._find_context(request)
+        return len(added) + (0 if parent is None else len(parent.tokens))
+
+    def add_reward(self, value: float, reply: str) -> None:
+        """See `ChatSession`."""
+        if not reply:
+            self.final_reward = (self.final_reward or 0.0) + value
+            return
+        node = next((node for node in self._nodes if node.id == reply), None)
+        if node is None:
+            raise ValueError(f"there is no turn {reply!r} in this trajectory")
+        node.reward = (node.reward or 0.0) + value
+
+    async def close(self) -> None:
+        """Stop generating; later requests are refused."""
+        self._closed = True
+        for generating in self._running:
+            generating.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def end(
+        self,
+        *,
+        final_reward: float | None = None,
+        failure: str = "",
+        metrics: Mapping[str, float] | None = None,
+        output: str | None = None,
+    ) -> Trajectory:
+        """Return the trajectory, with a sequence for each branch.
+
+        Args:
+            final_reward: in addition to that of the client.
+            failure: the reason why it failed.
+            metrics: of the program.
+            output: of the program, for reward functions.
+        """
+        sequences: list[TokenSequence] = []
+        rewards: list[float | None] = []
+        placed: set[_Node] = set()
+        for leaf in (node for node in self._nodes if not node.is_continued):
+            path: list[_Node] = []
+            node: _Node | None = leaf
+            while node is not None and node not in placed:
+                path.insert(0, node)
+                node = node.parent
+            placed.update(path)
+            first, *others = path
+            segments = [first.segment]
+            for one in others:
+                segments += [*([Segment.from_context(one.added)] if one.added else []), one.segment]
+            start = first.tokens[: len(first.tokens) - len(first.segment.token_ids)]
+            sequences.append(TokenSequence(start, tuple(segments)))
+            rewards += [one.reward for one in path]
+        given = [value for value in (final_reward, self.final_reward) if value is not None]
+        return Trajectory(
+            sequences=tuple(sequences) or (TokenSequence(self._task.prompt_ids, ()),),
+            finish="length" if self._truncated else "stop",
+            turn_rewards=tuple(rewards),
+            final_reward=sum(given) if given else None,
+            metrics={"turns": float(self.num_turns), "branches": float(max(0, len(sequences) - 1)), **(metrics or {})},
+            failure=failure,
+            output=output,
+        )
+
+    def _find_context(self, request: TurnRequest) -> tuple[_Node | None, tuple[int, ...], str]:
+        """Return the turn that a request continues, the tokens after it, and the text to complete.
+
+        Raises:
+            ContextFullError: the trajectory has ended.
+            ValueError: the chat template cannot render the messages.
+        """
+        if self._closed:
+            raise ContextFullError("the episode has ended")
+        if request.prompt is not None:
+            return self._find_prompt(request.prompt)
+        if request.messages[-1].get("role") == "assistant":
+            raise ValueError("the last message is the model's, which it cannot answer")
+        try:
+            return self._find_messages(request, request.messages)
+        except MalformedRowError:  # Anthropic's clients add texts to results of tools, which not every template can write
+            merged = _merge_after_tools(request.messages)
+            if len(merged) == len(request.messages):
+                raise
+            return self._find_messages(request, merged)
+
+    def _find_messages(
+        self, request: TurnRequest, messages: Sequence[ChatMessage]
+    ) -> tuple[_Node | None, tuple[int, ...], str]:
+        """Return what `_find_context` does, for these messages."""
+        turns = self._turns_of(request)
+        last = max(index for index, message in enumerate([{"role": "assistant"}, *messages]) if message["role"] == "assistant")
+        parent = self._known.get(_digest(messages[:last], request.tools))
+        if parent is not None:
+            added = turns.render_next(
+                messages[last:], parent.tokens[-1], num_before=parent.num_answers - 1, has_thought=parent.has_thought
+            )
+            if added is not None:
+                return parent, added, ""
+        # the template would write earlier turns otherwise, or the client has
+        return None, turns.render(messages, list(request.tools)), ""
+
+    def _find_prompt(self, prompt: str | tuple[int, ...]) -> tuple[_Node | None, tuple[int, ...], str]:
+        """Return what `_find_context` does, for a text or tokens to complete."""
+        tokenizer = self._settings.tokenizer
+        if not isinstance(prompt, str):
+            before = [
+                node for node in self._nodes if prompt[: len(node.tokens)] == node.tokens and len(prompt) > len(node.tokens)
+            ]
+            parent = max(before, key=lambda node: len(node.tokens), default=None)
+            return parent, prompt if parent is None else prompt[len(parent.tokens) :], ""
+        texts = [node for node in self._nodes if node.text and prompt.startswith(node.text) and len(prompt) > len(node.text)]
+        parent = max(texts, key=lambda node: len(node.text), default=None)
+        if parent is None:
+            return None, tuple(tokenizer.encode(prompt)), prompt
+        new = tuple(tokenizer.encode(prompt[len(parent.text) :], add_special_tokens=False))
+        if parent.tokens[-1] not in self._task.sampling.stop_token_ids:
+            return parent, new, prompt
+        return None, parent.tokens[:-1] + new, prompt  # the text goes on where the turn had ended
+
+    async def _sample(self, request: TurnRequest, parent: _Node | None, added: tuple[int, ...], prompt: str) -> ChatReply:
+        """Sample a turn and add it to the tree.
+
+        Raises:
+            ContextFullError: there is no room for it.
+            ValueError: the first prompt is too long.
+        """
+        limits, sampling = self._settings.limits, self._task.sampling
+        is_first = not self._num_started
+        if is_first and len(added) > limits.max_prompt_tokens:
+            raise ValueError(
+                f"the first messages are {len(added)} tokens, and rl_config.max_prompt_length is {limits.max_prompt_tokens}"
+            )
+        context = added if parent is None else parent.tokens + added
+        # a branch repeats its context
+        cost = 0 if is_first else len(added) if parent is not None and not parent.is_continued else len(context)
+        room = min(sampling.max_tokens, limits.max_tokens - self._num_used - cost, limits.max_context_tokens - len(context))
+        if room < 1 or (limits.max_turns is not None and self._num_started >= limits.max_turns):
+            self._truncated = True
+            raise ContextFullError("no tokens are left" if room < 1 else f"{limits.max_turns} turns are used")
+        max_tokens = min(room, request.max_tokens or room)
+        sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *request.stop))
+        self._num_started += 1
+        self._num_used += cost + max_tokens
+        was_continued = parent is not None and parent.is_continued
+        if parent is not None:
+            parent.is_continued = True
+        response: Generated | None = None
+        try:
+            response = await self._generate(context, sampling, self._choose_seed(context, is_first))
+        finally:
+            self._num_used -= max_tokens - (0 if response is None else len(response.token_ids))
+            if response is None:
+                self._num_used -= cost
+                self._num_started -= 1
+                if parent is not None:
+                    parent.is_continued = was_continued or any(node.parent is parent for node in self._nodes)
+        self._truncated |= response.finish == "length" and max_tokens != request.max_tokens
+        return self._record(request, parent, added, response, prompt)
+
+    async def _generate(self, context: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
+        async def generate() -> Generated:
+            response: Generated | None = None
+            while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
+                response = await self._engine.generate(context, sampling, seed, response)
+            return response
+
+        # a task of its own, which `close` can cancel while the program still waits for the answer
+        generating = asyncio.ensure_future(generate())
+        self._running.add(generating)
+        try:
+            return await generating
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ContextFullError("the episode has ended") from None
+            raise
+        finally:
+            self._running.discard(generating)
+
+    def _choose_seed(self, context: tuple[int, ...], is_first: bool) -> int:
+        """Return the seed of a turn, from its context: the order in which requests arrive does not matter."""
+        digest = hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()
+        index = self._contexts[digest]
+        self._contexts[digest] += 1
+        if is_first and not index:  # as a single response would be sampled
+            return self._task.seed
+        mixed = hashlib.blake2b(f"{self._task.seed}#{digest.hex()}#{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(mixed, "big") >> 33
+
+    def _record(
+        self, request: TurnRequest, parent: _Node | None, added: tuple[int, ...], response: Generated, prompt: str
+    ) -> ChatReply:
+        """Add a turn to the tree and return it as the client reads it."""
+        tokenizer, ids = self._settings.tokenizer, response.token_ids
+        has_end = response.finish == "stop" and ids[-1] in self._task.sampling.stop_token_ids
+        # cleaning up would remove spaces that the model sampled
+        text = tokenizer.decode(list(ids[:-1] if has_end else ids), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        found = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
+        stop = min(found)[1] if found else None
+        has_thought = "</think>" in text or (parent is not None and parent.has_thought)
+        text = text[: min(found)[0]] if found else text
+        parsed = self._parse(request, text, ids)
+        self.num_turns += 1
+        context = added if parent is None else parent.tokens + added
+        name = hashlib.blake2b(f"{self._task.seed}/{self.num_turns}".encode(), digest_size=6).hexdigest()
+        num_answers = 1 + sum(message["role"] == "assistant" for message in request.messages)
+        node = _Node(
+            name,
+            parent,
+            added,
+            context + ids,
+            Segment.from_generated(response),
+            prompt and prompt + text,
+            num_answers,
+            has_thought,
+        )
+        self._nodes.append(node)
+        if request.prompt is None:
+            for messages in (request.messages, _merge_after_tools(request.messages)):
+                self._known[_digest((*messages, write_message(parsed)), request.tools)] = node
+        return ChatReply(parsed, response.finish == "stop", context, ids, response.log_probs, stop, name)
+
+    def _parse(self, request: TurnRequest, text: str, ids: tuple[int, ...]) -> ParsedTurn:
+        if request.prompt is not None:
+            return ParsedTurn(text)
+        thinks = self._turns_of(request).opens_thought
+        if not request.tools or request.max_calls == 0:
+            thought, content = split_thought(text, len(text), thinks)
+            return ParsedTurn(content.strip(), thought)
+        parser = make_parser(self._settings.tool_parser, list(request.tools), self._settings.tokenizer, thinks=thinks)
+        parsed = parser.parse(text, ids)
+        calls = list(parsed.calls[: request.max_calls])
+        for index, call in enumerate(calls):  # unique in the trajectory
+            if isinstance(call, ToolCall):
+                calls[index] = replace(call, id=make_call_id(self._num_calls))
+                self._num_calls += 1
+        return replace(parsed, calls=tuple(calls))
+
+    def _turns_of(self, request: TurnRequest) -> ChatTurns:
+        has_tools = bool(request.tools)
+        if has_tools not in self._turns:
+            self._turns[has_tools] = self._settings.turns.with_tools(has_tools=has_tools)
+        return self._turns[has_tools]
+
+
+def _merge_after_tools(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with those of the user that follow a tool's reply as the end of that reply."""
+    merged: list[ChatMessage] = []
+    for message in messages:
+        if message["role"] == "user" and merged and merged[-1]["role"] == "tool":
+            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n{message['content']}"}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> bytes:
+    """Return a digest of what a client must not change: tools, and of messages role, text without outer blanks, and calls."""
+    found: list[object] = [list(tools)]
+    for message in messages:
+        calls: list[object] = []
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or {}
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError):  # a client may format JSON otherwise
+                    arguments = json.loads(arguments)
+            calls.append((function.get("name"), arguments))
+        found.append((message.get("role"), str(message.get("content") or "").strip(), calls))
+    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,0 +1,290 @@
+"""Programs with a loop of their own, unchanged: a command that is started, or a service that is called, for each sample.
+
+The program gets the address of its trajectory (`endpoint.py`) in the environment variables that the clients of OpenAI and
+Anthropic read. A command runs in an empty folder of its own, in a process of the tools' pool: it ends with all processes that
+it started after its time, at its memory limit, and with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.tools.interface import JsonObject
+from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.tool import ToolError, ToolResult
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.keys.rl import AgentKeys
+
+_SUBJECT = "rl_config.agent"
+#: the process that waits for a command is killed this much later than the command
+_GRACE_S = 15.0
+_MAX_OUTPUT_BYTES, _MAX_REASON = 1 << 16, 1000
+_PLACE = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
+
+
+class ProgramError(RuntimeError):
+    """A program failed; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """What a program, or its grader, reports.
+
+    Attributes:
+        reward: None for none.
+        output: for reward functions.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A command that has ended: exit status, both outputs."""
+
+    status: int
+    output: str
+    errors: str
+
+    def describe(self) -> str:
+        """Return the status and the last line that the command wrote."""
+        lines = [line.strip() for line in (self.errors + "\n" + self.output).splitlines() if line.strip()]
+        cause = f"signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        last = [line for line in self.errors.splitlines() if line.strip()][-1:] or lines[-1:]
+        return f"it ended with {cause}" + (f": {last[0][:_MAX_REASON]}" if last else "")
+
+
+class AgentProgram:
+    """The program of a run file. `pool` has to be started before the first sample.
+
+    Args:
+        keys: `rl_config.agent`.
+        folders: with modules of the user, for PYTHONPATH.
+    """
+
+    def __init__(self, keys: AgentKeys, folders: Sequence[str] = ()) -> None:
+        self._keys, self._folders = keys, folders
+        self._slots = asyncio.Semaphore(keys.max_parallel)
+        self.pool = ProcessPool([__name__], int(keys.memory_gib * 2**30))
+
+    async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
+        """Play a sample and return what the program reports.
+
+        Args:
+            row: columns of the data set.
+            base_url: of the trajectory, for OpenAI's clients.
+
+        Raises:
+            ProgramError: it failed, or took too long.
+        """
+        async with self._slots:
+            return await (self._call(row, base_url, model) if self._keys.url else self._run(row, base_url, model))
+
+    async def _run(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
+        deadline = time.monotonic() + self._keys.timeout_s
+        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
+            task, result = Path(folder, ".agent", "task.json"), Path(folder, ".agent", "result.json")
+            task.parent.mkdir()
+            task.write_text(json.dumps(dict(row), default=str, ensure_ascii=False), encoding="utf-8")
+            values = {**row, "base_url": base_url, "model": model, "folder": folder}
+            env = self._build_environment(values, base_url, model, task, result)
+            work = Path(folder, "work")
+            work.mkdir()
+            ended = await self._execute(_fill(self._keys.command, values, "command"), work, env, deadline)
+            if ended.status:
+                raise ProgramError(ended.describe())
+            reported = _read_result(result, ended.output)
+            if not self._keys.grader:
+                return reported
+            graded = await self._execute(_fill(self._keys.grader, values, "grader"), work, env, deadline)
+            grade = _read_last_line(graded.output)
+            if grade is None and graded.status not in (0, 1):
+                raise ProgramError(f"the grader: {graded.describe()}")
+            grade = ProgramResult(1.0 - graded.status) if grade is None else _read_report(grade, "the grader's last line")
+            return ProgramResult(grade.reward, {**reported.metrics, **grade.metrics}, reported.output)
+
+    async def _execute(self, command: list[str], folder: Path, env: Mapping[str, str], deadline: float) -> _Ended:
+        left_s = max(0.1, deadline - time.monotonic())
+        arguments = {"command": command, "folder": str(folder), "env": dict(env), "timeout_s": left_s}
+        try:
+            reply = await self.pool.call(
+                {"op": "call", "target": f"{__name__}:run_command", "arguments": arguments}, left_s + _GRACE_S
+            )
+        except ToolError as error:
+            if error.problem == "timeout":
+                raise ProgramError(f"it took longer than {self._keys.timeout_s:g} s") from None
+            raise ProgramError(str(error)) from None
+        return _Ended(**json.loads(reply["text"]))
+
+    def _build_environment(
+        self, values: Mapping[str, Any], base_url: str, model: str, task: Path, result: Path
+    ) -> dict[str, str]:
+        local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+        own = {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_BASE": base_url,
+            "OPENAI_API_KEY": "none",  # the address has the secret
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "none",
+            "AGENT_MODEL": model,
+            "AGENT_TASK": str(task),
+            "AGENT_RESULT": str(result),
+            "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *self._folders) if path),
+            "NO_PROXY": local,
+            "no_proxy": local,
+        }
+        given = {str(name): str(value) for name, value in (self._keys.env or {}).items()}
+        return own | dict(zip(given, _fill(list(given.values()), values, "env")))
+
+    async def _call(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
+        import aiohttp  # a dependency of Ray; only such runs need it
+
+        request = {
+            "task": dict(row),
+            "base_url": base_url,
+            "anthropic_base_url": base_url.removesuffix("/v1"),
+            "api_key": "none",
+            "model": model,
+        }
+        url, body = str(self._keys.url), json.dumps(request, default=str)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._keys.timeout_s)) as client,
+                client.post(url, data=body, headers={"content-type": "application/json"}) as reply,
+            ):
+                text = (await reply.content.read(_MAX_OUTPUT_BYTES)).decode("utf-8", "replace")
+                if reply.status != 200:
+                    raise ProgramError(f"{url} replied with status {reply.status}: {text[:_MAX_REASON]}")
+        except asyncio.TimeoutError:
+            raise ProgramError(f"{url} took longer than {self._keys.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise ProgramError(f"{url}: {type(error).__name__}: {error}") from None
+        try:
+            return _read_report(json.loads(text), f"the reply of {url}")
+        except json.JSONDecodeError:
+            raise ProgramError(f"the reply of {url} is no JSON: {text[:200]!r}") from None
+
+
+def check_program(keys: AgentKeys) -> None:
+    """Check that the commands exist, before workers start.
+
+    Raises:
+        ValueError: one does not, or the url is none.
+    """
+    import shutil
+    from urllib.parse import urlsplit
+
+    for name in ("command", "grader"):
+        words = getattr(keys, name)
+        if words and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
+            raise ValueError(f"{_SUBJECT}.{name}: there is no program {words[0]!r} on this machine")
+    if keys.url is not None and (urlsplit(keys.url).scheme not in ("http", "https") or not urlsplit(keys.url).hostname):
+        raise ValueError(f"{_SUBJECT}.url is {keys.url!r}, but must look like http://127.0.0.1:8000/play")
+
+
+def run_command(command: list[str], folder: str, env: dict[str, str], timeout_s: float) -> ToolResult:
+    """Run a command and return its exit status and outputs as JSON; called in a process of the tools.
+
+    Raises:
+        ToolError: it does not start, or took too long; whatever it started is killed by the pool.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            )
+        except (OSError, ValueError) as error:
+            raise ToolError(f"{command[0]!r} does not start: {error}") from None
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise ToolError("timeout", "timeout") from None
+        texts = []
+        for file in (output, errors):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
+            texts.append(file.read().decode("utf-8", "replace"))
+    return ToolResult(json.dumps({"status": status, "output": texts[0], "errors": texts[1]}))
+
+
+def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[str]:
+    """Fill columns of the row into the words of a command.
+
+    Raises:
+        ProgramError: the row has no column of a name.
+    """
+
+    def write(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None:
+            return match[0][0]
+        if values.get(name) is None:
+            columns = ", ".join(column for column, value in values.items() if value is not None)
+            raise ProgramError(
+                f"{_SUBJECT}.{where} names {{{name}}}, but the row has {columns}: name its columns in "
+                "megatron_training.dataset_additional_keys"
+            )
+        return value if isinstance(value := values[name], str) else json.dumps(value, default=str, ensure_ascii=False)
+
+    return [_PLACE.sub(write, word) for word in words]
+
+
+def _read_result(path: Path, output: str) -> ProgramResult:
+    """Return the result of a command: that of its file AGENT_RESULT, or of its last line where that is JSON with a reward.
+
+    Raises:
+        ProgramError: the file has something else.
+    """
+    output = output.strip()
+    if path.is_file():
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ProgramError(f"AGENT_RESULT is no JSON: {error}") from None
+        return _read_report({"reward": value} if isinstance(value, (int, float)) else value, "AGENT_RESULT", output)
+    line = _read_last_line(output)
+    return ProgramResult(output=output) if line is None else _read_report(line, "the last line", output)
+
+
+def _read_last_line(output: str) -> JsonObject | None:
+    line = (output.strip().splitlines() or [""])[-1]
+    try:
+        value = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and "reward" in value else None
+
+
+def _read_report(value: object, where: str, output: str = "") -> ProgramResult:
+    """Read {"reward": a number or null, "metrics": {name: number}, "output": text, "error": text}, of which all are optional.
+
+    Raises:
+        ProgramError: it has an error, or another form.
+    """
+    if not isinstance(value, dict):
+        raise ProgramError(f"{where} must be an object with reward, not {str(value)[:200]}")
+    if value.get("error"):
+        raise ProgramError(str(value["error"])[:_MAX_REASON])
+    reward, metrics = value.get("reward"), value.get("metrics") or {}
+    for name, number in [("reward", reward), *metrics.items()]:
+        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        if not is_number and not (name == "reward" and number is None):
+            raise ProgramError(f"{where}: {name} is {str(number)[:200]!r}, but must be a finite number")
+    text = value.get("output")
+    numbers = {str(name).replace("/", "_"): float(number) for name, number in metrics.items()}
+    return ProgramResult(None if reward is None else float(reward), numbers, output if text is None else str(text))
