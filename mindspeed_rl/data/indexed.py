@@ -210,7 +210,7 @@ def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
     paths = {name: column_prefix(prefix, name) for name in names} or {"": str(prefix)}
     for name, path in paths.items():
         try:
-            if name in ("attention_mask", SAMPLE_LENGTHS) or name.endswith(TEXT_BYTES):
+            if name in ("attention_mask", SAMPLE_LENGTHS, IMAGE_BYTES, IMAGE_SIZES) or name.endswith(TEXT_BYTES):
                 read_index(path)
             else:
                 check_token_ids(path, vocab_size, allows_ignored=name.endswith("labels"))

@@ -69,6 +69,8 @@ _VISION = re.compile(
     r"(?i)[-_/.](vl|omni|audio|tts|ocr)[-_/.\d]|[-_]vl$|[-_/](omni)$|qwen\d?(\.\d)?-?(vl|omni|audio)|internvl|llava|minicpm-v|"
     r"clevr_cogen|multimodal|latex_ocr|videochat|chartqa|geoqa|aishell|coco-en|mammoth-vl"
 )
+#: models of images that there are, and data of images
+_IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl")
 _EXPERTS = re.compile(r"(?i)-a\d+b|moe|mixtral|deepseek-v[23]")
 #: reward function there -> here
 _FUNCTIONS = {
@@ -359,8 +361,8 @@ def _build(run: Import, command: SourceCommand) -> None:
     kind = command.program.removeprefix(_MEGATRON)
     for name in ("model", "dataset", "val_dataset"):
         for text in command.list_texts(name):
-            if _VISION.search(text):
-                run.refuse(f"--{name} {text}", "models and data with images, video or audio")
+            if _VISION.search(text) and not _IMAGES.search(text):
+                run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
     if kind in _SERVING:
         _build_serving(run, command, kind)
         return
@@ -458,6 +460,12 @@ def _find_data(command: SourceCommand, option: str = "dataset") -> str:
 
 
 def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
+    flags = ""
+    for variable, key in (("MAX_PIXELS", "max_pixels"), ("MIN_PIXELS", "min_pixels"), ("ROOT_IMAGE_DIR", "image_folder")):
+        if (value := read_variable(command.environment, variable)) is not None:
+            is_number = key != "image_folder"
+            run.translate(variable, {f"{ACTOR}.{key}": int(value) if is_number else value})
+            flags += f" --{key.replace('_', '-')} {value}"
     for option in ("dataset", "val_dataset"):
         if option == "val_dataset" and not command.has(option):
             continue
@@ -479,7 +487,7 @@ def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
             rows = f" --max-samples {count}" if count and len(names) == 1 else ""
             notes.append(
                 f"the prefix that is written by: mindspeed-rl preprocess --input {' + '.join(names)} --output-prefix {path} "
-                f"--tokenizer-name-or-path {command.text('model')}{words}{rows}"
+                f"--tokenizer-name-or-path {command.text('model')}{words}{rows}{flags}"
             )
         key = "eval_data_path" if option == "val_dataset" else "data_path"
         run.translate(f"--{option}", {f"{ACTOR}.{key}": path}, "; ".join(notes))

@@ -124,6 +124,14 @@ def _not(key: str) -> Option:
     return by(lambda run, option, value: run.translate(option, {key: not value}), f"{key} = not value")
 
 
+def _limit_images(run: Import, option: str, value: object) -> None:
+    limits = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(limits, dict) or any(limits.get(name) for name in ("video", "audio")):
+        run.refuse(f"{option} {value}", "limits of video or audio")
+        return
+    run.translate(option, {"generate_config.limit_mm_image_per_prompt": limits.get("image", 1)})
+
+
 def _kwargs_without_effect(run: Import, option: str, value: object) -> None:
     run.note(option, "it changes how layers are computed again, not what")
 
@@ -133,7 +141,6 @@ _HUB = no_effect("nothing is uploaded; save_hf writes a folder for hf upload")
 _LOADER = no_effect("rows are read from mapped memory, without loader processes")
 _LOGS = no_effect("metrics of every iteration go to the console, metrics.jsonl and the trackers")
 _EVALS = no_effect("a run evaluates on megatron_training.eval_data_path, every eval_interval iterations")
-_VISION = refused("models with images, video or audio")
 _PROCESSES = no_effect("platform, processes and their groups follow from the run file")
 _SIZES = with_others("with the other sizes, see the plan")
 _REWARDS = with_others("reward functions, models and weights")
@@ -347,7 +354,9 @@ _REFUSED: dict[str, Option] = {
     ),
     **_each("adapters ref_adapters reward_adapters mcore_adapter mcore_ref_adapter", refused("a start from adapters")),
     "mcore_ref_model": refused("a reference in Megatron's format; write ref_config.load"),
-    **_each("vit_lr aligner_lr max_pixels norm_bbox", _VISION),
+    **{name: to(f"{ACTOR}.{name}") for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner")},
+    "vllm_limit_mm_per_prompt": by(_limit_images, "limit_mm_image_per_prompt"),
+    "norm_bbox": refused("boxes of objects in images"),
     "language_model_only": no_effect("models of text"),
     **_each("num_labels problem_type mrl_dims", refused("models that classify or embed")),
     **_each("cached_dataset cached_val_dataset interleave_prob custom_dataset_info", refused("this form of datasets")),
@@ -464,7 +473,7 @@ _NONE: dict[str, Option] = {
     "sleep_level": no_effect("the engine always gives its memory back while the model trains, where the platform can"),
     **_each(
         "move_model_batches offload_bridge ds3_gather_for_generation enable_flattened_weight_sync vllm_disable_cascade_attn "
-        "vllm_disable_custom_all_reduce vllm_limit_mm_per_prompt vllm_mm_processor_cache_gb vllm_reasoning_parser "
+        "vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_reasoning_parser "
         "vllm_max_lora_rank vllm_data_parallel_size vllm_server_group_port vllm_server_pass_dataset use_cache max_batch_size "
         "context_manager use_logits_to_keep local_rollout_forward_batch_size max_model_len",
         no_effect("the engine and its weight sync have these settings from the run file"),
@@ -482,8 +491,8 @@ _NONE: dict[str, Option] = {
         no_effect("the model's files, the seed and the run file decide it"),
     ),
     **_each(
-        "freeze_vit freeze_aligner preserve_thinking add_non_thinking_prefix disable_ignore_empty_think",
-        no_effect("text models only, with the chat template of the tokenizer"),
+        "preserve_thinking add_non_thinking_prefix disable_ignore_empty_think",
+        no_effect("the chat template is that of the tokenizer"),
     ),
     **_each(
         "adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight adalora_target_r adalora_tfinal "

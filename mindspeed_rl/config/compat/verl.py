@@ -545,8 +545,9 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     path = command.get(f"{prefix}path")
     if path is None:
         raise ConfigError([f"the command names no model: {prefix}path is missing"])
-    if {"vl", "omni", "vision"} & set(re.split(r"[^a-z0-9]+", str(path).lower())):
-        run.refuse(f"{prefix}path", f"{path}: models with images or sound")
+    is_known = re.search(r"qwen-?(2\.5|3)-?vl", str(path).lower())
+    if not is_known and {"vl", "omni", "vision"} & set(re.split(r"[^a-z0-9]+", str(path).lower())):
+        run.refuse(f"{prefix}path", f"{path}: models with sound, and models of images but Qwen2.5-VL and Qwen3-VL")
     values = {f"{MEGATRON}.load": path}
     if run.get(f"{MEGATRON}.tokenizer_name_or_path") is None:
         values[f"{MEGATRON}.tokenizer_name_or_path"] = path

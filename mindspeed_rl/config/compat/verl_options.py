@@ -454,9 +454,11 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ("apply_chat_template_kwargs", refused("arguments of the chat template but enable_thinking", unless=({},))),
     ("custom_cls.name custom_cls.path", refused("your own dataset class")),
     ("tool_config_path function_tool_path", no_effect("rollout.multi_turn.tool_config_path is read")),
+    ("image_key", same("the columns images and image are read", "images", "image")),
+    ("video_key audio_key", no_effect("rows with video or audio are refused")),
     (
-        "image_key video_key audio_key image_patch_size mm_processor_kwargs return_multi_modal_inputs",
-        no_effect("text models only: models with images are refused"),
+        "image_patch_size mm_processor_kwargs return_multi_modal_inputs",
+        no_effect("the model's own processor, with megatron_training.min_pixels and max_pixels"),
     ),
     (
         "use_shm val_batch_size return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers "

@@ -252,10 +252,10 @@ def test_the_reward_follows_the_source_of_the_data() -> None:
     assert "outside the working directory" in refusal("custom_reward_function.path=/x/mine.py")
 
 
-def test_models_with_images_are_refused() -> None:
-    assert "models with images or sound" in refusal(
-        f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct data.train_files=geo3k/train.parquet"
-    )
+def test_models_of_images_are_those_that_there_are() -> None:
+    assert "models of images but Qwen2.5-VL and Qwen3-VL" in refusal(f"{M}.path=Qwen/Qwen2-VL-7B-Instruct")
+    run = imported(f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct data.image_key=images")
+    assert run.get("actor_config.load") == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def test_the_length_is_verls() -> None:
