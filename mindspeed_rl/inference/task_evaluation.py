@@ -77,6 +77,7 @@ class TaskScore:
         unscored: answers that the scorer could not score (counted as wrong), by reason.
         pass_at: number of answers k -> estimated fraction of questions that k answers solve; where there are several answers.
         majority: fraction of questions whose most frequent answer is right; None where answers cannot be compared.
+        mean_score: of all answers, where some score is neither 0 nor 1; an answer is right from a score of 1 on.
         cut_off: answers that the token limit ended.
         notes: further messages of scorers, such as missing isolation of the sandbox.
     """
@@ -90,6 +91,7 @@ class TaskScore:
     unscored: dict[str, int] = field(default_factory=dict)
     pass_at: dict[int, float] = field(default_factory=dict)
     majority: float | None = None
+    mean_score: float | None = None
     cut_off: int = 0
     dropped_shots: int = 0
     num_shots: int = 0
@@ -299,7 +301,8 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
         results = pool.score(samples)
     notes: dict[str, None] = {}
     for record, result in zip(open_records, results):
-        record["right"] = result.parts.get(task.scorer, 0.0) >= 1.0
+        record["score"] = result.parts.get(task.scorer, 0.0)
+        record["right"] = record["score"] >= 1.0
         if result.failed:
             score.unscored[result.state] = score.unscored.get(result.state, 0) + 1
             record["error"] = result.error
@@ -341,18 +344,24 @@ def _count(score: TaskScore, records: list[dict[str, Any]]) -> None:
         if record["right"]:
             solved.add(record["index"])
     score.solved = len(solved)
+    graded = [float(record.get("score", record["right"])) for record in records]
+    if not set(graded) <= {0.0, 1.0}:
+        score.mean_score = math.fsum(graded) / len(graded)
 
 
 # ---------------------------------------------------------------------- tables
 
 
 def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
-    """Return one line a task: accuracy, counts, failures."""
-    header = ("task", "accuracy", "right / total", "subjects", "subject mean", "cut off", "unscored", "tokens/s")
+    """Return one line a task: accuracy, mean of graded scores where there are some, counts, failures."""
+    is_graded = any(score.mean_score is not None for score in scores)
+    counts = ("right / total", "subjects", "subject mean", "cut off", "unscored", "tokens/s")
+    header = ("task", "accuracy", *(["mean score"] if is_graded else []), *counts)
     lines = [
         (
             score.task,
             f"{score.accuracy:.2%}",
+            *(["" if score.mean_score is None else f"{score.mean_score:.4f}"] if is_graded else []),
             f"{score.right} / {score.total}",
             str(len(score.groups)),
             f"{score.group_mean:.2%}",

@@ -204,8 +204,8 @@ def _check_spread(history: History) -> Iterator[Alert]:
             f"In {values[-1]:.0%} of the groups all responses score the same, so they give no gradient.",
             "Nearly all of them are right: the task is learnt. Stop here, or choose harder prompts."
             if is_solved
-            else "The prompts are too hard for the model (warm-start it with stage sft, or choose easier ones), the responses of "
-            "a prompt are all alike (raise sampling_config.temperature), or the reward does not tell them apart.",
+            else "The prompts are too hard for the model (warm-start it with stage sft, or choose easier ones), the responses "
+            "of a prompt are all alike (raise sampling_config.temperature), or the reward does not tell them apart.",
         )
 
 

@@ -125,6 +125,8 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
         root.addHandler(to_console)
     elif log_file is None:
         root.addHandler(logging.NullHandler())
+    # vLLM renders a chat to warm up, which fails with a traceback where a tokenizer has no template; no run needs it
+    logging.getLogger("vllm.renderers.base").addFilter(lambda record: "Chat template warmup" not in str(record.msg))
     for name in _CHATTY:
         # their records reach the root handlers and no other
         logger = logging.getLogger(name)

@@ -23,6 +23,8 @@ from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.5
+#: requests whose scores are kept for equal ones
+_REMEMBERED = 4096
 # temporary: overload, limits, gateways
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _MAX_REPLY_BYTES = 8 << 20
@@ -91,14 +93,31 @@ class Judge:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self._key = os.environ.get(_API_KEY_VARIABLE, "")
         self.timeout_s = settings.judge_timeout_s
+        self._scores: dict[str, _Score] = {}
+        self._asked: dict[str, asyncio.Task[_Score]] = {}
 
     async def __call__(self, sample: RewardSample) -> _Score:
-        """Return the parser's score of the judge's reply.
+        """Return the parser's score of the judge's reply; equal requests, as groups of like responses make them, are sent once.
 
         Raises:
             JudgeError: the server rejects the request, or does not reply after four attempts.
         """
-        body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": self.prompt(sample)}]}
+        text, loop = self.prompt(sample), asyncio.get_running_loop()
+        if text in self._scores:
+            return self._scores[text]
+        asked = self._asked.get(text)
+        # a batch has an event loop of its own
+        if asked is None or asked.get_loop() is not loop:
+            asked = self._asked[text] = loop.create_task(self._ask(text))
+            asked.add_done_callback(lambda _: self._asked.pop(text, None))
+        # the time limit of one caller does not end the request of the others
+        score = self._scores[text] = await asyncio.shield(asked)
+        if len(self._scores) > _REMEMBERED:
+            del self._scores[next(iter(self._scores))]
+        return score
+
+    async def _ask(self, text: str) -> _Score:
+        body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
         for attempt in range(_ATTEMPTS):
             try:
                 status, reply = await self._post(body)

@@ -19,6 +19,8 @@ from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     TaskError,
+    TaskScore,
+    _count,
     _find_choice_tokens,
     prepare_task,
     run_task,
@@ -139,6 +141,19 @@ def test_several_answers_to_a_question_are_averaged(engine: ScriptedEngine, sums
     assert lines[0].split()[:2] == ["task", "accuracy"]
     assert lines[1].split()[:5] == ["jsonl", "25.00%", "1", "/", "4"]
     assert lines[2] == "mmlu  FAILED: no data"
+
+
+def test_graded_scores_have_a_mean_next_to_the_share_of_right_answers() -> None:
+    def table(*scores: float) -> list[str]:
+        score = TaskScore("essay", generate_s=1.0)
+        keys = {"group": "all", "finish_reason": "stop"}
+        _count(score, [{**keys, "index": i, "score": value, "right": value >= 1.0} for i, value in enumerate(scores)])
+        return [" ".join(line.split()) for line in summary_table([score], {}).splitlines()]
+
+    header, row = summary_rows = table(0.25, 1.0)
+    assert len(summary_rows) == 2 and header.startswith("task accuracy mean score right / total")
+    assert row.startswith("essay 50.00% 0.6250 1 / 2")
+    assert "mean score" not in table(0.0, 1.0)[0]
 
 
 # ---------------------------------------------------------------------- choices

@@ -100,6 +100,17 @@ def test_every_response_gets_the_judges_score_and_bad_replies_fail_alone(
     assert len(server.requests) == 7  # one was asked again
 
 
+def test_equal_requests_are_sent_once(server: Server) -> None:
+    settings = RewardSettings(judge_url=server.url, reward_failure_limit=1.0, judge_timeout_s=20.0)
+    samples = [RewardSample(prompt="how?", response=text) for text in ("fine", "fine", "FORBIDDEN", "fine", "other", "fine")]
+    with RewardPool(["judge"], settings=settings) as pool:
+        for _ in range(2):
+            assert [result.total for result in pool.score(samples)] == [0.7, 0.7, None, 0.7, 0.7, 0.7]
+    texts = [request["messages"][0]["content"] for request in server.requests]
+    # what was refused is asked again with the next batch
+    assert [sum(word in text for text in texts) for word in ("fine", "other", "FORBIDDEN")] == [1, 1, 2]
+
+
 def test_the_template_shows_prompt_response_label_and_columns_and_leaves_other_braces(tmp_path: Path) -> None:
     template = tmp_path / "judge.txt"
     template.write_text('{prompt}|{response}|{label}|{topic}|{unknown}|{"json": 1}')
