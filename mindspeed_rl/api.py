@@ -1,0 +1,285 @@
+"""The commands `explain` and `train` as functions, for notebooks and programs: `from mindspeed_rl import Run, explain, train`.
+
+    run = Run.load("own.yaml", {"actor_config.lr": 1e-5})
+    run.explain()
+    result = train(run, reward=my_function, on_iteration=lambda iteration, metrics: print(metrics["rewards/total_mean"]))
+    print(result.metrics[-1], result.model)
+
+Nothing is decided here: a run does what the command does with the same run file, and writes the same files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import cloudpickle
+
+from mindspeed_rl import registry
+from mindspeed_rl.cli.explain import build_report
+from mindspeed_rl.cli.train import prepare_run
+from mindspeed_rl.config import Run as ResolvedRun
+from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config.explain.plan_page import Report, render
+from mindspeed_rl.config.run_files import apply_values, compose, locate
+from mindspeed_rl.files import write_file
+from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.rewards import REWARDS, RewardFunction
+
+#: of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
+Callback = Callable[[int, Mapping[str, float]], object]
+
+_PLUGIN = '''"""Reward functions that a program gave to `mindspeed_rl.train`; written by it."""
+
+import base64
+import pickle
+import sys
+
+from mindspeed_rl.rewards import register
+
+sys.path += [folder for folder in {folders!r} if folder not in sys.path]
+for name, function in pickle.loads(base64.b85decode({content!r})).items():
+    register(name)(function)
+'''
+
+
+@dataclass(frozen=True)
+class Result:
+    """The files and metrics of a run.
+
+    Attributes:
+        folder: of the run: report.html, metrics.jsonl, logs.
+        metrics: of each iteration, in order, as in metrics.jsonl; those of a resumed run from its first iteration on.
+        checkpoint: folder that holds the checkpoints; None if the run saves none.
+        model: Hugging Face folder of the newest checkpoint; None without `save_hf`.
+        ended_early: `on_iteration` returned False.
+    """
+
+    folder: Path
+    metrics: list[dict[str, float]]
+    checkpoint: Path | None = None
+    model: Path | None = None
+    ended_early: bool = False
+
+    @property
+    def report(self) -> Path:
+        """The page of the run."""
+        return self.folder / "report.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file with its overrides; `config` is read-only.
+
+    Attributes:
+        config: all keys, typed.
+        num_nodes: machines that the devices are spread over.
+    """
+
+    config: RunConfig
+    num_nodes: int = 1
+    _tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, config_name: str | Path, overrides: Mapping[str, object] | None = None, *, num_nodes: int = 1) -> Run:
+        """Read a run file.
+
+        Args:
+            config_name: path of the run file, or name of one that is included.
+            overrides: values by dotted key, such as {"actor_config.lr": 1e-5}.
+
+        Raises:
+            ValueError: no such file, an unknown key, a wrong type; all violations at once.
+        """
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes}, but must be at least 1")
+        folder, name = locate(str(config_name), None)
+        tree = apply_values(compose(folder, name, []), overrides or {})
+        return cls(build_run_config(tree, config_name=name, config_dir=str(folder)), num_nodes, tree)
+
+    def with_values(self, values: Mapping[str, object]) -> Run:
+        """Return the run with other values of some keys.
+
+        Raises:
+            ValueError: an unknown key or a wrong type.
+        """
+        tree, cfg = apply_values(self._tree, values), self.config
+        return Run(build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir), self.num_nodes, tree)
+
+    def explain(self, *, shows: bool = True) -> Report:
+        """Print the plan as `mindspeed-rl explain` does, and return it; "errors" has what `train` would refuse.
+
+        Args:
+            shows: print it.
+        """
+        with _as_command():
+            report = build_report(self.config, self.num_nodes, checks_files=True)
+        if shows:
+            print(render(report), flush=True)
+        return report
+
+
+def explain(run: Run, *, shows: bool = True) -> Report:
+    """Print and return the plan of a run; see `Run.explain`."""
+    return run.explain(shows=shows)
+
+
+def train(
+    run: Run,
+    *,
+    reward: RewardFunction | str | Sequence[RewardFunction | str] | None = None,
+    on_iteration: Callback | None = None,
+) -> Result:
+    """Train as `mindspeed-rl train` does, to the end of the run.
+
+    Args:
+        run: from `Run.load`.
+        reward: reward functions in place of the run file's: functions of this program (a closure or one of a notebook, too), or
+            names. Each counts with weight 1. They run in processes of their own, as those of plug-in files do.
+        on_iteration: called after each iteration, when its files are written; if it returns False, the run saves and ends.
+
+    Raises:
+        ValueError: a key, a file or a reward function is wrong; nothing was started.
+        RuntimeError: a worker died or raised.
+        KeyboardInterrupt: Ctrl-C, or "interrupt" in a notebook; all workers were ended.
+    """
+    if reward is not None:
+        run = _set_rewards(run, [reward] if isinstance(reward, str) or callable(reward) else list(reward))
+    observer = _CallbackObserver(on_iteration)
+    with _as_command(), prepare_run(run.config, run.num_nodes) as resolved:
+        # by name: these import torch and Ray, which read the environment
+        launch, recovery_class, terminated, predict = (
+            registry.load(f"mindspeed_rl.{target}", "train")
+            for target in (
+                "trainers.launch:launch",
+                "trainers.resume:Recovery",
+                "trainers.termination:Terminated",
+                "planner.prediction:predict",
+            )
+        )
+        recovery = recovery_class(resolved)
+        try:
+            for attempt in recovery.attempts():
+                with recovery.retry_on_fault(), launch(attempt, predict(attempt), [observer]) as trainer:
+                    observer.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
+                    trainer.fit()
+        except terminated as error:
+            if error.signum == signal.SIGINT:
+                raise KeyboardInterrupt(str(error)) from None
+            if not observer.has_ended:
+                raise
+    return _read_result(resolved, ended_early=observer.has_ended)
+
+
+class _CallbackObserver:
+    """Give the figures of each iteration to a user's function. See `trainers.run_logger.RunObserver`."""
+
+    def __init__(self, callback: Callback | None) -> None:
+        self._callback = callback
+        self.end: Callable[[], None] = lambda: None
+        self.has_ended = False
+
+    def on_start(self) -> None:
+        """Do nothing."""
+
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Call the function; iteration 0 is the evaluation before the first one."""
+        if self._callback is not None and self._callback(iteration, dict(results)) is False and iteration:
+            self.has_ended = True
+            self.end()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _set_rewards(run: Run, rewards: list[RewardFunction | str]) -> Run:
+    """Return the run with these reward functions; functions of this program go to a plug-in file next to the run folder.
+
+    Raises:
+        ValueError: the run has no reward functions, or a function cannot be written.
+    """
+    cfg = run.config
+    if cfg.rl_config is None or cfg.is_supervised:
+        raise ValueError(f"reward: stage {cfg.stage} has no reward functions")
+    functions: dict[str, RewardFunction] = {}
+    names: list[str] = []
+    for reward in rewards:
+        name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__).strip("<>")
+        names.append(name)
+        if not isinstance(reward, str):
+            if name in REWARDS or name in functions:
+                raise ValueError(f"reward: '{name}' is the name of another reward function; rename the function")
+            functions[name] = reward
+    plugins = list(cfg.rl_config.external_plugins)
+    if functions:
+        folder = Path(cfg.run_dir or f"runs/{cfg.config_name}").expanduser().absolute()
+        path = folder.parent / f".{folder.name}_rewards.py"
+        write_file(path, _PLUGIN.format(folders=[str(Path.cwd())], content=_pickle_functions(functions)), makes_folder=True)
+        plugins.append(str(path))
+    values = {"verifier_function": names, "verifier_weight": [1.0] * len(names), "external_plugins": plugins}
+    values |= {"rule_reward": True, "reward_funcs": None, "reward_weights": None}
+    return run.with_values({f"rl_config.{name}": value for name, value in values.items()})
+
+
+def _pickle_functions(functions: Mapping[str, RewardFunction]) -> str:
+    """Return the functions as text, with their modules unless those are installed: other processes may not find them."""
+    own = {
+        module
+        for function in functions.values()
+        if (module := sys.modules.get(getattr(function, "__module__", "") or "")) is not None
+        and (file := getattr(module, "__file__", None)) is not None
+        and not file.startswith((sys.prefix, sys.base_prefix))
+    }
+    try:
+        for module in own:
+            cloudpickle.register_pickle_by_value(module)
+        return base64.b85encode(cloudpickle.dumps(dict(functions))).decode()
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(f"reward: {', '.join(functions)} cannot be sent to another process: {error}") from error
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def _as_command() -> Iterator[None]:
+    """Let the block run as a command does, without a notebook's event loop; environment and threads are restored."""
+    environment = dict(os.environ)
+    loop = asyncio._get_running_loop()
+    # the caller waits for the block, so that its loop does not run meanwhile
+    asyncio._set_running_loop(None)
+    torch = sys.modules.get("torch")
+    threads = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        os.environ.clear()
+        os.environ.update(environment)
+        if torch is not None and threads is not None:
+            torch.set_num_threads(threads)
+
+
+def _read_result(run: ResolvedRun, *, ended_early: bool) -> Result:
+    """Read what the run has left."""
+    save = run.config.actor_config.save
+    checkpoint = None if save is None else Path(save).expanduser()
+    model = None if checkpoint is None else checkpoint / "hf" / "latest"
+    lines = read_lines(run.folder / "metrics.jsonl")  # iteration 0 is the evaluation before them
+    metrics = [cast("dict[str, float]", line) for line in lines if line["iteration"]]
+    return Result(
+        run.folder.absolute(),
+        metrics,
+        checkpoint if checkpoint is not None and checkpoint.is_dir() else None,
+        model.resolve() if model is not None and model.is_dir() else None,
+        ended_early,
+    )

@@ -1,0 +1,477 @@
+"""`mindspeed-rl new`: a folder with prompts, reward, run file and README of a task, ready to train and to be changed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.files import write_file
+
+#: column -> value
+_Row = dict[str, str]
+_NUM_HELD_OUT = 24
+_NOUNS = (
+    "cat dog river mountain city teacher train book garden winter kitchen ocean forest robot market school planet bridge "
+    "farmer doctor window letter piano engine island storm painter castle desert baker"
+).split()
+_ROMAN = {100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}
+
+
+def _make_format() -> list[_Row]:
+    places = ("at home", "on a photo", "in a story")
+    return [
+        {"question": f"Describe a {noun} {place} as a JSON object with the key answer.", "answer": "answer"}
+        for noun in _NOUNS
+        for place in places
+    ]
+
+
+def _make_maths() -> list[_Row]:
+    pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+    return [{"question": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)} for a, b in pairs]
+
+
+def _make_tool() -> list[_Row]:
+    pairs = [(a, b) for a in range(101, 999, 61) for b in range(103, 999, 67)]
+    return [{"question": f"What is {a} * {b}? Use the calculator.", "answer": str(a * b)} for a, b in pairs]
+
+
+def _make_environment() -> list[_Row]:
+    openings = ("I think of", "Guess", "I have written down", "Find", "My secret is", "There is")
+    question = "{} a number from 1 to 9. Answer with one digit."
+    return [{"question": question.format(opening), "answer": str(number)} for opening in openings for number in range(1, 10)]
+
+
+def _make_preference() -> list[_Row]:
+    topics = [f"{verb} a {noun}" for verb in ("Draw", "Describe", "Find", "Buy", "Sell") for noun in _NOUNS]
+    short, long = "Gladly: {}.", "Well, since you ask me, I could perhaps say {}, could I not?"
+    return [
+        {"instruction": f"{topic}.", "input": "", "chosen": short.format(answer), "rejected": long.format(answer)}
+        for topic in topics
+        for answer in [topic.rpartition(" ")[2]]
+    ]
+
+
+def _make_sft() -> list[_Row]:
+    rows = []
+    for number in range(1, 400):
+        text, rest = "", number
+        for value, letters in _ROMAN.items():
+            text, rest = text + letters * (rest // value), rest % value
+        rows.append({"instruction": f"Write {number} as a Roman numeral.", "input": "", "output": text})
+    return rows
+
+
+_FORMAT_REWARD = '''"""The reward: a JSON object with one key; parts of the way have a part of the points."""
+
+import json
+
+from mindspeed_rl.rewards import register
+
+
+@register("$reward")
+def score(response: str, label: str) -> float:
+    """Return 1.0 for a JSON object that has the key `label` only; 0.5 for another object; 0.2 for each brace in its place."""
+    text = response.strip()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return 0.2 * text.startswith("{") + 0.2 * text.endswith("}")
+    if not isinstance(value, dict):
+        return 0.0
+    return 1.0 if list(value) == [label] else 0.5
+'''
+_NUMBER_REWARD = '''"""The reward: the number is right; a number alone has a part of the points."""
+
+import re
+
+from mindspeed_rl.rewards import register
+
+
+@register("$reward")
+def score(response: str, label: str) -> float:
+    """Return 1.0 if the last number of the response is `label`, and 0.2 for another answer that is a number only."""
+    numbers = re.findall(r"-?\\d+", response.replace(",", ""))
+    if numbers and numbers[-1] == label:
+        return 1.0
+    return 0.2 if response.strip().isdigit() else 0.0
+'''
+_ENVIRONMENT = '''"""The environment: the model guesses a number, and is told whether the number is higher or lower."""
+
+
+class GuessNumber:
+    """An episode; each sample has an object of its own."""
+
+    def reset(self, task):
+        """Start an episode; `task` has the columns of the prompt. Return messages to add before the first turn."""
+        self.number, self.turns = int(task["label"]), 0
+        return []
+
+    def step(self, messages):
+        """Answer the model's turn: return (new messages, reward of this turn, whether the episode is over)."""
+        guess = messages[-1]["content"].strip()
+        self.turns += 1
+        if not (guess.isdigit() and len(guess) == 1):
+            return [], 0.0, True  # no guess
+        if int(guess) == self.number:
+            return [], 1.0, True
+        if self.turns == 3:
+            return [], 0.1, True
+        return [{"role": "user", "content": "higher" if int(guess) < self.number else "lower"}], 0.0, False
+'''
+_RL_RUN = """# $title
+# All keys: docs/keys.md; the plan: mindspeed-rl explain --config run.yaml
+platform: auto
+run_dir: runs/$name
+
+megatron_training:
+  stage: ray_grpo
+  bf16: $bf16
+  tokenizer_name_or_path: $model
+  data_path: train.jsonl
+  eval_data_path: heldout.jsonl
+  map_keys: {prompt: question, query: "", response: answer}
+  prompt_type: hf              # the chat template of the tokenizer
+  global_batch_size: 16        # prompts of an iteration
+  train_iters: $iterations
+  save_interval: 10
+  eval_interval: 10            # held-out prompts, greedy
+
+actor_config:
+  micro_batch_size: $micro     # responses in a forward pass: smaller needs less memory and changes no result
+  lr: $lr                  # $lr_note
+  lr_decay_style: constant
+  pretrained_checkpoint: $model
+  load: result                 # the same command resumes from here after an interruption
+  save: result
+  save_hf: true                # result/hf/latest is a Hugging Face folder
+
+rl_config:
+  actor_resource: {num_npus: 1}
+  n_samples_per_prompt: 8      # a group: responses to one prompt are compared with each other
+  mini_batch_size: 16
+  max_prompt_length: $prompt
+  init_kl_coef: 0.0            # above 0 keeps the model near its start, and needs the memory of a second model
+$scoring
+  log_completions: true        # samples in runs/$name/report.html
+
+generate_config:
+  infer_tensor_parallel_size: 1
+  max_num_seqs: 128
+  max_model_len: $length
+  dtype: $dtype
+  kv_cache_memory_gib: $cache
+  sampling_config: {max_tokens: $answer, temperature: 1.0, top_k: -1}
+"""
+_SUPERVISED_RUN = """# $title
+# All keys: docs/keys.md; the plan: mindspeed-rl explain --config run.yaml
+platform: auto
+run_dir: runs/$name
+
+megatron_training:
+  stage: $stage
+  bf16: $bf16
+  num_npus: 1
+  tokenizer_name_or_path: $model
+  data_path: data/train        # made by the command preprocess, see README.md
+  eval_data_path: data/heldout
+  global_batch_size: 32        # samples of an optimizer step
+  micro_batch_size: 8          # smaller needs less memory and changes no result
+  seq_length: $length
+  no_pad_to_seq_lengths: true
+  train_iters: $iterations
+  save_interval: 50
+  eval_interval: 20
+  eval_iters: 1
+  log_interval: 10
+  lr: $lr                  # $lr_note
+  lr_decay_style: constant
+  pretrained_checkpoint: $model
+  load: result                 # the same command resumes from here after an interruption
+  save: result
+  save_hf: true                # result/hf/latest is a Hugging Face folder
+$scoring"""
+_PLUGIN_KEYS = """  verifier_function: [$reward]
+  external_plugins: [reward.py]"""
+_TURN_KEYS = """  multi_turn_enable: true
+  max_turns: 3
+  use_remove_padding: true"""
+_TOOL_KEYS = f"""{_PLUGIN_KEYS}
+  verifier_reads: last_turn    # the answer; the output of the tool does not count
+{_TURN_KEYS}
+  tool_config_path: tools.yaml"""
+_ENVIRONMENT_KEYS = f"""  rule_reward: false           # the environment alone gives rewards
+  verifier_function: []
+  verifier_weight: []
+{_TURN_KEYS}
+  environment: environment:GuessNumber"""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of task.
+
+    Attributes:
+        title: what is trained, in a line.
+        rows: makes the prompts or samples.
+        run: template of the run file.
+        scoring: its keys of rewards, or of the loss.
+        files: name -> text of further files.
+        iterations: of the run with the tiny model.
+        handler: of `preprocess`; None where prompts are read as they are.
+        options: of `evaluate`, after those that all have.
+    """
+
+    title: str
+    rows: Callable[[], list[_Row]]
+    run: str = _RL_RUN
+    scoring: str = _PLUGIN_KEYS
+    files: tuple[tuple[str, str], ...] = ()
+    iterations: int = 60
+    handler: str | None = None
+    options: str = "--input-key question --scorer $reward --external-plugins reward.py"
+
+
+_KINDS = {
+    "maths": _Kind("GRPO on sums with a checked answer", _make_maths, files=(("reward.py", _NUMBER_REWARD),)),
+    "format": _Kind("GRPO on the form of an answer: JSON", _make_format, files=(("reward.py", _FORMAT_REWARD),)),
+    "tool": _Kind(
+        "GRPO of an agent that calls a tool", _make_tool, scoring=_TOOL_KEYS,
+        files=(("reward.py", _NUMBER_REWARD), ("tools.yaml", "# built in; your own: docs/agents.md\ntools:\n  - calculator\n")),
+        options="--input-key question --scorer $reward --external-plugins reward.py --tools tools.yaml",
+    ),
+    "environment": _Kind(
+        "GRPO of an agent in an environment", _make_environment, scoring=_ENVIRONMENT_KEYS,
+        files=(("environment.py", _ENVIRONMENT),),
+        options="--input-key question --scorer exact_match --environment environment:GuessNumber",
+    ),
+    "preference": _Kind(
+        "DPO on pairs of a chosen and a rejected answer", _make_preference, run=_SUPERVISED_RUN, iterations=60,
+        scoring="  dpo_loss_type: sigmoid\n  dpo_beta: 0.1\n", handler="AlpacaStylePairwiseHandler", options="",
+    ),
+    "sft": _Kind(
+        "Supervised fine-tuning on questions and answers", _make_sft, run=_SUPERVISED_RUN, scoring="", iterations=200,
+        handler="AlpacaStyleInstructionHandler", options="--input-key instruction --label-key output --scorer exact_match",
+    ),
+}  # fmt: skip
+
+_README = """# $title
+
+Made by `mindspeed-rl new $name --kind $kind`. $model_note
+
+| File | Content |
+|---|---|
+| `train.jsonl`, `heldout.jsonl` | $data_note |
+$file_rows| `run.yaml` | the run: model, data, batch sizes, learning rate; every key is in `docs/keys.md` |
+
+Run these commands in this folder:
+
+```bash
+$commands
+```
+
+Ctrl-C ends a run; the same `train` command resumes from its last checkpoint in `result/`. Remove `result/` to start anew.
+$advice
+"""
+_ADVICE = """
+- Reward always 0: the model never finds a right answer. Give points for parts of the way, use easier prompts, or do SFT first.
+- Reward falls, or responses end at the limit: lower `lr`, or set `init_kl_coef: 0.01`.
+- Out of memory: lower `micro_batch_size`; `mindspeed-rl plan memory --config run.yaml` shows what is needed."""
+_SUPERVISED_ADVICE = """
+- Loss does not fall: raise `lr`. Loss is unstable: lower it, or set `lr_warmup_fraction: 0.05`.
+- Out of memory: lower `micro_batch_size`; `mindspeed-rl plan memory --config run.yaml` shows what is needed."""
+#: chat template of the tiny model: texts without marks, and tool calls as Hermes and Qwen write them
+_CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
+    "{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}\n{% endif %}{% endfor %}"
+)
+
+
+def main(argv: list[str]) -> int:
+    """Write the folder; return 0, or 2 for a wrong option."""
+    parser = Parser(prog="mindspeed-rl new", description="Write the files of a task: data, reward, run file, README.")
+    parser.add_argument("name", help="folder to make")
+    kinds = "; ".join(f"{name}: {kind.title}" for name, kind in _KINDS.items())
+    parser.add_argument("--kind", choices=list(_KINDS), default="maths", help=f"{kinds}. Default: maths")
+    parser.add_argument("--model", help="Hugging Face folder to start from; default: a random model of 0.8M parameters")
+    try:
+        arguments = parser.parse_args(argv)
+        folder = Path(arguments.name).expanduser()
+        commands = _write(folder, arguments.kind, arguments.model)
+    except (ValueError, OSError) as error:
+        print_status(f"error: {error}")
+        return 2
+    print(f"wrote {folder}/; now:\n\n  cd {folder}\n  " + commands.replace("\n", "\n  "))
+    return 0
+
+
+def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
+    """Write all files and return the commands to run next.
+
+    Raises:
+        ValueError: the folder exists, its name is unusable, or the model is none.
+    """
+    kind, reward = _KINDS[name_of_kind], re.sub(r"\W", "_", folder.name).strip("_").lower()
+    if not reward or not re.fullmatch(r"[\w.-]+", folder.name):
+        raise ValueError(f"{folder.name!r} is no name for a task: letters, digits, _, - and . only")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; choose another name, or remove it")
+    sizes = _choose_sizes(kind, model)
+    values = {
+        "name": folder.name,
+        "kind": name_of_kind,
+        "title": f"{folder.name}: {kind.title}",
+        "reward": reward,
+        "stage": "dpo" if name_of_kind == "preference" else "sft",
+        **sizes,
+    }
+    rows = kind.rows()
+    random.Random(0).shuffle(rows)
+    commands = _list_commands(kind, values)
+    texts = {
+        "train.jsonl": _format_rows(rows[_NUM_HELD_OUT:]),
+        "heldout.jsonl": _format_rows(rows[:_NUM_HELD_OUT]),
+        "run.yaml": _fill(_fill(kind.run, {"scoring": kind.scoring}), values),
+        "README.md": _fill(_README, {**values, **_describe(kind, model, rows[0]), "commands": commands}),
+        **{name: _fill(text, values) for name, text in kind.files},
+    }
+    for name, text in texts.items():
+        write_file(folder / name, text, makes_folder=True)
+    if model is None:
+        _save_tiny_model(folder / "model")
+    return commands
+
+
+def _format_rows(rows: list[_Row]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _fill(text: str, values: dict[str, str]) -> str:
+    return Template(text).safe_substitute(values)
+
+
+def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
+    """Return the parts of the README that the kind and the model decide."""
+    tiny = (
+        "The model in `model/` is random and tiny (0.8M parameters, one token a character): it trains in minutes on a laptop "
+        "and shows that everything works, but it knows nothing. With `--model FOLDER` the run starts from a real one."
+    )
+    notes = {
+        "reward.py": "the reward function: change it to your task",
+        "tools.yaml": "the tools that the model may call",
+        "environment.py": "the environment: what it answers, and its rewards",
+    }
+    example = json.dumps(row, ensure_ascii=False)
+    return {
+        "model_note": tiny if model is None else f"The run starts from `{model}`.",
+        "data_note": f"one JSON object a line, such as `{example}`",
+        "file_rows": "".join(f"| `{name}` | {notes[name]} |\n" for name, _ in kind.files),
+        "advice": _ADVICE if kind.handler is None else _SUPERVISED_ADVICE,
+    }
+
+
+def _list_commands(kind: _Kind, values: dict[str, str]) -> str:
+    commands = []
+    if kind.handler is not None:
+        commands += [
+            f"mindspeed-rl preprocess --input {part}.jsonl --output-prefix data/{part} --handler-name {kind.handler} "
+            "--tokenizer-name-or-path $model --prompt-type hf"
+            for part in ("train", "heldout")
+        ]
+    commands += ["mindspeed-rl explain --config run.yaml", "mindspeed-rl train --config run.yaml"]
+    load = "--load result/hf/latest --hf-chat-template --max-new-tokens $answer"
+    if kind.options:
+        commands.append(f"mindspeed-rl evaluate {load} --task jsonl --task-data-path heldout.jsonl {kind.options}")
+    commands.append(f"mindspeed-rl chat {load}")
+    return _fill("\n".join(commands), values)
+
+
+def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
+    """Return the numbers of the run file for the tiny model, or for a real one.
+
+    Raises:
+        ValueError: the folder holds no model.
+    """
+    supervised = kind.handler is not None
+    if model is None:
+        sizes = {"prompt": 96, "answer": 16, "length": 192, "micro": 128, "iterations": kind.iterations, "cache": 0.25}
+        note = "for random weights; a model that has been trained needs 10 to 1000 times less"
+        lr = "1.0e-3"
+        return {"model": "model", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note} | _as_text(sizes)
+    path = Path(model).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"--model {model} holds no config.json: give a Hugging Face folder")
+    try:
+        hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8")).get("hidden_size", 4096))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--model {model}: config.json is no model's: {error}") from None
+    is_small = hidden <= 1024
+    lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
+    sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}
+    halves = "true" if _computes_bfloat16() else "false"
+    note = "half of it where the reward or the loss is unstable"
+    return {
+        "model": str(path.resolve()),
+        "bf16": halves,
+        "dtype": "bfloat16" if halves == "true" else "float32",
+        "lr": lr,
+        "lr_note": note,
+    } | _as_text(sizes)
+
+
+def _as_text(sizes: dict[str, float]) -> dict[str, str]:
+    return {name: str(value) for name, value in sizes.items()}
+
+
+def _computes_bfloat16() -> bool:
+    """Return True unless this machine has no other device than a processor that would emulate bfloat16."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return True
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or any(Path("/dev").glob("davinci*"))
+
+
+def _save_tiny_model(folder: Path) -> None:
+    """Save a random Qwen2.5 of 0.8M parameters with one token a printable ASCII character; the same bytes every time."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    special = ["<pad>", "<eos>", "<unk>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *map(chr, range(32, 127)), "\n"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = _CHAT_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    fast.save_pretrained(folder)

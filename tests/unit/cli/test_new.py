@@ -1,0 +1,122 @@
+"""`mindspeed-rl new`: every kind of task has prompts, a reward that scores as its docstring says, and a valid plan."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.cli.new import _KINDS
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config.explain.plan_page import explain
+from mindspeed_rl.rewards import REWARDS
+
+SUPERVISED = ("preference", "sft")
+
+
+def make(folder: Path, kind: str, *options: str) -> Path:
+    assert main(["new", str(folder / "my-task"), "--kind", kind, *options]) == 0
+    return folder / "my-task"
+
+
+def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The names of a file that the command has written; what it registers is forgotten after the test."""
+    for name in ("my_task",):
+        monkeypatch.setitem(REWARDS, name, None)
+        monkeypatch.delitem(REWARDS, name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_kind_is_a_folder_with_data_a_valid_run_file_and_a_readme(kind: str, tmp_path: Path) -> None:
+    folder = make(tmp_path, kind)
+    train, held_out = (
+        [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()] for part in ("train", "heldout")
+    )
+    assert len(train) >= 30 and len(held_out) == 24 and all(row not in train for row in held_out)
+    cfg = load_run_config(str(folder / "run.yaml"))
+    report = explain(cfg)
+    assert report["errors"] == [] and report["missing"] == [] and report["unavailable"] == []
+    readme = (folder / "README.md").read_text()
+    assert "$" not in readme + (folder / "run.yaml").read_text()
+    for name in re.findall(r"^\| `([\w.]+)`", readme, re.MULTILINE):
+        assert (folder / name).is_file()
+    assert ("mindspeed-rl preprocess" in readme) == (kind in SUPERVISED)
+    assert (folder / "model/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "label", "points"),
+    [
+        ("format", ' {"answer": "a cat"} ', "answer", 1.0),
+        ("format", '{"name": 1}', "answer", 0.5),
+        ("format", "{}", "answer", 0.5),
+        ("format", '{"answer": 1', "answer", 0.2),
+        ("format", "{ no }", "answer", 0.4),
+        ("format", "[1]", "answer", 0.0),
+        ("maths", "7 + 5 = 12", "12", 1.0),
+        ("maths", "13", "12", 0.2),
+        ("maths", "it is 13", "12", 0.0),
+        ("maths", "1,024", "1024", 1.0),
+    ],
+)
+def test_a_reward_gives_the_points_that_it_states(
+    kind: str, response: str, label: str, points: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = load(make(tmp_path, kind) / "reward.py", monkeypatch)["score"]
+    assert callable(score) and score(response, label) == pytest.approx(points)
+
+
+def test_the_environment_says_higher_and_lower_and_ends_after_three_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode = load(make(tmp_path, "environment") / "environment.py", monkeypatch)["GuessNumber"]()
+
+    def play(*guesses: str) -> list[tuple[str, float, bool]]:
+        assert episode.reset({"label": "6"}) == []
+        steps = [episode.step([{"role": "assistant", "content": guess}]) for guess in guesses]
+        return [(messages[0]["content"] if messages else "", points, over) for messages, points, over in steps]
+
+    assert play("4", "8", "6") == [("higher", 0.0, False), ("lower", 0.0, False), ("", 1.0, True)]
+    assert play("1", "2", "3")[-1] == ("", 0.1, True)
+    assert play("what?") == [("", 0.0, True)]
+
+
+def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
+    for hidden, rate in ((576, 2e-5), (3584, 1e-6)):
+        model = tmp_path / f"model{hidden}"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"hidden_size": hidden}))
+        folder = tmp_path / f"run{hidden}"
+        folder.mkdir()
+        cfg = load_run_config(str(make(folder, "maths", "--model", str(model)) / "run.yaml"))
+        assert (cfg.actor_config.lr, cfg.actor_config.pretrained_checkpoint) == (rate, str(model))
+        assert not (folder / "my-task/model").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["there"], "there exists already; choose another name"),
+        (["a b"], "'a b' is no name for a task"),
+        (["x", "--kind", "math"], "invalid choice: 'math'"),
+        (["x", "--model", "there"], "--model there holds no config.json"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(
+    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").touch()
+    assert main(["new", *words]) == 2
+    assert error in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
