@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.sequence_layout import PaddedLayout
-from mindspeed_rl.engine.vision import VisionEncoder
+from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
 from mindspeed_rl.engine.vocab import compute_top_log_probs, compute_vocab_log_probs
 from mindspeed_rl.models.model_config import VisionConfig
 from mindspeed_rl.models.reward_model import GPTRewardModel
@@ -117,12 +117,15 @@ class _ResponseAligned(GPTModel):
                 decoder_input = scatter_to_sequence_parallel_region(decoder_input, group=group)
                 if added is not None:
                     length = decoder_input.size(0) * decoder_input.size(1)
+                    # a rank adds its slice, and the tower of each needs the gradients of all
+                    added.levels = [copy_to_tensor_model_parallel_region(level, group=group) for level in added.levels]
                     added.select_slice(group.rank() * length, length)
             if added is not None:
                 packed_seq_params = PaddedLayout() if packed_seq_params is None else packed_seq_params
+                decoder_input = AttachFeatures.apply(added, decoder_input, *added.levels)
             if packed_seq_params is not None:
                 packed_seq_params.added = added
-        return super().forward(
+        output = super().forward(
             input_ids,
             position_ids,
             attention_mask,
@@ -132,6 +135,9 @@ class _ResponseAligned(GPTModel):
             packed_seq_params=packed_seq_params,
             **named,
         )
+        if packed_seq_params is not None and not torch.is_grad_enabled():
+            packed_seq_params.added = None  # no layer is computed again
+        return output
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens."""

@@ -115,7 +115,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.async_scheduling", no_effect("the engine schedules by itself")),
     (
-        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.((?:compilation|additional)_config\.[\w.]+)",
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.((?:compilation|additional|speculative)_config\.[\w.]+)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{GENERATE}."), "compilation_config"),
     ),
     (
@@ -536,6 +536,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     _set_prompts(run, command)
     _set_objective(run, command, has_critic=critic)
     _set_reward(run, command)
+    _set_distillation(run, command)
     _set_rollout(run, command)
     _set_critic(run, command, batch, has_critic=critic)
     _set_profiler(run, command)
@@ -811,6 +812,60 @@ def _set_objective(run: Import, command: SourceCommand, *, has_critic: bool) -> 
         "algorithm.kl_penalty", f"{_ACTOR}kl_loss_type",
     )  # fmt: skip
     _put(run, command, names, values, f"in the {kl.place}" if kl.place else "no KL")
+
+
+def _set_distillation(run: Import, command: SourceCommand) -> None:
+    """Set the teacher: a Megatron model here, on the devices of its pool."""
+    loss, key, prefix = "distillation.distillation_loss.", f"{RL}.distillation", "distillation."
+    given = [name for name in command.options if name.startswith(prefix)]
+    if not command.flag("distillation.enabled"):
+        for name in given:
+            run.note(name, "there is no teacher", changes_nothing=False)
+        return
+    gradient = command.flag(f"{loss}use_policy_gradient")
+    tasks = bool(command.get(f"{loss}use_task_rewards", True))
+    clips = [name for name in given if name.startswith(f"{loss}clip_ratio")]
+    if clips and gradient and any(command.number(name, 0.2) != command.number(f"{_ACTOR}clip_ratio", 0.2) for name in clips):
+        run.refuse(clips[0], "another clip for the teacher than for the actor's loss")
+    for name in clips:
+        run.translated.setdefault(name, "the clip of the actor's loss")
+    if gradient and tasks and "vanilla" != str(command.get(f"{_ACTOR}policy_loss.loss_mode", "vanilla")):
+        run.refuse(f"{loss}use_policy_gradient", "another policy loss for task rewards than for the teacher")
+    path = "distillation.teacher_models.teacher_model.model_path"
+    _put(run, command, ["distillation.enabled"], {f"{key}.enabled": True})
+    if not command.get(path):
+        run.refuse("distillation.enabled", "several teachers in a command; see rl_config.distillation.teacher_keys")
+    _put(run, command, [path], {f"{key}.teacher_models": [command.get(path)]})
+    defaults = {
+        "loss_mode": "k3",
+        "topk": 32,
+        "use_task_rewards": True,
+        "distillation_loss_coef": 1.0,
+        "use_policy_gradient": False,
+    }
+    mode = str(command.get(f"{loss}loss_mode", "k3"))
+    for name, default in defaults.items():
+        value = command.get(f"{loss}{name}", default)
+        if name == "topk" and mode != "forward_kl_topk" or name == "distillation_loss_coef" and not tasks:
+            if command.has(f"{loss}{name}"):
+                run.note(f"{loss}{name}", f"not read with loss_mode {mode}" if name == "topk" else "use_task_rewards is false")
+            continue
+        _put(run, command, [f"{loss}{name}"], {f"{key}.{name}": value})
+    for name in ("loss_max_clamp", "log_prob_min_clamp"):
+        if command.get(f"{loss}{name}") is not None:
+            _put(run, command, [f"{loss}{name}"], {f"{key}.{name}": command.number(f"{loss}{name}", 0.0)})
+        elif command.has(f"{loss}{name}"):
+            run.note(f"{loss}{name}", "off", changes_nothing=False)
+    # prompt log-probs of its servers have no temperature
+    run.add_default(f"{key}.teacher_temperature", 1.0, "the teacher's log-probs have no temperature in verl")
+    pool = ["distillation.n_gpus_per_node", "distillation.nnodes"]
+    devices = int(command.number(pool[0], 8)) * int(command.number(pool[1], 0))
+    _put(
+        run,
+        command,
+        [name for name in pool if command.has(name)],
+        {f"{RL}.teacher_resource.num_npus": devices} if devices else {},
+    )
 
 
 def _set_reward(run: Import, command: SourceCommand) -> None:

@@ -17,7 +17,7 @@ from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
-#: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/performance.md)
+#: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/modes.md)
 _HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
 

@@ -673,7 +673,8 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     fault_tolerance: FaultTolerance = key(FaultTolerance, "recovery of a run whose worker dies or hangs",
         "有 worker 死亡或卡住时运行如何处理", supervised=True, on_resume="exact")
 
-    is_multimodal: bool = key(False, "image input; not available", "图像输入；尚不可用", on_resume="exact")
+    is_multimodal: bool = key(False, "the model must be one of images; without it the model's config.json decides alone",
+        "模型必须是图像模型；不写时只由模型的 config.json 决定", on_resume="exact")
 
     use_tensorboard: bool = key(False, "write TensorBoard files into the run folder", "在运行文件夹中写 TensorBoard 文件",
         supervised=True, on_resume="exact")

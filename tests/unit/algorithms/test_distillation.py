@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sample_objectives import objective
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from mindspeed_rl.algorithms.distillation import compute_divergence, compute_weighted_divergence, estimate_divergence
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
+from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
-from mindspeed_rl.config.objective import Distillation
+from mindspeed_rl.config.keys.rl import DistillationKeys
+from mindspeed_rl.config.objective import Distillation, Objective
 
 SETTINGS = Distillation(
     loss_mode="forward_kl_topk",
@@ -153,3 +157,56 @@ def test_an_infinite_difference_on_both_sides_is_no_difference() -> None:
     settings = replace(SETTINGS, loss_mode="k1", estimator=KL_ESTIMATORS["k1"])
     nothing = torch.tensor([[float("-inf")]])
     assert estimate_divergence(nothing, nothing[..., None], settings).item() == 0.0
+
+
+def term_of(**keys: object) -> Objective:
+    return objective(distillation=DistillationKeys(enabled=True, teacher_models=["teacher"], **keys))
+
+
+def batch_of(teacher: Tensor | None = None, divergence: Tensor | None = None, **others: Tensor) -> tuple[PolicyBatch, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    log_probs = -torch.rand(2, 4, generator=generator)
+    log_probs.requires_grad_()
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    added = None if divergence is None else (divergence, divergence.detach() * 0 + 0.5, divergence.detach() * 0 + 0.75)
+    advantages = torch.randn(2, 4, generator=generator)
+    batch = PolicyBatch(log_probs, advantages, mask, teacher_log_probs=teacher, divergence=added, **others)
+    return batch, log_probs
+
+
+def test_the_term_is_added_to_the_policy_loss_with_its_coefficient() -> None:
+    divergence = torch.rand(2, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    batch, log_probs = batch_of(divergence=divergence)
+    plain = policy_loss(batch_of()[0], objective("dapo"))
+    loss = policy_loss(
+        batch, replace(term_of(loss_mode="forward_kl_topk", distillation_loss_coef=0.25), loss=objective("dapo").loss)
+    )
+    mask = batch.mask
+    torch.testing.assert_close(loss.loss_sum, plain.loss_sum + 0.25 * divergence[mask].sum())
+    loss.loss_sum.backward()
+    torch.testing.assert_close(divergence.grad, torch.where(mask, 0.25, 0.0))
+    assert loss.metrics["distillation/teacher_mass"].result() == 0.75
+
+
+def test_without_task_rewards_the_divergence_is_the_only_loss() -> None:
+    divergence = torch.rand(2, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    batch, log_probs = batch_of(divergence=divergence)
+    made = term_of(loss_mode="jsd_topk", distillation_loss_coef=0.25, use_task_rewards=False, loss_max_clamp=0.5)
+    loss = policy_loss(batch, replace(made, loss=objective("dapo").loss))
+    torch.testing.assert_close(loss.loss_sum, divergence.clamp(max=0.5)[batch.mask].sum())
+    loss.loss_sum.backward()
+    assert log_probs.grad is None or not log_probs.grad.any()
+
+
+def test_as_a_reward_the_old_policy_s_divergence_enters_the_advantage_of_its_token() -> None:
+    teacher = -torch.rand(2, 4, 1, generator=torch.Generator().manual_seed(2))
+    old = -torch.rand(2, 4, generator=torch.Generator().manual_seed(3))
+    batch, log_probs = batch_of(teacher, old_log_probs=old)
+    loss = policy_loss(batch, term_of(loss_mode="k1", use_policy_gradient=True, distillation_loss_coef=0.5))
+    by_hand, theirs = batch_of(old_log_probs=old)
+    by_hand.advantages = by_hand.advantages - 0.5 * (old - teacher[..., 0])
+    expected = policy_loss(by_hand, objective())
+    torch.testing.assert_close(loss.loss_sum, expected.loss_sum)
+    loss.loss_sum.backward()
+    expected.loss_sum.backward()
+    torch.testing.assert_close(log_probs.grad, theirs.grad)

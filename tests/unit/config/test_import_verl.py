@@ -384,3 +384,22 @@ def test_keys_alone_are_a_command_of_main_ppo() -> None:
 
 def test_no_record_of_verl_has_an_empty_table() -> None:
     assert {name: len(table) > 300 for name, table in TABLES.items()} == {"ppo": True, "sft": True}
+
+
+def test_a_teacher_of_verl_keeps_its_loss_its_devices_and_its_temperature() -> None:
+    run = imported(
+        "distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1 "
+        "distillation.teacher_models.teacher_model.model_path=models/teacher "
+        "distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.topk=64 "
+        "distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.loss_max_clamp=10.0 "
+        f"{R}.temperature=0.7"
+    )
+    key = "rl_config.distillation"
+    names = ("enabled", "teacher_models", "loss_mode", "topk", "use_task_rewards", "loss_max_clamp", "teacher_temperature")
+    expected = [True, ["models/teacher"], "forward_kl_topk", 64, False, 10.0, 1.0]
+    assert values(run, *(f"{key}.{name}" for name in names)) == expected
+    assert run.get("rl_config.teacher_resource.num_npus") == 4
+
+
+def test_several_teachers_of_verl_are_refused_with_the_key_that_has_them() -> None:
+    assert "teacher_keys" in refusal("distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1")

@@ -1,0 +1,176 @@
+"""Teachers on servers: a server with the replies of vLLM's completions, whose distribution is arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.config.keys.rl import DistillationKeys
+from mindspeed_rl.config.objective import Distillation
+from mindspeed_rl.workers.teacher_servers import TeacherServerError, TeacherServers
+
+VOCAB = 7
+
+
+def log_prob(previous: int, token: int, shift: int) -> float:
+    """That of a token after another: a softmax over (previous + token * 2 + shift) % VOCAB."""
+    logits = [(previous + item * 2 + shift) % VOCAB / 2 for item in range(VOCAB)]
+    return logits[token] - math.log(sum(math.exp(value) for value in logits))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    shift, failures = 0, 0
+
+    def do_GET(self) -> None:
+        self._reply({"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if type(self).failures:
+            type(self).failures -= 1
+            self.send_error(503)
+            return
+        ids, count = body["prompt"], body["prompt_logprobs"]
+        entries: list[dict[str, Any] | None] = [None]
+        for previous, token in zip(ids, ids[1:]):
+            every = sorted(range(VOCAB), key=lambda item: -log_prob(previous, item, self.shift))
+            chosen = dict.fromkeys([*every[:count], token])
+            entries.append(
+                {
+                    str(item): {"logprob": log_prob(previous, item, self.shift), "decoded_token": chr(97 + item)}
+                    for item in chosen
+                }
+            )
+        self._reply({"choices": [{"prompt_logprobs": entries}]})
+
+    def _reply(self, value: object) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def servers() -> Iterator[list[str]]:
+    started = []
+    for shift in (0, 3):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"shift": shift}))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started.append(server)
+    yield [f"http://127.0.0.1:{server.server_address[1]}/v1" for server in started]
+    for server in started:
+        server.shutdown()
+
+
+def term_of(teachers: list[str], **changes: Any) -> Distillation:
+    term = Distillation(
+        loss_mode="k1",
+        topk=3,
+        topk_rest="drop",
+        beta=0.5,
+        use_task_rewards=False,
+        coef=1.0,
+        loss_max_clamp=None,
+        log_prob_min_clamp=None,
+        use_policy_gradient=True,
+        weights=(1.0,),
+        estimator=KL_ESTIMATORS["k1"],
+        teachers=tuple(teachers),
+    )
+    return replace(term, **changes)
+
+
+#: prompt, response, prompt, response of each row; the second has two sequences
+ROWS = [([[1, 2], [3, 4, 5]], "x"), ([[6, 1], [2], [0, 3], [3, 1]], "y")]
+
+
+class _Plane:
+    """Rows of one rollout, and the columns that are put."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[torch.Tensor]] = {}
+
+    def get(self, consumer: str, columns: list[str], **options: object) -> tuple[dict[str, list[Any]], None]:
+        ids = [torch.tensor(sum(parts, [])) for parts, _ in ROWS]
+        lengths = [torch.tensor([len(part) for part in parts]) for parts, _ in ROWS]
+        extra = [{"data_source": source} for _, source in ROWS]
+        return {"input_ids": ids, "sequence_lengths": lengths, "extra": extra}, None
+
+    def put(self, columns: dict[str, list[torch.Tensor]], rows: object) -> None:
+        self.columns |= columns
+
+
+def pairs(parts: list[list[int]]) -> list[tuple[int, int]]:
+    """(token before, token) of every response token."""
+    found = []
+    for prompt, response in zip(parts[::2], parts[1::2]):
+        whole = prompt + response
+        found += list(zip(whole[len(prompt) - 1 :], response))
+    return found
+
+
+def judged(term: Distillation, keys: DistillationKeys) -> dict[str, list[torch.Tensor]]:
+    plane = _Plane()
+    TeacherServers(term, keys, plane, 10.0).compute_teacher_log_probs(len(ROWS))  # type: ignore[arg-type]
+    return plane.columns
+
+
+def test_sampled_tokens_get_the_log_probs_of_all_teachers(servers: list[str]) -> None:
+    columns = judged(term_of(servers, weights=(0.5, 0.5)), DistillationKeys(teacher_models=servers))
+    assert columns.keys() == {"teacher_log_probs"}
+    for (parts, _), row in zip(ROWS, columns["teacher_log_probs"]):
+        expected = [[log_prob(*pair, shift) for shift in (0, 3)] for pair in pairs(parts)]
+        torch.testing.assert_close(row.reshape(-1, 2), torch.tensor(expected))
+
+
+def test_a_column_chooses_the_teacher_and_the_most_probable_tokens_are_in_order(servers: list[str]) -> None:
+    keys = DistillationKeys(teacher_models=servers, teacher_keys=["x", "y"])
+    columns = judged(term_of(servers, loss_mode="reverse_kl_topk", estimator=None), keys)
+    for (parts, _), shift, log_probs, ids in zip(ROWS, (0, 3), columns["teacher_log_probs"], columns["teacher_ids"]):
+        for (previous, _), values, tokens in zip(pairs(parts), log_probs.reshape(-1, 3), ids.reshape(-1, 3)):
+            every = sorted(range(VOCAB), key=lambda item: -log_prob(previous, item, shift))[:3]
+            assert tokens.tolist() == every
+            torch.testing.assert_close(values, torch.tensor([log_prob(previous, item, shift) for item in every]))
+
+
+def test_more_tokens_than_the_vocabulary_are_filled_with_none(servers: list[str]) -> None:
+    term = term_of(servers[:1], loss_mode="forward_kl_topk", estimator=None, topk=9)
+    columns = judged(term, DistillationKeys(teacher_models=servers[:1]))
+    ids, log_probs = columns["teacher_ids"][0].reshape(-1, 9), columns["teacher_log_probs"][0].reshape(-1, 9)
+    assert (ids[:, VOCAB:] == -1).all() and (log_probs[:, VOCAB:] == -math.inf).all()
+    torch.testing.assert_close(log_probs[:, :VOCAB].exp().sum(-1), torch.ones(len(ids)))
+
+
+class _Letters:
+    def decode(self, ids: list[int]) -> str:
+        return chr(97 + ids[0])
+
+
+class _Digits:
+    def decode(self, ids: list[int]) -> str:
+        return str(ids[0])
+
+
+def test_a_server_with_another_tokenizer_is_refused_before_the_run(servers: list[str]) -> None:
+    checked = TeacherServers(term_of(servers), DistillationKeys(teacher_models=servers), None, 10.0)
+    checked.check(_Letters(), [1, 2, 3])  # type: ignore[arg-type]
+    with pytest.raises(TeacherServerError, match="another tokenizer than the actor: token 2 is 'c' there and '2' here"):
+        checked.check(_Digits(), [1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(TeacherServerError, match=r"the teacher at http://127.0.0.1:9/v1/models answers nothing"):
+        TeacherServers(term_of(["http://127.0.0.1:9/v1"]), DistillationKeys(), None, 1.0).check(_Letters(), [1])  # type: ignore[arg-type]
