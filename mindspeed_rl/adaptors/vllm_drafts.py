@@ -46,17 +46,19 @@ class DraftCounts:
     """Draft tokens of the engines of this process since the last `take`.
 
     Attributes:
-        proposed: draft tokens that the model checked.
+        proposed: draft tokens that were checked.
         accepted: those that became tokens of a response; each is a token without a step of its own.
+        steps: of responses; up to vLLM 0.23 without the steps in which no response has a draft.
     """
 
     proposed: int = 0
     accepted: int | Tensor = 0
+    steps: int = 0
 
-    def take(self) -> tuple[int, int]:
-        """Return proposed and accepted tokens, and count from 0 again."""
-        result = self.proposed, int(self.accepted)
-        self.proposed, self.accepted = 0, 0
+    def take(self) -> tuple[int, int, int]:
+        """Return proposed tokens, accepted tokens and steps, and count from 0 again."""
+        result = self.proposed, int(self.accepted), self.steps
+        self.proposed = self.accepted = self.steps = 0
         return result
 
 
@@ -163,6 +165,7 @@ def _wrap_sampler(sampler: Any) -> None:
         proposed = sum(metadata.num_draft_tokens)
         counts.proposed += proposed
         counts.accepted += (sampled != _PLACEHOLDER).sum() - len(sampled)
+        counts.steps += len(sampled)
         temperature = getattr(self, _TEMPERATURE)
         if temperature is not None:
             divisor = torch.where(temperature < 1e-5, 1.0, temperature)

@@ -14,7 +14,7 @@ from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.cli.main import keep_without_reader
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
-from mindspeed_rl.config.model_metadata import VISION_VARIABLE, reads_images
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
@@ -80,7 +80,7 @@ def prepare_run(cfg: RunConfig, num_nodes: int) -> Iterator[Run]:
     """
     registry.search_folders(cfg.plugin_folders)
     prepare_environment()
-    if reads_images(cfg.actor_config):
+    if cfg.reads_images:
         os.environ[VISION_VARIABLE] = "1"
     # to the end: apart from importing, the driver waits and records metrics
     with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):

@@ -77,6 +77,10 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         name: _merge_role(groups, name, blocks, errors) if name in groups else None
         for name in ("ref_config", "reward_config", "critic_config", "teacher_config", "vit_config")
     }
+    packing = groups.get("rl_config", {}).get("max_packing_token_size")
+    if isinstance(packing, list) and packing and groups["rl_config"].get("is_multimodal"):
+        # with images upstream has a second limit, of their patches; here their tokens count as others do
+        groups["rl_config"] = {**groups["rl_config"], "max_packing_token_size": packing[0]}
     rl = build_group("rl_config", RLConfig)
     sampling = groups.get("generate_config", {}).get("sampling_config")
     if isinstance(sampling, Mapping):
@@ -91,9 +95,6 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         errors.append(unknown_value("platform", platform, PLATFORMS))
     if run_dir is not None and not isinstance(run_dir, str):
         errors.append(f"run_dir is {run_dir!r}, but must be text or null")
-    if errors and rl is not None and rl.is_multimodal:
-        # its other keys belong to the missing feature, so that they are no violations of the file
-        raise ConfigError(["not available in this version: rl_config.is_multimodal: text models only"])
     if errors:
         # each once: every role that takes a wrong model block reports it
         raise ConfigError(dict.fromkeys(errors))

@@ -62,10 +62,12 @@ class ModelMetadata:
     Attributes:
         folder: the folder as the run file names it.
         shape: the sizes in the files.
+        reads_images: it is a model of images.
     """
 
     folder: str
     shape: EngineShape
+    reads_images: bool = False
 
 
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
@@ -76,18 +78,9 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
         start = Path(name).expanduser()
         for folder in (start, start / HF_FILES):
             if config := _read(folder / "config.json"):
-                return ModelMetadata(str(name), _read_shape(str(name), folder, config))
+                reads_images = "vision_config" in config and "image_token_id" in config
+                return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images)
     return None
-
-
-def reads_images(role: MegatronConfig) -> bool:
-    """Return True where the model that the keys of a role name is one of images."""
-    for name in (role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path):
-        start = Path(name or "").expanduser()
-        for folder in (start, start / HF_FILES) if name else ():
-            if config := _read(folder / "config.json"):
-                return "vision_config" in config and "image_token_id" in config
-    return False
 
 
 def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> EngineShape:

@@ -143,6 +143,12 @@ class RunConfig:
             lora_target_modules=None,
         )
 
+    @property
+    def reads_images(self) -> bool:
+        """True where the actor's files are those of a model of images."""
+        metadata = self.model_metadata.get("actor_config")
+        return metadata is not None and metadata.reads_images
+
     def with_shape(self, group: str) -> MegatronConfig:
         """Return the keys of a role with the shape of its config.json, where the run file leaves it to that and it is here.
 

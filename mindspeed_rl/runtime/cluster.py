@@ -20,7 +20,7 @@ import ray
 
 from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
-from mindspeed_rl.config.model_metadata import VISION_VARIABLE, reads_images
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -56,7 +56,7 @@ def build_worker_environment(
     """
     platform = platform_class(platform_name)()
     quiet = build_quiet_environment(os.environ)
-    if reads_images(cfg.actor_config):
+    if cfg.reads_images:
         quiet[VISION_VARIABLE] = "1"
     if platform_name == "cpu":
         variables = platform.worker_env() | ({} if threads is None else {THREADS_VARIABLE: str(threads)})

@@ -53,6 +53,11 @@ class SamplingConfig:
         "每个样本的种子的基数；不设时为运行的种子", range=Range.SEED, on_resume="exact")
 
 
+#: names of `speculative_config` that vLLM's command line has for some of its keys
+_SHORT_NAMES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+#: longest draft of the method suffix where none is set; vLLM's
+_SUFFIX_TOKENS = 24
+
 ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 
 
@@ -119,6 +124,10 @@ class GenerateConfig:
         elsewhere="vllm_limit_mm_per_prompt limit_images", on_resume="exact")
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
+    speculative_config: AnyGroup | None = key(None,
+        "speculative decoding, by vLLM's names: method, num_speculative_tokens, model and others; see docs/modes.md",
+        "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/modes.md",
+        elsewhere="vllm_speculative_config engine_kwargs.vllm.speculative_config", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
         on_resume="exact")
     cudagraph_capture_sizes: list[int] | None = key(None,
@@ -154,3 +163,18 @@ class GenerateConfig:
         "存有这些服务器令牌的文件；不设时取变量 MINDSPEED_RL_SERVER_TOKEN", on_resume="exact")
 
     sampling_config: SamplingConfig = key(SamplingConfig, "sampling of a response", "如何采样一个回答", on_resume="exact")
+
+    @property
+    def drafts(self) -> dict[str, object] | None:
+        """`speculative_config` under vLLM's full names, with the defaults of its methods; None without it."""
+        if self.speculative_config is None:
+            return None
+        given = {name.replace("-", "_"): value for name, value in self.speculative_config.items()}
+        settings = {_SHORT_NAMES.get(name, name): value for name, value in given.items()}
+        method = settings.get("method", settings.get("model"))
+        if method in ("ngram", "[ngram]", "suffix"):
+            settings["method"] = str(method).strip("[]")
+            settings.pop("model", None)
+        if settings.get("method") == "suffix":
+            settings.setdefault("num_speculative_tokens", _SUFFIX_TOKENS)
+        return settings

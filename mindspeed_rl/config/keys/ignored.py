@@ -26,15 +26,15 @@ class IgnoredKey:
 
 
 # fmt: off
-_TEXT = ("text models only", "仅支持文本模型")
+_TOWER = ("the image encoder is a part of the model that reads its features", "图像编码器是读取其特征的模型的一部分")
 _BY_STAGE = ("the stage decides the row layout", "行的形式由阶段决定")
 _FUSED = ("always fused on the NPU; elsewhere the plain form computes the same", "NPU 上总是融合；其他平台用普通形式，结果相同")
 
 #: class of a group -> name -> key
 IGNORED: dict[str, dict[str, IgnoredKey]] = {
     "RLConfig": {
-        "vit_forward_micro_batch_size": IgnoredKey(int | None, None, "images of one encoder pass", "编码器一次的图像数", _TEXT),
-        "actor_image_embeds_dispatch_size": IgnoredKey(int | None, None, "rows encoded at once", "一次编码的行数", _TEXT),
+        "vit_forward_micro_batch_size": IgnoredKey(int | None, None, "images of one encoder pass", "编码器一次的图像数", _TOWER),
+        "actor_image_embeds_dispatch_size": IgnoredKey(int | None, None, "rows encoded at once", "一次编码的行数", _TOWER),
         "require_max_age_all_finished": IgnoredKey(bool, True, "finish the oldest partial responses", "把最老的未完回答生成完",
             ("every response ends within partial_rollout_max_split rollouts",
              "每个回答在 partial_rollout_max_split 次 rollout 内都会结束")),
@@ -42,15 +42,16 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
             ("the rollout engine schedules by itself", "推理引擎自行调度")),
         "log_entropy": IgnoredKey(bool, False, "log the entropy even when it is not in the loss", "即使熵不在损失中也记录",
             ("always logged, computed together with the log-probabilities", "总是记录，与对数概率一起计算")),
-        "vit_resource": IgnoredKey(AnyGroup | None, None, "devices of an image encoder", "图像编码器的设备", _TEXT),
+        "vit_resource": IgnoredKey(AnyGroup | None, None, "devices of an image encoder", "图像编码器的设备", _TOWER),
         "async_engine": IgnoredKey(bool, False, "asynchronous rollout engine", "异步推理引擎",
             ("the engine takes one request at a time in both cases", "无论怎样，引擎都逐个接收请求")),
         "transfer_queue_data_shard_port_base": IgnoredKey(int | None, None, "first port", "第一个端口",
             ("free ports are taken", "自动取空闲端口")),
         "zmq_communication": IgnoredKey(bool, True, "send rows inside a replica over sockets", "副本内部用套接字发送行",
             ("rows are broadcast over the process group", "行在进程组内广播")),
-        "reuse_image_embeds": IgnoredKey(bool, False, "encode images once", "图像只编码一次", _TEXT),
-        "colocate_actor_and_vit": IgnoredKey(bool, False, "share the image encoder's devices", "与图像编码器共享设备", _TEXT),
+        "reuse_image_embeds": IgnoredKey(bool, False, "encode images once", "图像只编码一次",
+            ("features of a frozen encoder are always kept", "编码器冻结时，其特征总会保留")),
+        "colocate_actor_and_vit": IgnoredKey(bool, False, "share the image encoder's devices", "与图像编码器共享设备", _TOWER),
         "num_cpus_for_local_task": IgnoredKey(float, 1.0, "CPUs Ray reserves for the driver", "Ray 为驱动进程保留的 CPU 数",
             ("the driver is not a Ray task and reserves none", "驱动进程不是 Ray 任务，不保留 CPU")),
         "tp_split_expert": IgnoredKey(bool, False, "unused", "未使用",
@@ -121,7 +122,8 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
             ("Megatron-core is the only engine", "Megatron-core 是唯一的引擎")),
         "transformer_impl": IgnoredKey(Literal["local", "transformer_engine"], "local", "layer implementation", "层的实现",
             ("always local layers", "总是 local 层")),
-        "mm_model": IgnoredKey(str | None, None, "JSON of a multimodal model", "多模态模型的 JSON", _TEXT),
+        "mm_model": IgnoredKey(str | None, None, "JSON of a multimodal model", "多模态模型的 JSON",
+            ("config.json of the model describes it", "由模型的 config.json 描述")),
         "algorithm": IgnoredKey(str | None, None, "unused name of an algorithm", "未使用的算法名",
             ("adv_estimator and loss_type decide", "由 adv_estimator 与 loss_type 决定")),
         "do_sample": IgnoredKey(bool, False, "sample instead of greedy", "采样而不是贪心",
@@ -163,6 +165,7 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
             bool, True, "vllm-ascend's scheduler instead of chunked prefill", "用 vllm-ascend 的调度器，而不用分块预填充",
             ("vllm-ascend has none since 0.18; max_num_batched_tokens bounds a step of vLLM",
              "vllm-ascend 自 0.18 起没有；vLLM 一步的上限是 max_num_batched_tokens")),
-        "limit_mm_video_per_prompt": IgnoredKey(int, 0, "videos in a prompt", "一个 prompt 中的视频数", _TEXT),
+        "limit_mm_video_per_prompt": IgnoredKey(int, 0, "videos in a prompt", "一个 prompt 中的视频数",
+            ("rows with videos are refused", "含视频的行会被拒绝")),
     },
 }

@@ -91,6 +91,14 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
             "megatron_training.neat_pack needs pack and reset_attention_mask",
             ({"megatron_training.pack": True, "megatron_training.reset_attention_mask": True},),
         )
+    metadata = cfg.model_metadata.get("actor_config")
+    if rl is not None and rl.is_multimodal and metadata is not None and not metadata.reads_images:
+        yield Violation(
+            "model_of_images",
+            {"rl_config.is_multimodal": True},
+            f"rl_config.is_multimodal is true, but {metadata.folder} is a model of text",
+            ({"rl_config.is_multimodal": False},),
+        )
     if rl is None or not rl.use_remove_padding:
         return
     if rl.use_prefix_grouper and actor.context_parallel_size > 1:
@@ -100,13 +108,6 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
             f"rl_config.use_prefix_grouper excludes actor_config.context_parallel_size ({actor.context_parallel_size}) "
             "above 1: a rank holds pieces of every sequence, not its prompt",
             ({"rl_config.use_prefix_grouper": False}, {"actor_config.context_parallel_size": 1}),
-        )
-    if rl.is_multimodal:
-        yield Violation(
-            "remove_padding_text_only",
-            {"rl_config.use_remove_padding": True, "rl_config.is_multimodal": True},
-            "rl_config.use_remove_padding and rl_config.is_multimodal exclude each other",
-            ({"rl_config.use_remove_padding": False},),
         )
 
 

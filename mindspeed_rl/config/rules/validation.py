@@ -167,7 +167,6 @@ def unavailable(cfg: RunConfig) -> list[str]:
                 f"{rl.trainer_mode} generates while it trains, which needs rollout servers on devices of their own: set "
                 "rl_config.use_integrated_worker: false with rl_config.rollout_resource, or generate_config.vllm_server_host",
             ),
-            (rl.is_multimodal, "rl_config.is_multimodal", "text models only"),
         ]
         shared = rl.actor_resource.num_npus
         critic = rl.critic_resource

@@ -105,6 +105,8 @@ class AgentConversation:
     def restart(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
         """Start with another prompt than the task's, or start again after turns; return False where there is no room.
 
+        The images of the task's prompt are not part of it.
+
         Args:
             turns: of the chat template from now on, where prompts with tools and without differ.
 
@@ -120,6 +122,7 @@ class AgentConversation:
         if self._rewards and not self._start_sequence([], tuple(prompt_ids)):
             return False
         self._prompt_ids = self._start = tuple(prompt_ids)
+        self._sampling = replace(self._sampling, images=())
         self._has_thought = False
         return True
 
@@ -247,7 +250,7 @@ class AgentConversation:
         first = self._turns.rerender(self._prompt_ids, messages) if start is None else start
         if not self._has_room(len(first), len(first)):
             return False
-        self._finished.append(TokenSequence(self._start, tuple(self._segments)))
+        self._finished.append(TokenSequence(self._start, tuple(self._segments), self._sampling.images))
         self._start, self._segments, self.messages = first, [], messages
         self._num_used += len(first)
         self._has_thought &= start is not None
@@ -277,7 +280,8 @@ class AgentConversation:
         segments = list(self._segments)
         while segments and not segments[-1].sampled:
             segments.pop()  # messages without an answer
-        last = [TokenSequence(self._start, tuple(segments))] if segments or not self._finished else []
+        sequence = TokenSequence(self._start, tuple(segments), self._sampling.images)
+        last = [sequence] if segments or not self._finished else []
         return Trajectory(
             sequences=(*self._finished, *last),
             finish="length" if self._truncated else "stop",
