@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -201,7 +202,7 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedLayout | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Return [s, b, n * d_v] (dense) or [t, n, d_v] (packed); attention is causal, so masks are ignored.
 
@@ -216,7 +217,7 @@ class CoreAttention(nn.Module):
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
         # tensor-parallel ranks hold different heads, so they drop different elements
         with parallel.get_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            if packed_seq_params is not None:
+            if isinstance(packed_seq_params, PackedLayout):
                 return self._packed(query, key, value, packed_seq_params, dropout, group)
             return self._dense(query, key, value, dropout, group)
 

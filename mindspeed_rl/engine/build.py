@@ -24,10 +24,11 @@ from mindspeed_rl.engine.lora import adapt_spec, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
+from mindspeed_rl.engine.vision import VisionEncoder, add_to_layers, build_tower
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm, recompute_activations
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
 from mindspeed_rl.models.plan import ModelPlan
 
 
@@ -49,7 +50,13 @@ class BuiltModel:
 
 
 def batch_shape(
-    config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0, shares_prefixes: bool = False
+    config: MegatronConfig,
+    *,
+    packed: bool,
+    pad_id: int,
+    fixed_width: int = 0,
+    shares_prefixes: bool = False,
+    vision: VisionConfig | None = None,
 ) -> BatchShape:
     """Return the layout of this rank's micro-batches. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
@@ -65,6 +72,7 @@ def batch_shape(
         pad_id=pad_id,
         # a zigzag slice of a sequence does not end where its prompt ends
         shares_prefixes=shares_prefixes and packed and cp_size == 1,
+        vision=vision,
     )
 
 
@@ -145,7 +153,7 @@ def plan_transformer_config(config: MegatronConfig, plan: ModelPlan) -> Transfor
 
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """Build this rank's model chunks with random weights; collective over the training world."""
-    model_config, layout = plan.model_config, plan.layout
+    model_config, layout, vision = plan.model_config, plan.layout, plan.model_config.vision
     lora = LoraSettings.from_config(config)
     transformer = plan_transformer_config(config, plan)
     # not a module itself, but a factory of one
@@ -181,6 +189,12 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             )
             if model.pre_process:
                 model.embedding.register_forward_hook(_restore_strides)
+            if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
+                model.vision = vision
+                if model.pre_process:
+                    model.vision_model = build_tower(plan.hf_config)
+                    model.encoder = VisionEncoder(model.vision_model, vision)
+                    add_to_layers(model, layout.chunk_layers(pp_rank, stage), len(vision.deepstack_layers))
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = model_config.vocab_size
                 model.final_logit_softcapping = model_config.final_logit_softcapping
@@ -190,6 +204,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             models.append(model.to(platform.current().current_device()))
         if lora is not None:
             init_adapters(models, layout, seed=config.seed)
+        for encoder in (model.encoder for model in models if isinstance(model, (PolicyModel, ValueModel)) and model.encoder):
+            encoder.set_trained(tower=not config.freeze_vit, projector=not config.freeze_aligner)
     chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):

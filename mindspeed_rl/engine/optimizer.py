@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.models.vision import PROJECTORS, TOWER
 
 #: every parameter's state has its own name, whatever the data-parallel size
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -44,23 +53,36 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
     """
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=config.bf16,
-            params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-            use_distributed_optimizer=config.use_distributed_optimizer,
-            overlap_param_gather=config.overlap_param_gather,
-        ),
-        chunks,
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.bf16,
+        params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_param_gather=config.overlap_param_gather,
     )
+    # (rate, whether it is that of the projector)
+    rates = [(rate, projects) for rate, projects in ((config.vit_lr, False), (config.aligner_lr, True)) if rate is not None]
+    if not rates:
+        return get_megatron_optimizer(settings, chunks)
+    overrides = get_standard_config_overrides(settings)
+    for rate, projects in rates:
+        part = ParamWithNamePredicate(f"vision {rate} {projects}", partial(_is_of_tower, projects=projects))
+        # the same schedule, at another height
+        overrides[ParamKey(with_name_predicate=part)] = {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr}
+    return get_megatron_optimizer(settings, chunks, overrides)
+
+
+def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
+    """Return True for a parameter of the vision tower, or of its projector."""
+    _, found, inner = name.partition(TOWER)
+    return bool(found) and inner.startswith(PROJECTORS) == projects
 
 
 def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:

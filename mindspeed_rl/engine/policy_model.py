@@ -35,8 +35,8 @@ class HeadRequest:
     Attributes:
         choices: token ids whose logits are the only results.
         top_k: the results are log-probs and ids of so many most probable tokens; 0 for those of the predicted tokens.
-        divergence: (log-probs at the columns teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
-            added; None where no teacher's tokens are compared.
+        divergence: (log-probs at the column teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
+            added for rows with these columns; None where no teacher's tokens are compared.
     """
 
     micro_batch: MicroBatch
@@ -135,7 +135,7 @@ class _ResponseAligned(GPTModel):
             packed_seq_params=packed_seq_params,
             **named,
         )
-        if packed_seq_params is not None and not torch.is_grad_enabled():
+        if self.encoder is not None and packed_seq_params is not None and not torch.is_grad_enabled():
             packed_seq_params.added = None  # no layer is computed again
         return output
 
@@ -243,7 +243,7 @@ class PolicyModel(_ResponseAligned):
             # ids are exact in float32 up to 2**24, more than any vocabulary has
             values = self._to_response([*log_probs.unbind(1), *ids.float().unbind(1)], micro_batch)
             return torch.stack(values[: labels.top_k], -1), torch.stack(values[labels.top_k :], -1)
-        if labels.divergence is None:
+        if labels.divergence is None or "teacher_ids" not in micro_batch.columns:
             return self._to_response(compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head), micro_batch)
         # [rows, width, k] -> those of this rank's predicted tokens
         ids, teacher = (

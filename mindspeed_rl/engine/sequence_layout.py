@@ -313,6 +313,38 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     return torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.int64)
 
 
+@dataclass
+class AddedFeatures:
+    """Features of images that the first layers add to their hidden states, flattened from [s, b, h] to [s * b, h].
+
+    Attributes:
+        tokens: [n] int64, indices of the hidden states.
+        levels: [n, h] for each layer; empty again after backward.
+    """
+
+    tokens: Tensor
+    levels: list[Tensor] = field(default_factory=list)
+
+    def select_slice(self, first: int, length: int) -> None:
+        """Keep what is among these hidden states, which are counted from the first of them."""
+        inside = (self.tokens >= first) & (self.tokens < first + length)
+        index = inside.nonzero()[:, 0]
+        self.tokens = self.tokens[index] - first
+        self.levels = [level.index_select(0, index) for level in self.levels]
+
+
+@dataclass(kw_only=True)
+class PaddedLayout(PackedSeqParams):
+    """PackedSeqParams of rows that are not packed; only to hand features to layers.
+
+    Attributes:
+        added: features of images.
+    """
+
+    qkv_format: str = "sbhd"
+    added: AddedFeatures | None = None
+
+
 @dataclass(kw_only=True)
 class PackedLayout(PackedSeqParams):
     """PackedSeqParams whose boundaries stay on the host, so that no layer has to read them back from the device.
@@ -324,6 +356,7 @@ class PackedLayout(PackedSeqParams):
         to_rank_major: the inverse.
         shared: the computed tokens under prefix sharing; hidden states, queries and keys are only of those, while `lengths`
             and boundaries are of full sequences. Never with context parallelism.
+        added: features of images, while a micro-batch with images runs.
     """
 
     lengths: tuple[int, ...]
@@ -331,6 +364,7 @@ class PackedLayout(PackedSeqParams):
     to_natural: Tensor | None = None
     to_rank_major: Tensor | None = None
     shared: SharedPrefixes | None = None
+    added: AddedFeatures | None = None
     _chunk_plans: dict[int, ChunkPlan] = field(default_factory=dict)
 
     @cached_property

@@ -79,5 +79,6 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
             f"config.json is of {classes or [model_type]}, a text model with a vision tower; its text model is supported: save "
             "it with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
         )
-    supported = ", ".join(name for candidate in known for name in candidate.hf_classes if name.endswith(("CausalLM", "Generation")))
+    names = [name for candidate in known for name in candidate.hf_classes]
+    supported = ", ".join(name for name in names if name.endswith(("CausalLM", "Generation")))
     raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported; supported are {supported}")

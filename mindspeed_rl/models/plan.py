@@ -146,6 +146,13 @@ def lay_out_model(
         noop_layers=parse_ints(config.noop_layers),
         num_experts=model_config.num_moe_experts or 0,
     )
+    levels = 0 if model_config.vision is None else len(model_config.vision.deepstack_layers)
+    if missing := set(range(levels)) - set(layout.chunk_layers(*layout.first_chunk)):
+        raise ValueError(
+            f"pipeline_model_parallel_size: {layout.pp} leaves decoder layer {min(missing)} to another stage than the first, "
+            f"and features of images are added after the first {levels} layers (deepstack_visual_indexes of config.json); use "
+            "fewer stages, or num_layer_list with more layers in front."
+        )
     balancing = RouterBalancing()
     if model_config.num_moe_experts is not None:
         coeff, kind = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type

@@ -103,7 +103,13 @@ def engine_of(setting: Setting) -> Iterator[TrainEngine]:
         parallel._seed_all(1)
         model = build_model(config, plan, trainable=True)
         load_weights(model, HfFolder(setting.folder))
-        shape = batch_shape(config, packed=setting.packed, pad_id=0, shares_prefixes=setting.shares_prefixes)
+        shape = batch_shape(
+            config,
+            packed=setting.packed,
+            pad_id=0,
+            shares_prefixes=setting.shares_prefixes,
+            vision=plan.model_config.vision,
+        )
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
         yield engine

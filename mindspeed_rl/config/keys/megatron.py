@@ -321,9 +321,15 @@ class _KernelKeys:
 class _PreferenceKeys:
     """Losses of stage sft and of the stages that compare two answers."""
 
-    sft_loss_type: Literal["nll", "dft"] = key("nll",
-        "sft: -log p of each token, or dft: weighted by p itself, so that tokens that the model finds unlikely pull less",
-        "sft：每个 token 的 -log p；dft：再乘以 p 本身，模型认为不可能的 token 拉力更小", stages="sft", on_resume="exact")
+    sft_loss_type: Literal["nll", "dft", "forward_kl", "reverse_kl"] = key("nll",
+        "sft: -log p of each token; dft: weighted by p itself, so that tokens that the model finds unlikely pull less; "
+        "forward_kl, reverse_kl: divergence from a teacher whose log-probs `mindspeed-rl teacher-log-probs` has stored",
+        "sft：每个 token 的 -log p；dft：再乘以 p 本身，模型认为不可能的 token 拉力更小；forward_kl、reverse_kl：与教师的散度，"
+        "教师的对数概率由 `mindspeed-rl teacher-log-probs` 存好", stages="sft", on_resume="exact")
+    teacher_topk_rest: Literal["drop", "lump"] = key("lump",
+        "probability outside of the teacher's stored tokens: dropped, or lumped into one more token",
+        "教师所存 token 之外的概率：舍去，或合并为一个额外的 token",
+        needs=("sft_loss_type", ("forward_kl", "reverse_kl")), stages="sft", on_resume="exact")
 
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "dpo: form of the loss", "dpo：损失的形式", stages="dpo",
         on_resume="exact")

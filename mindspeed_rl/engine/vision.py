@@ -1,0 +1,293 @@
+"""Images of a micro-batch: their tokens and rotary positions, and the tower that computes their features on the first stage.
+
+The features replace the embeddings of image tokens before these are scattered over tensor ranks. Those of further levels
+(deepstack, arXiv:2406.04334) are added to the hidden states after the first layers; they travel with the layout of the
+micro-batch, because a layer that is recomputed in backward must find them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor, nn
+
+from mindspeed_rl import adaptors
+from mindspeed_rl.engine.sequence_layout import AddedFeatures
+from mindspeed_rl.models.model_config import HfConfig, VisionConfig
+from mindspeed_rl.models.vision import PROJECTORS, PreparedImage
+
+#: features that a process keeps on the host
+_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images of a micro-batch of which this rank has tokens.
+
+    Attributes:
+        images: different ones, each of which is computed once.
+        tokens: [n] int64; indices of their tokens in this rank's embeddings, flattened from [s, b, h] to [s * b, h].
+        features: [n] int64; for each of these the row in the concatenated features of the images.
+    """
+
+    images: tuple[PreparedImage, ...]
+    tokens: Tensor
+    features: Tensor
+
+    @classmethod
+    def build(cls, images: Sequence[PreparedImage], owners: Tensor, rows: Tensor, vision: VisionConfig) -> ImageBatch:
+        """Build that of the tokens of this rank.
+
+        Args:
+            images: of the micro-batch.
+            owners: [tokens] int64 on the host; index of the image of each token of the hidden states, -1 for text.
+            rows: [tokens] int64; row of the token in the features of its image.
+        """
+        tokens = (owners >= 0).nonzero()[:, 0]
+        present, local = owners[tokens].unique(return_inverse=True)
+        mine = tuple(images[index] for index in present.tolist())
+        counts = torch.tensor([vision.count_tokens(image.grid) for image in mine], dtype=torch.int64)
+        starts = counts.cumsum(0) - counts
+        return cls(mine, tokens, starts[local] + rows[tokens] if mine else tokens)
+
+
+def find_images(ids: Tensor, images: Sequence[PreparedImage], vision: VisionConfig) -> list[int]:
+    """Return the index of the first token of each image of a row.
+
+    An image takes the next run of image tokens that is as long as its features. Other runs are text: a model may sample the
+    token itself.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    marks = nn.functional.pad((ids == vision.image_token_id).to(torch.int8), (1, 1)).diff()
+    starts = (marks == 1).nonzero()[:, 0]
+    runs = zip(starts.tolist(), ((marks == -1).nonzero()[:, 0] - starts).tolist())
+    found = []
+    for index, image in enumerate(images):
+        count = vision.count_tokens(image.grid)
+        start = next((start for start, length in runs if length == count), None)
+        if start is None:
+            raise ValueError(
+                f"image {index} of {len(images)} has {count} tokens (grid {list(image.grid)}), and no run of as many tokens "
+                f"{vision.image_token_id} follows those of the images before it; text and images are not of the same processor"
+            )
+        found.append(start)
+    return found
+
+
+def compute_axis_positions(length: int, starts: Sequence[int], images: Sequence[PreparedImage], vision: VisionConfig) -> Tensor:
+    """Return [3, length] int64: time, height and width of each token of a sequence.
+
+    Text advances on all axes together. An image begins at the next position; its rows and columns of tokens count from there,
+    and the text after it continues past the larger of the two.
+    """
+    positions = torch.arange(length).repeat(3, 1)
+    for start, image in zip(starts, images):
+        frames, rows, columns = image.grid[0], *(size // vision.merge_size for size in image.grid[1:])
+        end = start + frames * rows * columns
+        first = int(positions[0, start])
+        axes = torch.meshgrid(torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij")
+        positions[:, start:end] = first + torch.stack(axes).flatten(1)
+        positions[:, end:] += first + max(rows, columns) - end - (first - start)
+    return positions
+
+
+@dataclass
+class PlacedImages:
+    """Images of the sequences of a micro-batch, by token in natural order.
+
+    Attributes:
+        images: different ones.
+        positions: [3, tokens] int64.
+        owners, rows: as of `ImageBatch.build`.
+    """
+
+    images: list[PreparedImage]
+    positions: Tensor
+    owners: Tensor
+    rows: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        sequences: Sequence[Tensor],
+        images: Sequence[tuple[Sequence[int], Sequence[PreparedImage]]],
+        starts: Sequence[int],
+        positions: Tensor,
+        vision: VisionConfig,
+    ) -> PlacedImages:
+        """Place the images of sequences.
+
+        Args:
+            sequences: token ids of each.
+            images: of each sequence, with the index of their first tokens in it.
+            starts: index of the first token of each sequence.
+            positions: [tokens] int64 of text alone.
+        """
+        placed = cls([], positions.repeat(3, 1), torch.full_like(positions, -1), torch.zeros_like(positions))
+        known: dict[str, int] = {}
+        for ids, (firsts, some), start in zip(sequences, images, starts):
+            if not some:
+                continue
+            placed.positions[:, start : start + len(ids)] = compute_axis_positions(len(ids), firsts, some, vision)
+            for first, image in zip(firsts, some):
+                if image.key not in known:
+                    known[image.key] = len(placed.images)
+                    placed.images.append(image)
+                count = vision.count_tokens(image.grid)
+                tokens = slice(start + first, start + first + count)
+                placed.owners[tokens], placed.rows[tokens] = known[image.key], torch.arange(count)
+        return placed
+
+
+# ---------------------------------------------------------------------- the tower
+
+
+def build_tower(hf_config: HfConfig) -> nn.Module:
+    """Build transformers' vision tower and projector of a model, with random weights."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(**hf_config).vision_config
+    config._attn_implementation = adaptors.tower_attention()
+    return AutoModel.from_config(config)
+
+
+class _BlankImage:
+    """The smallest image: ranks and micro-batches without one take part in the backward pass of a tower that trains."""
+
+    key = ""
+
+    def __init__(self, vision: VisionConfig) -> None:
+        self.grid = (1, vision.merge_size, vision.merge_size)
+        self._shape = (vision.merge_size**2, vision.patch_dim)
+
+    def read(self) -> Tensor:
+        return torch.zeros(self._shape)
+
+
+class VisionEncoder:
+    """The tower of a model, which is a submodule of it.
+
+    Features of a frozen tower stay on the host, so that an update finds those that the log-probs were computed with.
+    """
+
+    def __init__(self, tower: nn.Module, vision: VisionConfig) -> None:
+        self._tower, self._vision = tower, vision
+        self._kept: OrderedDict[str, list[Tensor]] = OrderedDict()
+        self._kept_bytes = 0
+
+    @property
+    def is_trained(self) -> bool:
+        """True where a part of the tower trains."""
+        return any(parameter.requires_grad for parameter in self._tower.parameters())
+
+    def set_trained(self, *, tower: bool, projector: bool) -> None:
+        """Choose the parts of the tower that train."""
+        for name, parameter in self._tower.named_parameters():
+            parameter.requires_grad_(projector if name.startswith(PROJECTORS) else tower)
+
+    def embed(self, embeddings: Tensor, images: ImageBatch | None) -> tuple[Tensor, AddedFeatures | None]:
+        """Put the features of images in place of their tokens' embeddings [s, b, h].
+
+        Returns:
+            The embeddings, and the features of further levels for `AttachFeatures`.
+        """
+        if images is None or not images.images:
+            if self.is_trained and torch.is_grad_enabled():
+                levels = self._compute([_BlankImage(self._vision)])
+                embeddings = embeddings + 0.0 * sum(level.sum() for level in levels)
+            return embeddings, None
+        first, *others = (level.to(embeddings.dtype).index_select(0, images.features) for level in self._encode(images.images))
+        flat = embeddings.flatten(0, 1).index_copy(0, images.tokens, first)
+        embeddings = flat.view_as(embeddings)
+        if not others:
+            return embeddings, None
+        return embeddings, AddedFeatures(images.tokens, others)
+
+    def _encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        """Return the features [tokens of all images, hidden size] of each level."""
+        if self.is_trained:
+            return self._compute(images)
+        missing = [image for image in images if image.key not in self._kept]
+        found = {image.key: self._kept[image.key] for image in images if image.key in self._kept}
+        if missing:
+            counts = [self._vision.count_tokens(image.grid) for image in missing]
+            levels = [level.split(counts) for level in self._compute(missing)]
+            found |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
+        for key in (image.key for image in images):
+            self._keep(key, found[key])
+        device = next(self._tower.parameters()).device
+        return [
+            torch.cat([found[image.key][level].to(device) for image in images]) for level in range(len(found[images[0].key]))
+        ]
+
+    def _keep(self, key: str, levels: list[Tensor]) -> None:
+        """Keep features on the host; those that were not asked for the longest time go first."""
+        if key not in self._kept:
+            self._kept[key] = [level.cpu() for level in levels]
+            self._kept_bytes += sum(level.nbytes for level in self._kept[key])
+        self._kept.move_to_end(key)
+        while self._kept_bytes > _CACHE_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= sum(level.nbytes for level in oldest)
+
+    def _compute(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        weight = next(self._tower.parameters())
+        pixels = torch.cat([image.read() for image in images]).to(weight.device, weight.dtype)
+        grids = torch.tensor([image.grid for image in images], device=weight.device)
+        # a 16-bit model rounds every buffer; the angles of the tower are computed in float32
+        rotary: Any = self._tower.rotary_pos_emb
+        if rotary.inv_freq.dtype != torch.float32:
+            rotary.inv_freq = rotary.compute_axial_rope_parameters(rotary.config)[0].to(weight.device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
+            output = self._tower(pixels, grid_thw=grids)
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+class AttachFeatures(torch.autograd.Function):
+    """Identity on the embeddings that hands features to layers, and collects their gradients when those have run backward.
+
+    Layers get leaves and not the features: one that is recomputed runs its own backward pass, and several of them would walk
+    through the graph of the tower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, added: AddedFeatures, embeddings: Tensor, *levels: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        leaves = [level.detach().requires_grad_(needed) for level, needed in zip(levels, ctx.needs_input_grad[2:])]
+        added.levels, ctx.added = leaves, added
+        return embeddings.view_as(embeddings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
+        leaves, ctx.added.levels = ctx.added.levels, []
+        return None, grad, *(leaf.grad for leaf in leaves)
+
+
+def add_to_layers(model: GPTModel, layers: Sequence[int | None], levels: int) -> None:
+    """Have the first layers of the model add the features of further levels to what they return.
+
+    Args:
+        layers: index of the real layer in each slot of the chunk, None for an empty one.
+        levels: the number of them: level i is added after layer i.
+    """
+    for module, layer in zip(model.decoder.layers, layers):
+        if layer is not None and layer < levels:
+            module.register_forward_hook(_build_hook(layer), with_kwargs=True)
+
+
+def _build_hook(level: int) -> Any:
+    def add(module: nn.Module, args: object, kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        added = getattr(kwargs.get("packed_seq_params"), "added", None)
+        if added is None:
+            return output
+        hidden, *others = output
+        flat = hidden.flatten(0, 1).index_add(0, added.tokens, added.levels[level])
+        return (flat.view_as(hidden), *others)
+
+    return add

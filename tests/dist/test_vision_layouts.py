@@ -1,0 +1,171 @@
+"""Models that see images compute and train as transformers' do, and alike under every layout, packing and prefix sharing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vision_jobs as jobs
+from comparison import assert_same_training, losses
+from ranks import Ranks
+from slow_layouts import EP, PP, RECOMPUTE, RING, SP, ULYSSES, marked
+from training_jobs import KEYS, TEMPERATURE, Setting
+
+TRAINED = {"freeze_vit": False, "freeze_aligner": False}
+ZERO = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "padded": ("qwen3", 1, {"packed": False}),
+    "padded, recomputed": ("qwen3", 1, {"packed": False, "keys": RECOMPUTE}),
+    "token budget, recomputed": ("qwen3", 1, {"token_budget": 60, "keys": RECOMPUTE}),
+    "shared prefixes": ("qwen3", 1, {"token_budget": 90, "shares_prefixes": True}),
+    "DP2, micro-batches without image": ("qwen2.5", 2, {"micro_batch_size": 1, "keys": ZERO}),
+    "TP2": ("qwen3", 2, {"keys": {"tensor_model_parallel_size": 2}}),
+    "TP2 SP recomputed": ("qwen3", 2, {"keys": SP | RECOMPUTE}),
+    "TP2 SP padded": ("qwen3", 2, {"keys": SP, "packed": False}),
+    "PP2": ("qwen3", 2, {"keys": PP}),
+    "CP2 Ulysses": ("qwen3", 2, {"keys": ULYSSES}),
+    "CP2 Ulysses padded": ("qwen2.5", 2, {"keys": ULYSSES, "packed": False}),
+    "CP2 ring": ("qwen2.5", 2, {"keys": RING}),
+    "EP2": ("qwen3_moe", 2, {"keys": EP}),
+    "TP2 SP ETP1": ("qwen3_moe", 2, {"keys": SP | {"expert_tensor_parallel_size": 1}}),
+    "PP2 CP2": ("qwen3", 4, {"keys": PP | RING}),
+}
+_QUICK = ("padded, recomputed", "DP2, micro-batches without image", "TP2 SP recomputed", "PP2", "CP2 ring", "EP2")
+_Report = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Hugging Face folders of the tiny models by name."""
+    return {name: str(jobs.save(name, tmp_path_factory.mktemp(name))) for name in jobs.CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> _Report:
+    """(model name) -> what one process reports that trains all parts with packed micro-batches of two rows."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def report(name: str) -> list[dict[str, Any]]:
+        if name not in known:
+            known[name] = ranks(1).run(jobs.train, setting=Setting(folders[name], TRAINED))
+        return known[name]
+
+    return report
+
+
+def _log_softmax(model: torch.nn.Module, ids: torch.Tensor, prompt: int, images: tuple[jobs.NoiseImage, ...]) -> torch.Tensor:
+    """Log-probs of the vocabulary before each response token, by transformers."""
+    # what a model samples is text, also where it is the token of images
+    types = (ids == jobs.IMAGE).int()
+    types[prompt:] = 0
+    model.model.get_placeholder_mask = lambda *args, inputs_embeds, **named: (
+        types.bool()[None, :, None].expand_as(inputs_embeds),
+        torch.zeros_like(inputs_embeds, dtype=torch.bool),
+    )
+    inputs: dict[str, torch.Tensor] = {"mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
+    if images:
+        inputs["pixel_values"] = torch.cat([image.read() for image in images])
+        inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
+    return (model(input_ids=ids[None], **inputs).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
+
+
+def _log_probs(model: torch.nn.Module) -> list[np.ndarray]:
+    rows = jobs.all_rows()
+    assert rows.images is not None
+    found = []
+    for ids, prompt, images in zip(rows.input_ids, rows.prompt_lengths, rows.images):
+        with torch.no_grad():
+            found.append(_log_softmax(model, ids, prompt, images).gather(1, ids[prompt:, None])[:, 0].numpy())
+    return found
+
+
+@pytest.mark.parametrize("name", jobs.CONFIGS)
+def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], folders: dict[str, str], name: str) -> None:
+    (ours,) = ranks(1).run(jobs.forward, setting=Setting(folders[name], shares_prefixes=True, token_budget=90))
+    for found, expected in zip(ours, _log_probs(jobs.build(name)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_images_that_are_swapped_between_rows_change_these_rows_alone(
+    ranks: Callable[[int], Ranks], folders: dict[str, str]
+) -> None:
+    setting = Setting(folders["qwen3"], shares_prefixes=True, token_budget=90)
+    (before,) = ranks(1).run(jobs.forward, setting=setting)
+    (after,) = ranks(1).run(jobs.forward, setting=setting, swapped=True)
+    changes = [float(np.abs(one - other).max()) for one, other in zip(before, after)]
+    assert min(changes[1], changes[3]) > 0.01
+    assert max(change for row, change in enumerate(changes) if row not in (1, 3)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_tower_projector_and_language_model_train_as_in_transformers(one_process: _Report, name: str) -> None:
+    model, rows, ours = jobs.build(name), jobs.all_rows(), one_process(name)
+    assert rows.images is not None
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": KEYS["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=KEYS["lr_warmup_init"], betas=(0.9, 0.999), eps=KEYS["adam_eps"])
+    found, norms = [], []
+    for step in range(3):
+        total = torch.zeros(())
+        for ids, prompt, images, weights in zip(rows.input_ids, rows.prompt_lengths, rows.images, rows.columns["weights"]):
+            log_softmax = _log_softmax(model, ids, prompt, images)
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+            total = total - (weights * log_softmax.gather(1, ids[prompt:, None])[:, 0] + 0.1 * entropy).sum()
+        loss = total / sum(rows.response_lengths)
+        optimizer.zero_grad()
+        loss.backward()
+        found.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), KEYS["clip_grad"]).item())
+        start = KEYS["lr_warmup_init"]  # 2 steps to lr, then a cosine over the other 18
+        rate = (
+            start + (KEYS["lr"] - start) * step / 2 if step < 2 else KEYS["lr"] * (1 + math.cos(math.pi * (step - 2) / 18)) / 2
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    assert losses(ours) == pytest.approx(found, rel=1e-4)
+    assert ours[0]["grad_norm"] == pytest.approx(norms, rel=1e-4)
+    weights = {jobs.get_saved_name(name, key): value.detach() for key, value in model.named_parameters()}
+    for key, weight in ours[0]["weights"].items():
+        if key in weights:  # the head of a tied model is the embedding
+            torch.testing.assert_close(torch.tensor(weight), weights[key], rtol=1e-4, atol=4e-6, msg=key)
+
+
+def test_each_part_trains_alone_and_with_its_own_learning_rate(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> None:
+    before = {jobs.get_saved_name("qwen3", key): value.detach() for key, value in jobs.build("qwen3").named_parameters()}
+
+    def measure(keys: dict[str, Any]) -> dict[str, float]:
+        """The largest change of a weight of each part after a step."""
+        (report,) = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], keys | {"lr_warmup_init": 0.0}), steps=2)
+        changes = {"tower": 0.0, "projector": 0.0, "text": 0.0}
+        for key, weight in report["weights"].items():
+            part = "projector" if "merger" in key else "tower" if "visual" in key else "text"
+            if key in before:
+                changes[part] = max(changes[part], float((torch.tensor(weight) - before[key]).abs().max()))
+        return changes
+
+    frozen = measure({})
+    assert frozen["tower"] == frozen["projector"] == 0.0 < frozen["text"]
+    projector = measure({"freeze_aligner": False, "aligner_lr": 1e-5})
+    assert projector["tower"] == 0.0 < projector["projector"] < 0.02 * projector["text"]
+    tower = measure({"freeze_vit": False, "vit_lr": 1e-5})
+    assert tower["projector"] == 0.0 < tower["tower"] < 0.02 * tower["text"]
+
+
+@pytest.mark.parametrize(("name", "size", "changes"), marked(LAYOUTS, LAYOUTS.keys() - _QUICK))
+def test_every_layout_trains_as_one_process_does(
+    ranks: Callable[[int], Ranks],
+    one_process: _Report,
+    folders: dict[str, str],
+    name: str,
+    size: int,
+    changes: dict[str, Any],
+) -> None:
+    changes = {**changes, "keys": TRAINED | changes.get("keys", {})}
+    reports = ranks(size).run(jobs.train, setting=Setting(folders[name], **changes), timeout_s=240)
+    assert_same_training(reports, one_process(name), tolerance=2e-5)
