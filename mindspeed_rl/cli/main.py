@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("mindspeed_rl.cli.plan", "compute whether a run fits, before a device is booked"),
     "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
     "preprocess": ("mindspeed_rl.cli.preprocess", "turn raw data into Megatron indexed datasets"),
+    "teacher-log-probs": ("mindspeed_rl.cli.teacher_log_probs", "store a teacher's log-probs of supervised data"),
     "generate": ("mindspeed_rl.cli.generate", "generate responses to prompts"),
     "chat": ("mindspeed_rl.cli.chat", "talk with a model on the console"),
     "evaluate": ("mindspeed_rl.cli.evaluate", "score a model on benchmark data"),

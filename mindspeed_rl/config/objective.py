@@ -27,7 +27,7 @@ from mindspeed_rl.catalogue.records import (
     Scale,
     find,
 )
-from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.rl import DistillationKeys, RLConfig
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.keys.generate import GenerateConfig
@@ -373,12 +373,12 @@ def build_objective(
         rollout_importance_sampling_threshold=rl.rollout_importance_sampling_threshold,
         rollout_importance_sampling_threshold_min=rl.rollout_importance_sampling_threshold_min,
         log_rollout_offpolicy_metrics=rl.log_rollout_offpolicy_metrics,
-        distillation=_build_distillation(rl) if rl.distillation.enabled else None,
+        distillation=build_distillation(rl.distillation) if rl.distillation.enabled else None,
     )
 
 
-def _build_distillation(rl: RLConfig) -> Distillation:
-    keys = rl.distillation
+def build_distillation(keys: DistillationKeys) -> Distillation:
+    """Return the term of the teachers."""
     weights = [1.0] if keys.teacher_keys else keys.teacher_weights or [1.0] * len(keys.teacher_models)
     total = sum(weights) or 1.0
     return Distillation(
@@ -513,6 +513,13 @@ def _supervised_formula(cfg: RunConfig) -> str:
         "prm": "loss = cross entropy of the reward token at each placeholder",
     }
     weight = "sg[pi(token)] * " if cfg.stage == "sft" and train.sft_loss_type == "dft" else ""
+    if cfg.stage == "sft" and train.sft_loss_type in _TOP_K_KINDS.values():
+        rest = "lumped into one token" if train.teacher_topk_rest == "lump" else "dropped"
+        sums = {"forward_kl": "p (log p - log pi)", "reverse_kl": "pi (log pi - log p)"}
+        return (
+            f"loss = mean over all trained tokens of the global batch of sum {sums[train.sft_loss_type]} over the teacher's "
+            f"stored tokens, p the teacher, the rest {rest}"
+        )
     text = forms.get(cfg.stage or "", f"loss = mean over all trained tokens of the global batch of {weight}-log pi(token)")
     if cfg.stage in ("dpo", "simpo") and train.pref_ftx:
         text += f" + {train.pref_ftx:g} * (-log pi(chosen))"

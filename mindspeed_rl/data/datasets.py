@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -16,12 +17,67 @@ class _WithImages(TypedDict, total=False):
     images: tuple[StoredImage, ...]
 
 
-class InstructionSample(_WithImages):
+class StoredLogProbs:
+    """Most probable tokens of a teacher for supervised data: `<prefix>_teacher.bin` and, written last, `<prefix>_teacher.json`.
+
+    For each row all predicted tokens, each with k ids (int32) and then k log-probs (float32), in falling order.
+
+    Attributes:
+        metadata: of the teacher and the data, as written.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        """Map the file.
+
+        Raises:
+            ValueError: it does not exist or is not complete.
+        """
+        self._prefix, (data, index) = str(prefix), self.files(prefix)
+        if not index.is_file():
+            raise ValueError(
+                f"sft_loss_type: there are no log-probs of a teacher for {prefix} ({index.name}); write them with "
+                "`mindspeed-rl teacher-log-probs`"
+            )
+        self.metadata: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+        self._offsets = np.cumsum([0, *self.metadata["lengths"]])
+        k = self.metadata["topk"]
+        if data.stat().st_size != self._offsets[-1] * self.record(k).itemsize:
+            raise ValueError(f"sft_loss_type: {data} has another size than {index.name} says; write it again")
+        self._records = np.memmap(data, dtype=self.record(k), mode="r") if self._offsets[-1] else np.empty(0, self.record(k))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it has."""
+        return len(self._offsets) - 1
+
+    @staticmethod
+    def files(prefix: str | Path) -> tuple[Path, Path]:
+        """Return the paths of data and index."""
+        start = Path(prefix).expanduser()
+        return start.with_name(f"{start.name}_teacher.bin"), start.with_name(f"{start.name}_teacher.json")
+
+    @staticmethod
+    def record(k: int) -> np.dtype[Any]:
+        """Return the type of one token."""
+        return np.dtype([("ids", "<i4", (k,)), ("log_probs", "<f4", (k,))])
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [tokens, k] int64 and log-probs [tokens, k] float32 of a row."""
+        records = self._records[self._offsets[index] : self._offsets[index + 1]]
+        return records["ids"].astype(np.int64), records["log_probs"].astype(np.float32)
+
+
+class _WithTeacher(TypedDict, total=False):
+    teacher: tuple[np.ndarray, np.ndarray]
+
+
+class InstructionSample(_WithImages, _WithTeacher):
     """One row of supervised tuning.
 
     input_ids, labels: [tokens] int64, padding cut off; labels are unshifted, IGNORE_INDEX where nothing is learnt.
     sample_lengths: [samples] int64, the lengths of the samples in a pack; they add up to `tokens`. One entry for a plain row.
     images: of all samples, in the order of their tokens; for a model of images.
+    teacher: ids and log-probs of `StoredLogProbs`, where the loss reads them.
     """
 
     input_ids: np.ndarray
@@ -41,6 +97,7 @@ class InstructionDataset:
         splits_packs: keep the samples of a plain pack separate; `check_sample_lengths` has passed.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
         image_rules: of a model with images.
+        teacher: log-probs that rows get.
 
     Raises:
         ValueError: see `IndexedColumns`.
@@ -54,7 +111,9 @@ class InstructionDataset:
         pad_id: int | None = None,
         splits_packs: bool = False,
         image_rules: ImageRules | None = None,
+        teacher: StoredLogProbs | None = None,
     ) -> None:
+        self._teacher = teacher
         columns = ("input_ids", "attention_mask", "labels")
         self._rows = IndexedColumns(prefix, columns, same_length=[columns])
         self._seq_length = seq_length
@@ -111,6 +170,8 @@ class InstructionDataset:
         sample = InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=sample_lengths)
         if self._images is not None:
             sample["images"] = self._images.row(index)
+        if self._teacher is not None:
+            sample["teacher"] = self._teacher.row(index)
         return sample
 
 

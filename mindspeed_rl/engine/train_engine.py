@@ -84,7 +84,7 @@ class TrainEngine:
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None: the latter.
         top_k: most probable tokens that `forward` returns instead, as log-probs and ids; 0: log-probs and entropies.
-        divergence: of the head in updates (`HeadRequest`); None without teachers' tokens.
+        divergence: of the head, for rows that have the columns of teachers (`HeadRequest`); None without teachers' tokens.
         on_gradients: called in every step between the backward pass and the optimizer, if any.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
@@ -480,7 +480,7 @@ class TrainEngine:
                 self.config.loss_chunk_size,
                 self.choices,
                 0 if not forward_only else self.top_k,
-                None if forward_only else self.divergence,
+                self.divergence,
             )
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -19,7 +19,9 @@ from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.indexed import (
+    IndexedColumns,
     check_columns,
     check_sample_lengths,
     column_prefix,
@@ -210,5 +212,9 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
             if vocab_size is not None and not (config.stage == "pretrain" and is_weight(prefix)):
                 path = Path(str(prefix)).expanduser()
                 check_columns(path, vocab_size, f"megatron_training.{key}")
+                if config.stage == "sft" and config.sft_loss_type in ("forward_kl", "reverse_kl"):
+                    count, rows = StoredLogProbs(path).num_rows, len(IndexedColumns(path, ["input_ids"]))
+                    if count != rows:
+                        raise ValueError(f"sft_loss_type: log-probs of a teacher are of {count} rows, but {path} has {rows}")
                 if config.stage == "sft" and config.pack and config.reset_attention_mask and not config.neat_pack:
                     check_sample_lengths(path)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import Distillation
+from mindspeed_rl.config.objective import Distillation, build_distillation
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.client import DataPlane
@@ -77,6 +77,12 @@ class TeacherServers:
         self._timers = Timers(worker="teacher servers")
         self._models: dict[str, str] = {}
 
+    @classmethod
+    def of_server(cls, address: str, top_k: int) -> TeacherServers:
+        """Return a client of one server that requests so many tokens a position."""
+        keys = DistillationKeys(enabled=True, teacher_models=[address], loss_mode="forward_kl_topk", topk=top_k)
+        return cls(build_distillation(keys), keys, None, 0.0)
+
     def check(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         """Check that each server returns log-probs of a prompt, and has the tokenizer of the student.
 
@@ -98,6 +104,12 @@ class TeacherServers:
                     f"rl_config.distillation.teacher_models: {address} has another tokenizer than the actor: token {token} is "
                     f"{theirs!r} there and {ours!r} here, and ids are not mapped"
                 )
+
+    def request(self, address: str, sequences: Sequence[tuple[list[int], int]]) -> list[tuple[Tensor, Tensor]]:
+        """Return log-probs and ids, [size, k] each, of the last `size` tokens of each (token ids, size)."""
+        replies = asyncio.run(self._request_all([(address, ids) for ids, _ in sequences]))
+        judged = [self._read(ids, size, reply) for (ids, size), reply in zip(sequences, replies, strict=True)]
+        return [(one.log_probs, one.ids) for one in judged]
 
     def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
         """Put the teachers' log-probs of the first `count` rows into the data plane."""

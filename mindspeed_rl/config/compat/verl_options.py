@@ -659,12 +659,13 @@ def _build_global() -> dict[str, Option]:
             ("max_concurrent memory_limit_mb", _BY_SWITCH)]),
         **_under("distillation.", [
             ("enabled n_gpus_per_node nnodes teacher_models.teacher_model.model_path "
-             + _put("distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode topk use_policy_gradient use_task_rewards",
-                    "distillation_loss."), with_others("rl_config.distillation")),
+             + _put("distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode topk use_policy_gradient "
+                    "use_task_rewards", "distillation_loss."), with_others("rl_config.distillation")),
             ("teacher_key teacher_models.teacher_model.key teacher_models.teacher_model.num_replicas",
              no_effect("there is one teacher, on all devices of its pool")),
             (_put("policy_loss_mode", "distillation_loss."), same("the loss of the actor", "vanilla")),
-            (_put("clip_ratio clip_ratio_high clip_ratio_low", "distillation_loss."), with_others("the clip of the actor's loss")),
+            (_put("clip_ratio clip_ratio_high clip_ratio_low", "distillation_loss."),
+             with_others("the clip of the actor's loss")),
             (_put(f"{_ENGINE} limit_images temperature", "teacher_models.teacher_model.inference."),
              no_effect("the teacher is a Megatron model here"))]),
         "transfer_queue.enable": by(

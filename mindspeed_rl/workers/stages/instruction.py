@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from mindspeed_rl.algorithms.distillation import compute_divergence
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample
+from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample, StoredLogProbs
 from mindspeed_rl.data.images import StoredImage, split_images
 from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.tokenizer import hash_vocabulary
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -50,6 +53,8 @@ class Instruction(Stage[InstructionSample]):
         super().__init__(config, tokenizer)
         self.packed = config.reset_attention_mask
         check_resets(config.reset_position_ids, config.reset_attention_mask)
+        if config.sft_loss_type in ("forward_kl", "reverse_kl"):
+            self.divergence = partial(_compute_divergence, kind=config.sft_loss_type, rest=config.teacher_topk_rest)
 
     def open(self, prefix: str | Path) -> InstructionDataset:
         config = self.config
@@ -59,7 +64,22 @@ class Instruction(Stage[InstructionSample]):
             pad_id=self.tokenizer.pad_token_id,
             splits_packs=config.pack and config.reset_attention_mask and not config.neat_pack,
             image_rules=self.image_rules,
+            teacher=None if self.divergence is None else self._open_teacher(prefix),
         )
+
+    def _open_teacher(self, prefix: str | Path) -> StoredLogProbs:
+        """Open the stored log-probs of a teacher.
+
+        Raises:
+            ValueError: there are none, or they are of another tokenizer.
+        """
+        stored, ours = StoredLogProbs(prefix), hash_vocabulary(self.tokenizer.get_vocab())
+        if stored.metadata["vocabulary"] != ours:
+            raise ValueError(
+                f"sft_loss_type: those of a teacher for {prefix} are of vocabulary {stored.metadata['vocabulary']}, but the "
+                f"tokenizer of this run has {ours}"
+            )
+        return stored
 
     def count_cut(self, items: SupportsLenAndGetItem[InstructionSample]) -> tuple[int, int]:
         assert isinstance(items, Subset) and isinstance(items.dataset, InstructionDataset)  # as `datasets` returns them
@@ -79,7 +99,37 @@ class Instruction(Stage[InstructionSample]):
                 split = split_images(item.get("images", ()), [ids for ids, _ in pack])
                 images += [split[index] for index in learnt]
         rows = build_labelled_rows(samples)
+        if self.divergence is not None:
+            rows = replace(rows, columns={**rows.columns, **_split_teachers(items, rows, group_sizes)})
         return replace(rows, group_sizes=group_sizes, images=images or None)
+
+
+def _compute_divergence(student: torch.Tensor, teacher: torch.Tensor, *, kind: str, rest: str) -> tuple[torch.Tensor, ...]:
+    """Return the divergence [n], and the probability of the stored tokens under student and teacher."""
+    masses = [values.detach().exp().sum(-1) for values in (student, teacher)]
+    return compute_divergence(student, teacher, kind=kind, rest=rest), masses[0], masses[1]
+
+
+def _split_teachers(
+    items: Sequence[InstructionSample], rows: Rows, group_sizes: Sequence[int]
+) -> dict[str, list[torch.Tensor]]:
+    """Return the columns of the teacher, of each row that an item has become.
+
+    Raises:
+        ValueError: they were stored for rows of other lengths.
+    """
+    columns: dict[str, list[torch.Tensor]] = {"teacher_ids": [], "teacher_log_probs": []}
+    lengths = rows.response_lengths
+    for item, size in zip(items, group_sizes, strict=True):
+        mine, lengths = lengths[:size], lengths[size:]
+        for name, values in zip(columns, item["teacher"]):
+            if len(values) != sum(mine):
+                raise ValueError(
+                    f"sft_loss_type: the teacher's log-probs of a row are of {len(values)} tokens, but it has {sum(mine)}: "
+                    "they were written with another seq_length or other packs; write them again"
+                )
+            columns[name] += torch.from_numpy(values).split(mine)
+    return columns
 
 
 def check_resets(position_ids: bool, attention_mask: bool) -> None:

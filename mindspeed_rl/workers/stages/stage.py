@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils import data
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
@@ -39,6 +40,7 @@ class Stage(ABC, Generic[_Item]):
         choices: token ids the head's distribution is restricted to; None for the full vocabulary.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
         image_rules: of a model with images; set before the data are opened.
+        divergence: of the head, from the columns of a teacher; None without.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
@@ -47,6 +49,7 @@ class Stage(ABC, Generic[_Item]):
     packed: bool = False
     choices: tuple[int, ...] | None = None
     image_rules: ImageRules | None = None
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -67,6 +70,10 @@ class Stage(ABC, Generic[_Item]):
         of p, not of log p.
         """
         mask = inputs.columns["loss_mask"] & inputs.mask
+        if self.divergence is not None:
+            divergence, student, teacher = (torch.where(mask, values, 0.0) for values in inputs.outputs[2:])
+            masses = {"student_mass": masked_mean(student, mask), "teacher_mass": masked_mean(teacher, mask)}
+            return LossOutput(divergence.sum(), mask.sum(), PendingMetrics(masses))
         log_probs = torch.where(mask, inputs.outputs[0], 0.0)
         losses = -log_probs if self.config.sft_loss_type == "nll" else -log_probs.detach().exp() * log_probs
         return LossOutput(losses.sum(), mask.sum())

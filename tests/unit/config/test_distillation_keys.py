@@ -65,4 +65,4 @@ def test_the_plan_page_prints_the_term_and_its_place_in_the_loss() -> None:
 
 
 def test_a_key_of_another_loss_mode_is_said_to_have_no_effect() -> None:
-    assert find_keys_without_effect(run_of(loss_mode="k3", topk=8))["rl_config.distillation.topk"] == 'loss_mode is "k3"'
+    assert find_keys_without_effect(run_of(loss_mode="k3", topk=8))["rl_config.distillation.topk"] == "loss_mode is k3"
