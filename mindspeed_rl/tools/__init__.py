@@ -10,6 +10,7 @@ TOOLS: dict[str, str] = {
     "calculator": "mindspeed_rl.tools.calculator:Calculator",
     "code_interpreter": "mindspeed_rl.tools.code_interpreter:CodeInterpreter",
     "finish": "mindspeed_rl.tools.finish:Finish",
+    "sandbox": "mindspeed_rl.tools.sandbox_tool:SandboxTool",
     "search": "mindspeed_rl.tools.search:Search",
 }
 """Built-in tools: name -> class with the arguments (config, schema, settings, where)."""

@@ -8,10 +8,12 @@ it started after its time, at its memory limit, and with the run.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
 import os
 import re
+import resource
 import subprocess
 import tempfile
 import time
@@ -31,6 +33,7 @@ _SUBJECT = "rl_config.agent"
 #: the process that waits for a command is killed this much later than the command
 _GRACE_S = 15.0
 _MAX_OUTPUT_BYTES, _MAX_REASON = 1 << 16, 1000
+_NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PLACE = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
@@ -196,16 +199,43 @@ def check_program(keys: AgentKeys) -> None:
         raise ValueError(f"{_SUBJECT}.url is {keys.url!r}, but must look like http://127.0.0.1:8000/play")
 
 
-def run_command(command: list[str], folder: str, env: dict[str, str], timeout_s: float) -> ToolResult:
+def run_command(
+    command: list[str],
+    folder: str,
+    env: dict[str, str],
+    timeout_s: float,
+    memory_bytes: int | None = None,
+    network: bool = True,
+    merge: bool = False,
+) -> ToolResult:
     """Run a command and return its exit status and outputs as JSON; called in a process of the tools.
+
+    Args:
+        memory_bytes: of each of its processes; None for the pool's limit alone.
+        network: False takes the network away, where the kernel allows it.
+        merge: errors go to the output.
 
     Raises:
         ToolError: it does not start, or took too long; whatever it started is killed by the pool.
     """
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:  # this process has one thread
+        if memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        if not network:
+            libc.unshare(_NEW_NETWORK if os.geteuid() == 0 else _NEW_NETWORK | _NEW_USER)
+
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                command,
+                cwd=folder,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if merge else errors,
+                preexec_fn=prepare,
             )
         except (OSError, ValueError) as error:
             raise ToolError(f"{command[0]!r} does not start: {error}") from None

@@ -18,6 +18,7 @@ from mindspeed_rl.rewards.sandbox import SandboxLimits, available_isolation, run
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.sandboxes import SandboxFusion
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -37,9 +38,7 @@ _GRACE_S = 5.0
 _MAX_CHARACTERS = 1 << 16
 #: MiB of a program; with the process that waits for it, at most 2 GiB
 _MEMORY = (64, 1536)
-_FOREIGN = tuple(
-    "sandbox_fusion_url default_timeout num_workers rate_limit enable_global_rate_limit default_language type".split()
-)
+_FOREIGN = tuple("default_timeout num_workers rate_limit enable_global_rate_limit default_language type".split())
 
 # __BLOCKS__ is the JSON text of the list of code blocks; the output of all but the last is discarded.
 _PROGRAM = r"""
@@ -87,8 +86,8 @@ class CodeInterpreter(Tool):
     """Runs code in the sandbox of this project.
 
     Args:
-        config: memory_mib of a program; or default_timeout and memory_limit_mb of MindSpeed-RL's tool. A warning names its key
-            sandbox_fusion_url, which has no effect; other keys for its server are ignored.
+        config: memory_mib of a program; or default_timeout and memory_limit_mb of MindSpeed-RL's tool. With sandbox_fusion_url
+            the code runs at that server of SandboxFusion; other keys for it are ignored.
         schema: None for the tool's own; otherwise with a parameter of text, `code`.
     """
 
@@ -99,10 +98,11 @@ class CodeInterpreter(Tool):
         memory_mib = options.read_integer("memory_limit_mb", 512, *_MEMORY)
         self._memory_mib = options.read_integer("memory_mib", memory_mib, *_MEMORY)
         # default_timeout and the number of parallel calls are read in tool_file
-        ignored = options.discard(*_FOREIGN)
+        url = options.read_text("sandbox_fusion_url")
+        server = {"url": url, "memory_mib": self._memory_mib}
+        self._server = None if url is None else SandboxFusion(OptionReader(server, where), where)
+        options.discard(*_FOREIGN)
         options.reject_unknown()
-        if url := ignored.get("sandbox_fusion_url"):
-            _LOG.warning("%s: sandbox_fusion_url=%s has no effect; code runs in this project's sandbox", where, url)
         super().__init__(settings, [validate_schema(_SCHEMA if schema is None else schema, where)])
         properties = self.schemas[0]["function"]["parameters"].get("properties", {})
         if "code" not in properties:
@@ -112,12 +112,19 @@ class CodeInterpreter(Tool):
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`; logs once which isolation is missing on this machine."""
         self._processes = processes
+        if self._server is not None:
+            return
         try:
             reply = await processes.call({"op": "call", "target": f"{__name__}:_list_missing_isolation", "arguments": {}}, 60.0)
         except ToolError as error:
             raise ValueError(f"code_interpreter: the sandbox cannot be started: {error}") from None
         if reply["text"]:
             _LOG.warning("code_interpreter: the code of models runs without isolation of %s on this machine", reply["text"])
+
+    async def close(self) -> None:
+        """See `Tool`."""
+        if self._server is not None:
+            await self._server.close()
 
     def open(self, options: RowOptions) -> Session:
         """See `Tool`."""
@@ -128,6 +135,12 @@ class CodeInterpreter(Tool):
             code = call.arguments["code"]
             if fenced := _FENCE.findall(code):
                 code = "\n".join(fenced)
+            if self._server is not None:
+                result, _ = await self._server.run_code(_build_program([*blocks, code]), "python", timeout_s, {})
+                if result.status == 124:  # it is not run again
+                    raise ToolError(result.output.strip(), "timeout")
+                blocks.append(code)
+                return ToolResult(result.output.strip("\n"))
             arguments = {"blocks": [*blocks, code], "wall_s": timeout_s, "memory_mib": memory_mib}
             request = {"op": "call", "target": f"{__name__}:run_blocks", "arguments": arguments}
             reply = await processes.call(request, timeout_s + _GRACE_S)
@@ -153,7 +166,7 @@ def run_blocks(blocks: Sequence[str], wall_s: float, memory_mib: int) -> ToolRes
     Raises:
         ToolError: it exceeded its time or memory, or the program ended in another way.
     """
-    program = _PROGRAM.replace("__BLOCKS__", repr(json.dumps(list(blocks))))
+    program = _build_program(blocks)
     limits = SandboxLimits(wall_s=wall_s, cpu_s=int(wall_s) + 1, memory_mib=memory_mib)
     result = run_python(program, b"", limits)
     texts = [_decode(result.output), _decode(result.errors)]
@@ -169,6 +182,10 @@ def run_blocks(blocks: Sequence[str], wall_s: float, memory_mib: int) -> ToolRes
     if problem:
         raise ToolError(text, "timeout" if result.timed_out else "failed")
     return ToolResult(text, metrics={"code_raised": float(bool(result.errors))})
+
+
+def _build_program(blocks: Sequence[str]) -> str:
+    return _PROGRAM.replace("__BLOCKS__", repr(json.dumps(list(blocks))))
 
 
 def _decode(output: bytes) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.run_files import check_yaml
+from mindspeed_rl.tools import openenv
 from mindspeed_rl.tools.interface import Environment, JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.running import run_in_thread
@@ -35,7 +36,7 @@ class EnvironmentSpec:
     """The environment of a run file.
 
     Attributes:
-        target: module:Class, or verifiers:NAME.
+        target: module:Class, openenv:URL, or verifiers:NAME.
         args: of the class, or of the library's load_environment.
         python: an interpreter that has the library; None for this one.
         timeout_s: of one reset or step, or of an episode of a program; None for the default.
@@ -87,13 +88,21 @@ def make_environment_factory(
     """Return a function that creates an environment for a trajectory.
 
     Args:
-        target: module:Class, or any callable that creates one.
+        target: module:Class, or any callable that creates one; or openenv:URL.
         args: its arguments.
         timeout_s: of one reset or step; None for the default.
 
     Raises:
         ValueError: there is no such class, or it lacks reset or step.
     """
+    if target.startswith(openenv.PREFIX):
+        url, options = target.removeprefix(openenv.PREFIX), dict(args or {})
+        known = set(inspect.signature(openenv.OpenEnvEnvironment).parameters) - {"url"}
+        if not url.startswith(("http://", "https://", "ws://", "wss://")) or not set(options) <= known:
+            raise ValueError(
+                f"{_SUBJECT}: {target} must look like {openenv.PREFIX}http://host:port, with args of {', '.join(sorted(known))}"
+            )
+        return lambda: _CheckedEnvironment(openenv.OpenEnvEnvironment(url, **options), target, timeout_s or _STEP_LIMIT_S)
     factory = registry.load(target, _SUBJECT, wraps=Exception)
     if not callable(factory):
         raise ValueError(f"{_SUBJECT}: {target} is {factory!r}, which cannot create an environment")

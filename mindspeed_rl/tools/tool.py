@@ -69,12 +69,14 @@ class Session:
         close: ends the session; returns a reward for the final state of the trajectory, or None.
         serial: calls run one after the other, because each changes the state of the next one.
         grace_s: the session enforces the timeout itself; the toolbox cancels a call only after this additional time.
+        close_limit_s: of `close`.
     """
 
     call: Callable[[ToolCall, float], Awaitable[ToolResult]]
     close: Callable[[], Awaitable[float | None]] = _close_nothing
     serial: bool = False
     grace_s: float = 0.0
+    close_limit_s: float = 15.0
 
 
 class Tool:
@@ -85,10 +87,12 @@ class Tool:
         schemas: its functions in OpenAI's form; complete after `start`.
         modules: imported by its processes before the first call; empty without processes.
         accepted_options: options that rows may set; by default those that rows of verl have for tools which are built in here.
+        grades: rewards the final state of every trajectory, also of one without a call.
     """
 
     modules: tuple[str, ...] = ()
     accepted_options: AcceptedOptions = _IGNORED_OPTIONS
+    grades: bool = False
 
     def __init__(self, settings: CallSettings, schemas: Sequence[JsonObject] = ()) -> None:
         self.settings, self.schemas = settings, list(schemas)

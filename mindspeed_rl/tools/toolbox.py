@@ -281,14 +281,17 @@ class Tools:
 
     async def close(self) -> float | None:
         """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
+        if not self._is_closed:
+            for tool in {function.tool for function in self._functions.values() if function.tool.grades}:
+                self._sessions.setdefault(id(tool), tool.open(self._options))
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
         rewards = []
         try:
-            for closing in [asyncio.ensure_future(session.close()) for session in sessions]:
+            for session, closing in [(session, asyncio.ensure_future(session.close())) for session in sessions]:
                 try:
                     # shielded: otherwise wait_for would wait for a task that ignores its cancellation
-                    rewards.append(await asyncio.wait_for(asyncio.shield(closing), _CLOSE_LIMIT_S))
+                    rewards.append(await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s))
                 except Exception as error:  # noqa: BLE001 (the user's code, or a timeout; the other sessions are still closed)
                     closing.cancel()
                     _LOG.warning("a tool's end of a conversation failed: %s: %s", type(error).__name__, error)

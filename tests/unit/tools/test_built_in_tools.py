@@ -159,7 +159,6 @@ def test_the_shipped_file_of_another_project_means_the_sandbox(tmp_path):
     entry = {
         "class_name": "mindspeed_rl.tools.retool.ReTool",
         "config": {
-            "sandbox_fusion_url": "http://localhost:8080/run_code",
             "num_workers": 128,
             "enable_global_rate_limit": True,
             "rate_limit": 64,

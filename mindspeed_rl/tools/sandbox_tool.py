@@ -1,0 +1,133 @@
+"""The tool `sandbox`: a sandbox for each sample, with commands to run and files to read, write and edit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import ClassVar
+
+from mindspeed_rl.tools.interface import JsonObject, ToolCall
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.sandboxes import CommandResult, Sandbox, SandboxError, SandboxPool
+from mindspeed_rl.tools.tool import AcceptedOptions, CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
+
+_GRACE_S = 20.0
+
+
+def _describe(name: str, description: str, **parameters: str) -> JsonObject:
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+_SCHEMAS = [
+    _describe("run", "Runs a shell command and returns its output.", command="The command."),
+    _describe("read", "Returns a file.", path="Path of the file."),
+    _describe("write", "Writes a file.", path="Path of the file.", content="The text."),
+    _describe("edit", "Replaces a text in a file.", path="Path of the file.", old="A text in it.", new="Its replacement."),
+]
+
+
+class SandboxTool(Tool):
+    """Offers a sandbox to the model; it is started by the sample's first call and stopped with the sample.
+
+    Args:
+        config: `providers`, tried in their order; `warm`, sandboxes that are started ahead; `functions` of run, read, write and
+            edit that the model gets, all by default; `commands`, more functions, each a name with the command that it runs;
+            `setup`, a command after the files of a row; `grader`, a command whose exit status 0 is a reward of 1, others of 0.
+        schema: none; the functions have their own.
+    """
+
+    accepted_options: ClassVar[AcceptedOptions] = {  # pyrefly: ignore[bad-override]
+        "create_kwargs": frozenset({"files", "setup"}),
+        "calc_reward_kwargs": frozenset({"files", "grader"}),
+        "release_kwargs": None,
+    }
+
+    def __init__(self, config: Config, schema: object, settings: CallSettings, where: str) -> None:
+        options = OptionReader(config, where)
+        warm = options.read_integer("warm", 0, 0, 4096)
+        self._pool = SandboxPool.read(options.read("providers", ["local"]), warm, f"{where}.providers")
+        known = [schema["function"]["name"] for schema in _SCHEMAS]
+        names = options.read_texts("functions") or known
+        self._commands = options.read_mapping("commands")
+        self._setup, self._grader = options.read_text("setup"), options.read_text("grader")
+        self.grades = self._grader is not None
+        options.reject_unknown()
+        if schema is not None or not set(names) <= set(known):
+            raise ValueError(f"{where}: the functions of a sandbox are {', '.join(known)}, with schemas of their own")
+        schemas = [schema for schema in _SCHEMAS if schema["function"]["name"] in names]
+        schemas += [_describe(name, f"Runs `{command}`.") for name, command in self._commands.items()]
+        super().__init__(settings, schemas)
+        self.modules = ("mindspeed_rl.tools.agent_program",)
+
+    async def start(self, processes: ProcessPool) -> None:
+        """See `Tool`."""
+        self._pool.start(processes)
+
+    async def close(self) -> None:
+        """See `Tool`."""
+        await self._pool.close()
+
+    def open(self, options: RowOptions) -> Session:
+        """See `Tool`; a row may set files and setup, and files and grader of the reward."""
+        sandbox: Sandbox | None = None
+        create, final = options.get("create_kwargs") or {}, options.get("calc_reward_kwargs") or {}
+        grader = final.get("grader") or self._grader
+
+        async def get() -> Sandbox:
+            nonlocal sandbox
+            if sandbox is None:
+                sandbox = await self._pool.acquire()
+                await self._prepare(sandbox, create.get("files"), create.get("setup") or self._setup)
+            return sandbox
+
+        async def run(call: ToolCall, timeout_s: float) -> ToolResult:
+            return await self._run(await get(), call, timeout_s)
+
+        async def close() -> float | None:
+            nonlocal sandbox
+            if sandbox is None and not grader:
+                return None
+            try:
+                if not grader:
+                    return None
+                # files of the tests are written last: the model cannot have changed them
+                await self._prepare(used := await get(), final.get("files"), None)
+                return float((await used.run(grader, self.settings.timeout_s)).status == 0)
+            finally:
+                if sandbox is not None:
+                    ended, sandbox = sandbox, None
+                    await asyncio.shield(self._pool.release(ended))
+
+        limit_s = 15.0 + (2 * self.settings.timeout_s + _GRACE_S if grader else 0.0)
+        return Session(run, close, serial=True, grace_s=_GRACE_S, close_limit_s=limit_s)
+
+    async def _prepare(self, sandbox: Sandbox, files: object, setup: str | None) -> None:
+        for path, content in (files if isinstance(files, Mapping) else {}).items():
+            await sandbox.write(str(path), str(content).encode())
+        if setup and (result := await sandbox.run(setup, self.settings.timeout_s)).status:
+            raise SandboxError(f"the setup of the sandbox failed: {_show(result)}")
+
+    async def _run(self, sandbox: Sandbox, call: ToolCall, timeout_s: float) -> ToolResult:
+        arguments = {name: str(value) for name, value in call.arguments.items()}
+        if call.name in self._commands or call.name == "run":
+            result = await sandbox.run(self._commands.get(call.name) or arguments["command"], timeout_s)
+            return ToolResult(_show(result), metrics={"command_failed": float(result.status != 0)})
+        path = arguments["path"]
+        if call.name == "write":
+            await sandbox.write(path, arguments["content"].encode())
+            return ToolResult("written")
+        text = (await sandbox.read(path)).decode("utf-8", "replace")
+        if call.name == "read":
+            return ToolResult(text)
+        if (count := text.count(arguments["old"])) != 1 or not arguments["old"]:
+            raise ToolError(f"the text to replace is {count} times in {path}, but must be there once")
+        await sandbox.write(path, text.replace(arguments["old"], arguments["new"]).encode())
+        return ToolResult("edited")
+
+
+def _show(result: CommandResult) -> str:
+    output = result.output.strip("\n")
+    return output if not result.status else f"{output}\n(exit status {result.status})".strip("\n")

@@ -1,0 +1,705 @@
+"""Sandboxes of samples: file systems in which commands run, on this machine or at a service, behind one interface.
+
+A pool starts them ahead, tries its providers in their order, names one that fails, and stops every sandbox in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import shlex
+import shutil
+import struct
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mindspeed_rl import registry
+from mindspeed_rl.tools.agent_program import run_command
+from mindspeed_rl.tools.interface import JsonObject
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.tool import ToolError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from mindspeed_rl.tools.processes import ProcessPool
+
+_LOG = logging.getLogger(__name__)
+#: a provider that failed is tried again after so long, or where no other works
+_PAUSE_S = 60.0
+_START_LIMIT_S, _STOP_LIMIT_S, _GRACE_S = 120.0, 20.0, 15.0
+_MAX_REPLY_BYTES = 64 << 20
+_RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
+
+
+class SandboxError(ToolError):
+    """A sandbox or its provider failed; a command that fails is no such error."""
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command of a sandbox has left.
+
+    Attributes:
+        status: exit status; 124 where it took too long.
+        output: standard output and errors.
+    """
+
+    status: int
+    output: str
+
+
+class Sandbox(ABC):
+    """One sandbox. Paths are relative to its working folder; each method raises `SandboxError` where the sandbox fails."""
+
+    @abstractmethod
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a shell command in the working folder."""
+
+    @abstractmethod
+    async def read(self, path: str) -> bytes:
+        """Return the content of a file."""
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, with its folders."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End all processes and remove all files."""
+
+    async def snapshot(self) -> str:
+        """Keep the files, and return the name from which `Provider.start` begins another sandbox with them."""
+        raise SandboxError(f"{type(self).__name__.strip('_')} has no snapshots")
+
+
+class Provider(ABC):
+    """Starts sandboxes of one kind.
+
+    Attributes:
+        keys: of a tool file -> meaning; for errors.
+    """
+
+    keys: ClassVar[str] = ""
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        """Read the options.
+
+        Raises:
+            ValueError: one is wrong.
+        """
+        self.memory_mib = options.read_integer("memory_mib", 2048, 16, 1 << 20)
+        self.lifetime_s = options.read_float("lifetime_s", 3600.0, 1.0, 86400.0)
+
+    @abstractmethod
+    async def start(self, snapshot: str = "") -> Sandbox:
+        """Start a sandbox, from a snapshot where one is named.
+
+        Raises:
+            SandboxError: it does not start.
+        """
+
+    async def close(self) -> None:  # noqa: B027  # most have nothing to remove
+        """Remove what sandboxes share."""
+
+
+# ---------------------------------------------------------------------- on this machine
+
+
+class _Local(Provider):
+    """Commands of this machine in a temporary folder: limits of time and memory, no network where the kernel can take it away.
+
+    They run with the permissions of the run; code that must not read other files belongs into a container.
+    """
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        super().__init__(options, where)
+        self.network = bool(options.read("network", False))
+        self.processes: ProcessPool  # of the toolbox; set before the first start
+        self._snapshots: list[str] = []
+
+    async def start(self, snapshot: str = "") -> Sandbox:
+        folder = tempfile.mkdtemp(prefix="sandbox-")
+        if snapshot:
+            await run_in_thread(lambda: shutil.copytree(snapshot, folder, symlinks=True, dirs_exist_ok=True))
+        return _LocalSandbox(self, Path(folder))
+
+    def keep(self, folder: Path) -> str:
+        """Copy the files of a sandbox and return their folder."""
+        copy = tempfile.mkdtemp(prefix="snapshot-")
+        self._snapshots.append(copy)
+        shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
+        return copy
+
+    async def close(self) -> None:
+        for folder in self._snapshots:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _LocalSandbox(Sandbox):
+    def __init__(self, provider: _Local, folder: Path) -> None:
+        self._provider, self._folder = provider, folder
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        provider = self._provider
+        arguments = {
+            "command": ["/bin/sh", "-c", command],
+            "folder": str(self._folder),
+            "env": {"HOME": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            "timeout_s": timeout_s,
+            "memory_bytes": provider.memory_mib << 20,
+            "network": provider.network,
+            "merge": True,
+        }
+        try:
+            request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
+            reply = await provider.processes.call(request, timeout_s + _GRACE_S)
+        except ToolError as error:
+            if error.problem == "timeout":
+                return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
+            raise SandboxError(str(error), error.problem) from None
+        ended = json.loads(reply["text"])
+        return CommandResult(ended["status"], ended["output"])
+
+    def _place(self, path: str) -> Path:
+        place = (self._folder / path).resolve()
+        if not place.is_relative_to(self._folder.resolve()):
+            raise SandboxError(f"'{path}' is outside of the sandbox")
+        return place
+
+    async def read(self, path: str) -> bytes:
+        try:
+            return self._place(path).read_bytes()
+        except OSError as error:
+            raise SandboxError(f"'{path}' cannot be read: {error.strerror}") from None
+
+    async def write(self, path: str, data: bytes) -> None:
+        place = self._place(path)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(data)
+        except OSError as error:
+            raise SandboxError(f"'{path}' cannot be written: {error.strerror}") from None
+
+    async def snapshot(self) -> str:
+        return await run_in_thread(lambda: self._provider.keep(self._folder))
+
+    async def stop(self) -> None:
+        await run_in_thread(lambda: shutil.rmtree(self._folder, ignore_errors=True))
+
+
+class _Container(Provider):
+    """A container of Docker, Podman or Apptainer, by the command of that name."""
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        super().__init__(options, where)
+        self.program = options.read_text("program", "docker") or ""
+        self.image, self.network = options.read_text("image"), bool(options.read("network", False))
+        if self.program not in ("docker", "podman", "apptainer"):
+            raise ValueError(f"{where}.program is {self.program!r}, but must be docker, podman or apptainer")
+        if self.image is None:
+            raise ValueError(f"{where} needs image, such as python:3.11")
+        self._kept: list[str] = []
+
+    async def start(self, snapshot: str = "") -> Sandbox:
+        name = f"sandbox-{time.monotonic_ns():x}"
+        if self.program == "apptainer":
+            if snapshot:
+                raise SandboxError("apptainer has no snapshots")
+            limits = ["--memory", f"{self.memory_mib}M"]
+            words = ["instance", "start", "--containall", "--writable-tmpfs", *limits, str(self.image), name]
+        else:
+            net = [] if self.network else ["--network", "none"]
+            limits = ["--memory", f"{self.memory_mib}m", "--pids-limit", "512", "--workdir", "/workspace", "--init"]
+            words = ["run", "--detach", "--rm", "--name", name, *net, *limits, snapshot or str(self.image)]
+            words += ["sleep", str(int(self.lifetime_s))]
+        result = await _execute([self.program, *words], _START_LIMIT_S)
+        if result.status:
+            raise SandboxError(f"{self.program} does not start {self.image}: {result.output.strip()[-400:]}")
+        return _ContainerSandbox(self, name)
+
+    async def close(self) -> None:
+        for image in self._kept:
+            await _execute([self.program, "rmi", "--force", image], _STOP_LIMIT_S)
+
+    async def keep(self, name: str) -> str:
+        """Commit a container and return the name of the image."""
+        if self.program == "apptainer":
+            raise SandboxError("apptainer has no snapshots")
+        image = f"{name}-{len(self._kept)}"
+        result = await _execute([self.program, "commit", name, image], _START_LIMIT_S)
+        if result.status:
+            raise SandboxError(f"{self.program} commit: {result.output.strip()[-400:]}")
+        self._kept.append(image)
+        return image
+
+
+class _ContainerSandbox(Sandbox):
+    def __init__(self, provider: _Container, name: str) -> None:
+        self._provider, self._name = provider, name
+
+    async def _run(self, command: str, timeout_s: float, stdin: bytes | None = None) -> tuple[int, bytes]:
+        if self._provider.program == "apptainer":
+            words = ["exec", f"instance://{self._name}"]
+        else:
+            words = ["exec", *(["--interactive"] if stdin is not None else []), self._name]
+        limited = ["timeout", "--kill-after=2", f"{timeout_s:g}", "sh", "-c", command]
+        return await _communicate([self._provider.program, *words, *limited], timeout_s + _GRACE_S, stdin)
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        status, output = await self._run(f"{{ {command}\n}} 2>&1", timeout_s)
+        return CommandResult(status, output.decode("utf-8", "replace"))
+
+    async def read(self, path: str) -> bytes:
+        status, output = await self._run(f"cat -- {shlex.quote(path)}", _STOP_LIMIT_S)
+        if status:
+            raise SandboxError(f"'{path}' cannot be read")
+        return output
+
+    async def write(self, path: str, data: bytes) -> None:
+        parent = shlex.quote(str(PurePosixPath(path).parent))
+        status, output = await self._run(f"mkdir -p -- {parent} && cat > {shlex.quote(path)}", _STOP_LIMIT_S, data)
+        if status:
+            raise SandboxError(f"'{path}' cannot be written: {output.decode('utf-8', 'replace')[-200:]}")
+
+    async def snapshot(self) -> str:
+        return await self._provider.keep(self._name)
+
+    async def stop(self) -> None:
+        apptainer = self._provider.program == "apptainer"
+        words = ["instance", "stop", self._name] if apptainer else ["rm", "--force", self._name]
+        await _execute([self._provider.program, *words], _STOP_LIMIT_S)
+
+
+# ---------------------------------------------------------------------- services
+
+
+class _Service(Provider):
+    """A provider that is reached over HTTP.
+
+    Args:
+        options: url, and key or key_env, the environment variable with the key.
+    """
+
+    default_url: ClassVar[str | None] = None
+    default_key_env: ClassVar[str] = ""
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        super().__init__(options, where)
+        import os
+
+        url = options.read_text("url", self.default_url)
+        if url is None:
+            raise ValueError(f"{where} needs url")
+        self.url = url.rstrip("/")
+        self.key = os.environ.get(options.read_text("key_env", self.default_key_env or None) or "", "")
+        self._client: aiohttp.ClientSession | None = None
+
+    async def request(
+        self, method: str, url: str, timeout_s: float, *, accepted: Sequence[int] = (200, 201, 202, 204), **more: Any
+    ) -> bytes:
+        """Return the body of a reply.
+
+        Raises:
+            SandboxError: no reply in time, or another status.
+        """
+        import aiohttp  # a dependency of Ray; only such runs need it
+
+        if self._client is None:
+            self._client = aiohttp.ClientSession()
+        try:
+            async with self._client.request(method, url, timeout=aiohttp.ClientTimeout(total=timeout_s), **more) as reply:
+                body = await reply.content.read(_MAX_REPLY_BYTES)
+                while not reply.content.at_eof() and len(body) < _MAX_REPLY_BYTES:
+                    body += await reply.content.read(_MAX_REPLY_BYTES)
+        except asyncio.TimeoutError:
+            raise SandboxError(f"{url} took longer than {timeout_s:g} s", "timeout") from None
+        except aiohttp.ClientError as error:
+            raise SandboxError(f"{url}: {type(error).__name__}: {error}", "crashed") from None
+        if reply.status not in accepted:
+            raise SandboxError(f"{url} replied with status {reply.status}: {body[:300].decode('utf-8', 'replace')}")
+        return body
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+def _parse(body: bytes, url: str) -> JsonObject:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        raise SandboxError(f"the reply of {url} is no JSON: {body[:200]!r}") from None
+    if not isinstance(value, dict):
+        raise SandboxError(f"the reply of {url} is no object: {body[:200]!r}")
+    return value
+
+
+class SandboxFusion(_Service):
+    """A server of SandboxFusion: POST /run_code. It keeps nothing, so the files travel with each command."""
+
+    async def start(self, snapshot: str = "") -> Sandbox:
+        return _FusionSandbox(self, json.loads(snapshot) if snapshot else {})
+
+    async def run_code(
+        self, code: str, language: str, timeout_s: float, files: Mapping[str, str], fetch: Sequence[str] = ()
+    ) -> tuple[CommandResult, dict[str, str]]:
+        """Run a program; return its result and the files that were fetched, in base64.
+
+        Raises:
+            SandboxError: the server fails.
+        """
+        body = {
+            "code": code,
+            "language": language,
+            "run_timeout": timeout_s,
+            "compile_timeout": timeout_s,
+            "memory_limit_MB": self.memory_mib,
+            "files": dict(files),
+            "fetch_files": list(fetch),
+        }
+        url = f"{self.url.removesuffix('/run_code')}/run_code"
+        reply = _parse(await self.request("POST", url, timeout_s + _GRACE_S, json=body), url)
+        if reply.get("status") == "SandboxError":
+            raise SandboxError(f"{url}: {reply.get('message')}")
+        result = reply.get("run_result") or reply.get("compile_result") or {}
+        output = f"{result.get('stdout') or ''}{result.get('stderr') or ''}"
+        if result.get("status") == "TimeLimitExceeded":
+            return CommandResult(124, f"{output}\nthe program took longer than {timeout_s:g} s and was ended"), {}
+        status = result.get("return_code")
+        return CommandResult(1 if status is None else int(status), output), dict(reply.get("files") or {})
+
+
+class _FusionSandbox(Sandbox):
+    #: packs the files after a command, which the server returns
+    _PACK = "; status=$?; tar -czf .files.tgz --exclude=.files.tgz --exclude=.status . 2>/dev/null; exit $status"
+    _UNPACK = "[ -f .files.tgz ] && tar -xzf .files.tgz && rm .files.tgz; "
+
+    def __init__(self, provider: SandboxFusion, files: dict[str, str]) -> None:
+        self._provider, self._files = provider, files
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        code = f"{self._UNPACK}( {command}\n){self._PACK}"
+        result, fetched = await self._provider.run_code(code, "bash", timeout_s, self._files, [".files.tgz"])
+        if ".files.tgz" in fetched:
+            self._files = fetched
+        return result
+
+    async def read(self, path: str) -> bytes:
+        result, files = await self._provider.run_code(self._UNPACK + "true", "bash", _STOP_LIMIT_S, self._files, [path])
+        if path not in files:
+            raise SandboxError(f"'{path}' cannot be read: {result.output[-200:]}")
+        return base64.b64decode(files[path])
+
+    async def write(self, path: str, data: bytes) -> None:
+        parent = shlex.quote(str(PurePosixPath(path).parent))
+        self._files = self._files | {".new": base64.b64encode(data).decode()}
+        result = await self.run(f"mkdir -p -- {parent} && mv .new {shlex.quote(path)}", _STOP_LIMIT_S)
+        if result.status:
+            raise SandboxError(f"'{path}' cannot be written: {result.output[-200:]}")
+
+    async def snapshot(self) -> str:
+        return json.dumps(self._files)
+
+    async def stop(self) -> None:
+        self._files = {}
+
+
+class _E2b(_Service):
+    """E2B, or a service with its interface: sandboxes over REST, commands over Connect's streams of JSON."""
+
+    default_url = "https://api.e2b.app"
+    default_key_env = "E2B_API_KEY"
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        super().__init__(options, where)
+        self.template = options.read_text("template", "base")
+        #: {id} is that of a sandbox
+        self.sandbox_url = options.read_text("sandbox_url", "https://49983-{id}.e2b.app") or ""
+
+    async def start(self, snapshot: str = "") -> Sandbox:
+        body = {"templateID": snapshot or self.template, "timeout": int(self.lifetime_s), "secure": True}
+        url = f"{self.url}/sandboxes"
+        made = _parse(await self.request("POST", url, _START_LIMIT_S, json=body, headers={"X-API-Key": self.key}), url)
+        return _E2bSandbox(self, str(made["sandboxID"]), str(made.get("envdAccessToken") or ""))
+
+
+class _E2bSandbox(Sandbox):
+    def __init__(self, provider: _E2b, name: str, token: str) -> None:
+        self._provider, self._name = provider, name
+        self._url = provider.sandbox_url.replace("{id}", name).rstrip("/")
+        user = base64.b64encode(b"user:").decode()
+        self._headers = {"Authorization": f"Basic {user}"} | ({"X-Access-Token": token} if token else {})
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        process = {"cmd": "/bin/bash", "args": ["-l", "-c", command], "envs": {}}
+        message = json.dumps({"process": process, "stdin": False}).encode()
+        headers = self._headers | {
+            "content-type": "application/connect+json",
+            "connect-protocol-version": "1",
+            "connect-timeout-ms": str(int(timeout_s * 1000)),
+        }
+        url, data = f"{self._url}/process.Process/Start", struct.pack(">BI", 0, len(message)) + message
+        try:
+            body = await self._provider.request("POST", url, timeout_s + _GRACE_S, data=data, headers=headers)
+        except SandboxError as error:
+            if error.problem == "timeout":
+                return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
+            raise
+        output, status = b"", None
+        while len(body) >= 5:
+            flags, size = struct.unpack(">BI", body[:5])
+            event, body = _parse(body[5 : 5 + size], url), body[5 + size :]
+            if flags & 2 and (error := event.get("error")):
+                if error.get("code") == "deadline_exceeded":
+                    return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
+                raise SandboxError(f"{url}: {error.get('message') or error.get('code')}")
+            data_event, end = event.get("event", {}).get("data", {}), event.get("event", {}).get("end")
+            output += b"".join(base64.b64decode(data_event.get(name, "")) for name in ("stdout", "stderr"))
+            if end is not None:  # a field that is 0 is left out
+                status = int(end.get("exitCode", 0))
+        if status is None:
+            raise SandboxError(f"{url}: the stream ended before the command", "crashed")
+        return CommandResult(status, output.decode("utf-8", "replace"))
+
+    async def read(self, path: str) -> bytes:
+        params = {"path": path, "username": "user"}
+        return await self._provider.request("GET", f"{self._url}/files", _START_LIMIT_S, params=params, headers=self._headers)
+
+    async def write(self, path: str, data: bytes) -> None:
+        import aiohttp
+
+        form = aiohttp.FormData()
+        form.add_field("file", data, filename=PurePosixPath(path).name)
+        params = {"path": path, "username": "user"}
+        url = f"{self._url}/files"
+        await self._provider.request("POST", url, _START_LIMIT_S, params=params, data=form, headers=self._headers)
+
+    async def snapshot(self) -> str:
+        url = f"{self._provider.url}/sandboxes/{self._name}/snapshots"
+        headers = {"X-API-Key": self._provider.key}
+        return str(
+            _parse(await self._provider.request("POST", url, _START_LIMIT_S, json={}, headers=headers), url)["snapshotID"]
+        )
+
+    async def stop(self) -> None:
+        url, headers = f"{self._provider.url}/sandboxes/{self._name}", {"X-API-Key": self._provider.key}
+        await self._provider.request("DELETE", url, _STOP_LIMIT_S, accepted=(200, 204, 404), headers=headers)
+
+
+class _Daytona(_Service):
+    """Daytona, or a service with its interface: sandboxes and their toolbox over REST."""
+
+    default_url = "https://app.daytona.io/api"
+    default_key_env = "DAYTONA_API_KEY"
+
+    def __init__(self, options: OptionReader, where: str) -> None:
+        super().__init__(options, where)
+        self.image = options.read_text("snapshot")
+
+    async def start(self, snapshot: str = "") -> Sandbox:
+        if snapshot:
+            raise SandboxError("daytona has no snapshots of a running sandbox")
+        url, minutes = f"{self.url}/sandbox", max(1, int(self.lifetime_s / 60))
+        body = {"autoStopInterval": minutes, "autoDeleteInterval": 0} | ({"snapshot": self.image} if self.image else {})
+        headers = {"Authorization": f"Bearer {self.key}"}
+        made = _parse(await self.request("POST", url, _START_LIMIT_S, json=body, headers=headers), url)
+        deadline = time.monotonic() + _START_LIMIT_S
+        while made.get("state", "started") != "started":
+            if made.get("state") in ("error", "build_failed", "destroyed") or time.monotonic() > deadline:
+                raise SandboxError(f"{url}: the sandbox is in the state {made.get('state')}")
+            await asyncio.sleep(0.5)
+            made = _parse(await self.request("GET", f"{url}/{made['id']}", _START_LIMIT_S, headers=headers), url)
+        return _DaytonaSandbox(self, str(made["id"]))
+
+
+class _DaytonaSandbox(Sandbox):
+    def __init__(self, provider: _Daytona, name: str) -> None:
+        self._provider, self._name = provider, name
+        self._url = f"{provider.url}/toolbox/{name}/toolbox"
+        self._headers = {"Authorization": f"Bearer {provider.key}"}
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        url, limited = f"{self._url}/process/execute", f"timeout {timeout_s:g} sh -c {shlex.quote(command)}"
+        body = {"command": limited, "timeout": int(timeout_s) + 5}
+        more = {"json": body, "headers": self._headers}
+        reply = _parse(await self._provider.request("POST", url, timeout_s + _GRACE_S, **more), url)
+        return CommandResult(int(reply.get("exitCode", reply.get("code", 1))), str(reply.get("result", "")))
+
+    async def read(self, path: str) -> bytes:
+        more = {"params": {"path": path}, "headers": self._headers}
+        return await self._provider.request("GET", f"{self._url}/files/download", _START_LIMIT_S, **more)
+
+    async def write(self, path: str, data: bytes) -> None:
+        import aiohttp
+
+        form = aiohttp.FormData()
+        form.add_field("file", data, filename=PurePosixPath(path).name)
+        more = {"params": {"path": path}, "headers": self._headers, "data": form}
+        await self._provider.request("POST", f"{self._url}/files/upload", _START_LIMIT_S, **more)
+
+    async def stop(self) -> None:
+        url = f"{self._provider.url}/sandbox/{self._name}"
+        await self._provider.request("DELETE", url, _STOP_LIMIT_S, accepted=(200, 204, 404), headers=self._headers)
+
+
+PROVIDERS: dict[str, type[Provider]] = {
+    "local": _Local,
+    "container": _Container,
+    "sandbox_fusion": SandboxFusion,
+    "e2b": _E2b,
+    "daytona": _Daytona,
+}
+"""Providers of sandboxes, by name."""
+
+
+# ---------------------------------------------------------------------- the pool
+
+
+@dataclass(eq=False)
+class _Offer:
+    """A provider, and the time until which it is left out after a failure."""
+
+    name: str
+    provider: Provider
+    paused_until: float = 0.0
+
+
+@dataclass(eq=False)
+class SandboxPool:
+    """Sandboxes of all samples of a process.
+
+    Attributes:
+        offers: providers in their order.
+        warm: sandboxes that are started ahead.
+        setup: (path, content) of files, and a command, with which every sandbox begins; done once where snapshots are possible.
+    """
+
+    offers: list[_Offer]
+    warm: int = 0
+    _ready: list[Sandbox] = field(default_factory=list)
+    _open: set[Sandbox] = field(default_factory=set)
+    _filling: asyncio.Task[None] | None = None
+
+    @classmethod
+    def read(cls, values: object, warm: int, where: str) -> SandboxPool:
+        """Read the list of providers: names, or mappings with `provider` and options.
+
+        Raises:
+            ValueError: there is none of a name, or an option is wrong.
+        """
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{where} must be a list with {', '.join(PROVIDERS)}, in the order in which they are tried")
+        offers = []
+        for index, value in enumerate(values):
+            place = f"{where}[{index}]"
+            options = OptionReader({"provider": value} if isinstance(value, str) else value, place)
+            name = options.read_text("provider")
+            if name not in PROVIDERS:
+                hint = registry.did_you_mean(name, PROVIDERS)
+                raise ValueError(f"{place}.provider is {name!r}{hint}; there are {', '.join(PROVIDERS)}")
+            offers.append(_Offer(name, PROVIDERS[name](options, place)))
+            options.reject_unknown()
+        return cls(offers, warm)
+
+    def start(self, processes: ProcessPool) -> None:
+        """Use the processes of the toolbox for local commands, and start sandboxes ahead."""
+        for offer in self.offers:
+            if isinstance(offer.provider, _Local):
+                offer.provider.processes = processes
+        self._fill()
+
+    async def acquire(self) -> Sandbox:
+        """Return a sandbox that nothing else uses.
+
+        Raises:
+            SandboxError: no provider can start one; each is named with its reason.
+        """
+        sandbox = self._ready.pop() if self._ready else await self._start()
+        self._open.add(sandbox)
+        self._fill()
+        return sandbox
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Stop a sandbox."""
+        self._open.discard(sandbox)
+        try:
+            await asyncio.wait_for(sandbox.stop(), _STOP_LIMIT_S)
+        except (SandboxError, asyncio.TimeoutError) as error:
+            _LOG.warning("a sandbox could not be stopped: %s", str(error) or "no reply")
+
+    async def close(self) -> None:
+        """Stop all sandboxes."""
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait([self._filling])
+        await asyncio.gather(*(self.release(sandbox) for sandbox in [*self._ready, *self._open]))
+        self._ready.clear()
+        for offer in self.offers:
+            await offer.provider.close()
+
+    async def _start(self) -> Sandbox:
+        now, reasons = time.monotonic(), []
+        rested = [offer for offer in self.offers if offer.paused_until <= now]
+        for offer in [*rested, *(offer for offer in self.offers if offer not in rested)]:
+            try:
+                sandbox = await asyncio.wait_for(offer.provider.start(), _START_LIMIT_S)
+            except (SandboxError, asyncio.TimeoutError, OSError) as error:
+                reasons.append(f"{offer.name}: {error or 'no reply in time'}")
+                _LOG.warning("the sandbox provider %s failed: %s", offer.name, error or "no reply in time")
+                offer.paused_until = now + _PAUSE_S
+                continue
+            offer.paused_until = 0.0
+            return sandbox
+        raise SandboxError(f"no provider can start a sandbox: {'; '.join(reasons)}", "crashed")
+
+    def _fill(self) -> None:
+        if len(self._ready) < self.warm and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(self._start_ahead())
+
+    async def _start_ahead(self) -> None:
+        with contextlib.suppress(SandboxError):  # a sample reports it
+            while len(self._ready) < self.warm:
+                self._ready.append(await self._start())
+
+
+async def _communicate(command: Sequence[str], timeout_s: float, stdin: bytes | None = None) -> tuple[int, bytes]:
+    """Run a command of this machine; return its status and standard output.
+
+    Raises:
+        SandboxError: there is no such command.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxError(f"{command[0]} does not start: {error.strerror}") from None
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+    except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        return 124, b"it took too long"
+    return process.returncode or 0, output
+
+
+async def _execute(command: Sequence[str], timeout_s: float) -> CommandResult:
+    status, output = await _communicate(command, timeout_s)
+    return CommandResult(status, output.decode("utf-8", "replace"))
