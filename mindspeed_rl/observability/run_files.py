@@ -20,6 +20,8 @@ _MAX_COMPLETIONS = 2000
 _TIMELINE_ITERATIONS = 100
 #: of a run folder: the prompts that each iteration trained on, where prompts are sampled in advance
 CONSUMED = "consumed.jsonl"
+#: of a run folder: responses to the same few held-out prompts in every evaluation
+EXAMPLES = "examples.jsonl"
 #: an object read from JSON
 JsonObject = dict[str, Any]
 
@@ -48,6 +50,7 @@ class RunFiles:
         folder: of the run.
         history: of metrics.jsonl.
         completions: of completions.jsonl, in order; the last `_MAX_COMPLETIONS`.
+        examples: of examples.jsonl, in order.
         events: of timeline.json; of the last `_TIMELINE_ITERATIONS`.
         report: report.json; incomplete while the run goes.
     """
@@ -55,6 +58,7 @@ class RunFiles:
     folder: Path
     history: History
     completions: list[CompletionRecord] = field(default_factory=list)
+    examples: list[JsonObject] = field(default_factory=list)
     events: list[_TraceEvent] = field(default_factory=list)
     report: JsonObject = field(default_factory=dict)
 
@@ -85,6 +89,7 @@ def read_files(folder: Path) -> RunFiles:
         folder,
         History(read_lines(folder / "metrics.jsonl")),
         list(deque(cast("Iterator[CompletionRecord]", read_lines(folder / "completions.jsonl")), maxlen=_MAX_COMPLETIONS)),
+        list(read_lines(folder / EXAMPLES)),
         _read_events(folder / "timeline.json"),
     )
 

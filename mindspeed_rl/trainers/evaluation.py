@@ -18,9 +18,18 @@ from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
+#: responses of an evaluation that are recorded
+_NUM_EXAMPLES = 8
+
 
 class Evaluator:
-    """Evaluate the weights that the rollout engine holds."""
+    """Evaluate the weights that the rollout engine holds.
+
+    Attributes:
+        examples: prompts, responses and results of the last evaluation; the first few, always the same prompts.
+    """
+
+    examples: Sequence[tuple[PromptItem, list[int], RewardResult]] = ()
 
     def __init__(
         self,
@@ -45,6 +54,7 @@ class Evaluator:
         """
         responses, results = self.score(self._items, greedy=self._greedy)
         results = self._model_rewards.add(results, self._items, responses)
+        self.examples = list(zip(self._items, responses, results))[:_NUM_EXAMPLES]
         metrics = Metrics()
         first = next(iter(self._model_rewards.part_weights), "")
         totals = [result.total for result in results if result.total is not None]

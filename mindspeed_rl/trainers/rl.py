@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.rollout import Rollout
-from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
+from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.run_logger import TrainingLoop
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.fleet import Fleet
@@ -24,11 +26,12 @@ class RLTrainer(TrainingLoop):
         advantages: Advantages,
         evaluator: Evaluator,
         schedule: Schedule,
-        logger: RunLogger,
+        logger: RolloutLogger,
         termination: Termination,
         start_iteration: int = 0,
     ) -> None:
         super().__init__(logger, termination)
+        self._record_examples = logger.record_examples
         self.actors = actors
         self.rollout = rollout
         self.baselines = baselines
@@ -74,7 +77,7 @@ class RLTrainer(TrainingLoop):
                     self.before_save(iteration + 1)
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
-                    self.metrics.merge(self.evaluator.run())
+                    self.metrics.merge(self._evaluate(iteration + 1))
             if self._ends_early(iteration):
                 break
         collect(actors.finish())
@@ -92,10 +95,16 @@ class RLTrainer(TrainingLoop):
     def _evaluate_first(self) -> None:
         """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
         if self.schedule.evaluates_first:
-            before = self.evaluator.run()
+            before = self._evaluate(self.start_iteration)
             self.logger.record_first_evaluation(before.results(), self.start_iteration)
             self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
+
+    def _evaluate(self, iteration: int) -> Metrics:
+        """Return the figures of an evaluation after this iteration, and record some of its responses."""
+        metrics = self.evaluator.run()
+        self._record_examples(iteration, self.evaluator.examples)
+        return metrics
 
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM while iterations are left."""

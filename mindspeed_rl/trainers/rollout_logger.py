@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,12 @@ from torch import Tensor
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
+from mindspeed_rl.observability.run_files import EXAMPLES
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 
@@ -67,6 +71,15 @@ class RolloutLogger(RunLogger):
         interval = rl.log_completions_interval if rl.log_completions else 0
         self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
+
+    def record_examples(self, iteration: int, examples: Sequence[tuple[PromptItem, list[int], RewardResult]]) -> None:
+        """Append responses to held-out prompts to examples.jsonl; the report shows those of the first and last evaluation."""
+        decode = self._tokenizer.decode
+        with contextlib.suppress(OSError), (self._run.folder / EXAMPLES).open("a", encoding="utf-8") as file:
+            for index, (item, response, result) in enumerate(examples):
+                texts = {"prompt": str(decode(item["prompt_ids"])), "response": str(decode(response))}
+                record = {"iteration": iteration, "index": index, **texts, "label": item["label"], "reward": result.total}
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.

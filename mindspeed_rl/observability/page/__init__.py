@@ -23,12 +23,12 @@ from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
-from mindspeed_rl.observability.run_files import RunFiles
+from mindspeed_rl.observability.run_files import JsonObject, RunFiles
 
 #: iterations whose phases the timeline shows
 _TIMELINE_ITERATIONS = 12
 
-#: values on top: metric, label, format
+#: values on top, the last of an evaluation and else the median of the last iterations: metric, label, format
 _TILES: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "accuracy, held out", ".1%"),
     ("eval/reward", "reward, held out", ".3f"),
@@ -46,8 +46,51 @@ _TILES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-#: points of a curve at most
-_MAX_POINTS = 600
+#: points of a curve at most, and iterations of which a tile has the median
+_MAX_POINTS, _TILE_ITERATIONS = 600, 10
+
+#: metric -> its name in a legend; others are named by their last part
+_NAMES: dict[str, str] = {
+    **dict.fromkeys(("grpo/score/mean", "dapo/score/mean", "critic/score/mean"), "reward of the rollouts"),
+    "rewards/total_mean": "total reward",
+    "eval/reward": "reward, held out",
+    "eval/accuracy": "accuracy, held out",
+    "eval/loss": "loss, held out",
+    "train/loss": "loss",
+    "actor/pg_loss": "policy loss",
+    "critic/vf_loss": "value loss",
+    "train/rewards/accuracies": "preferences right",
+    "train/rewards/margins": "margin",
+    "rewards/groups_without_spread": "groups without spread",
+    "train/kept_groups_fraction": "groups that are kept",
+    "response_length/mean": "mean",
+    "response_length/max": "longest",
+    "eval/response_length": "held out",
+    "rollout/truncated_fraction": "cut at the limit",
+    "rewards/failure_rate": "without a score",
+    "actor/kl_loss": "policy to reference",
+    "reward/kl": "policy to reference",
+    "actor/ppo_kl": "within an update",
+    "rollout/kl": "trainer to rollout",
+    "actor/pg_clipfrac": "policy",
+    "critic/vf_clipfrac": "critic",
+    **{f"{role}/{name}": role for role in ("actor", "critic") for name in ("grad_norm", "lr", "entropy")},
+    "rollout/log_probs_diff_mean": "mean",
+    "rollout/log_probs_diff_max": "largest",
+    "rollout/ess": "effective sample size",
+    "rollout/weight_mean": "mean weight",
+    "e2e_tps": "iteration",
+    "update_tps": "update",
+    "vllm_tps": "rollout",
+    "timing/non_overlap_rule_reward": "reward functions",
+    "timing/non_overlap_reward_model": "reward model",
+    "timing/non_overlap_reference_model": "reference",
+    "timing/old_log_p": "old log-probs",
+    "timing/critic_model": "values",
+    "timing/non_overlap_adv": "advantages",
+    "timing/update_weights": "weight sync",
+    "memory/peak_gib": "peak",
+}
 
 
 @dataclass(frozen=True)
@@ -136,10 +179,14 @@ _CHARTS = (
     _Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
     _Chart("Router", ("router/*", "moe/*"), "Policy"),
     _Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s a device"),
+    _Chart("Speculative decoding", ("rollout/tokens_per_step", "rollout/draft_acceptance"), "Speed"),
     _Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
     _Chart("Iteration", ("timing/all",), "Speed", unit="s"),
-    _Chart("Memory", ("memory/*",), "Speed", unit="GiB"),
+    _Chart("Memory", ("memory/peak_gib", "memory/*_gib"), "Speed", unit="GiB", note="phases, and the owners in the last one"),
+    _Chart("Memory of an update by owner", ("memory/update/*",), "Speed", kind="stacked", unit="GiB"),
 )
+#: charts that are shown although every value is 0: it is the news
+_ALWAYS = ("Reward", "Accuracy on held-out prompts", "Loss")
 
 
 def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
@@ -180,7 +227,8 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     charts = []
     for chart in _CHARTS:
         metrics = _select_metrics(names, chart)
-        if metrics:
+        is_empty = not any(any(by_name[name].y) for by_name in by_run for name in metrics if name in by_name)
+        if metrics and (not is_empty or chart.title in _ALWAYS):
             shown.update(metrics)
             charts.append(_collect_chart(chart, metrics, by_run))
     others = [_collect_chart(_Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
@@ -190,17 +238,43 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
         "others": others,
         # NaN, which JSON of a browser lacks, is null
         "samples": clean_record(json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None)),
+        "examples": clean_record(json.loads(json.dumps(_pair_examples(runs[0].examples)), parse_constant=lambda _: None)),
         "timeline": _collect_timeline(runs[0]),
     }
 
 
+def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[str, object]]:
+    """Return held-out prompts with their responses in the first and the last evaluation: those that improved before others."""
+    if not examples:
+        return []
+    first, last = examples[0]["iteration"], examples[-1]["iteration"]
+    before = {row["index"]: row for row in examples if row["iteration"] == first}
+    after = {row["index"]: row for row in examples if row["iteration"] == last}
+    pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
+
+    def gain(pair: tuple[JsonObject, JsonObject]) -> float:
+        return float(pair[1]["reward"] or 0.0) - float(pair[0]["reward"] or 0.0)
+
+    pairs.sort(key=gain, reverse=True)
+    # also one that has not improved: it shows what is left to learn
+    chosen = pairs if len(pairs) <= count else [*pairs[: count - 1], pairs[-1]]
+    return [{"prompt": a["prompt"], "label": a["label"], "before": a, "after": b} for a, b in chosen]
+
+
 def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
-    lines = [
-        {"run": index, "name": name, "x": curve.x, "y": curve.y, "low": curve.low, "high": curve.high}
-        for index, by_name in enumerate(by_run)
-        for name in metrics
-        if (curve := by_name.get(name)) is not None
-    ]
+    lines: list[dict[str, object]] = []
+    for index, by_name in enumerate(by_run):
+        drawn = list[tuple[list[int], list[float]]]()
+        for name in metrics:
+            curve = by_name.get(name)
+            # the same values under two names are one line
+            if curve is None or (curve.x, curve.y) in drawn:
+                continue
+            drawn.append((curve.x, curve.y))
+            part = name.removesuffix("_rewards/mean").rpartition("/")[2].removesuffix("_gib")
+            label = _NAMES.get(name) or part.replace("_", " ")
+            band = {"low": curve.low, "high": curve.high}
+            lines.append({"run": index, "name": name, "label": label, "x": curve.x, "y": curve.y, **band})
     return {
         "title": chart.title,
         "section": chart.section,
@@ -217,7 +291,11 @@ def _collect_run(run: RunFiles) -> dict[str, object]:
     for name, label, spec in _TILES:
         if label not in labels and (values := run.history.finite(name).y):
             labels.add(label)
-            tiles.append({"label": label, "value": format(values[-1], spec), "metric": name})
+            is_last = name.startswith("eval/")
+            value = values[-1] if is_last else statistics.median(values[-_TILE_ITERATIONS:])
+            count = min(len(values), _TILE_ITERATIONS)
+            covered = "the last evaluation" if is_last else f"median of the last {count} iterations"
+            tiles.append({"label": label, "value": format(value, spec), "metric": f"{name}, {covered}"})
     report = run.report
     return {
         "name": run.name,
@@ -227,12 +305,39 @@ def _collect_run(run: RunFiles) -> dict[str, object]:
         "planned": report.get("planned_iterations"),
         "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
+        "learnt": _describe_learning(run),
         "alerts": [vars(alert) for alert in find_alerts(run.history, run.completions)],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),
         "package": report.get("mindspeed_rl"),
     }
+
+
+def _describe_learning(run: RunFiles) -> list[str]:
+    """Return what the run has learnt in a sentence, and the command that talks to its best checkpoint."""
+    figures = (("eval/accuracy", "Accuracy on held-out prompts", ".1%"), ("eval/reward", "Reward on held-out prompts", ".3g"))
+    figures += (("eval/loss", "Loss on held-out data", ".4g"),)
+    rewards = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
+    figures += tuple((name, "Reward of the rollouts", ".3g") for name in rewards)
+    found = ((run.history.finite(name), what, spec) for name, what, spec in (*figures, ("train/loss", "Loss", ".4g")))
+    series, what, spec = next(((item, what, spec) for item, what, spec in found if len(item.x) > 1), (None, "", ""))
+    if series is None:
+        return []
+    choose = min if what.startswith("Loss") else max
+    best = choose(range(len(series.x)), key=lambda index: series.y[index])
+    start = "before training" if series.x[0] == 0 else f"at iteration {series.x[0]}"
+    lines = [f"{what}: {series.y[0]:{spec}} {start}, {series.y[-1]:{spec}} at iteration {series.x[-1]}"]
+    lines[0] += "." if best == len(series.x) - 1 else f"; best: {series.y[best]:{spec}} at iteration {series.x[best]}."
+    role = run.report.get("config", {}).get("actor_config") or {}
+    folder = Path(role.get("save") or "")
+    saved = [index for index, x in enumerate(series.x) if role.get("save") and (folder / f"iter_{x:07d}").is_dir()]
+    if saved and role.get("save_hf"):
+        at = series.x[choose(saved, key=lambda index: series.y[index])]
+        lines.append(f"Best of its checkpoints, iteration {at}: mindspeed-rl chat --load {folder}/hf/iter_{at:07d}")
+    elif saved:
+        lines.append(f"Its newest checkpoint: mindspeed-rl chat --load {folder}")
+    return lines
 
 
 def _collect_timeline(run: RunFiles) -> dict[str, object]:
@@ -272,9 +377,17 @@ def _build_curves(history: History, max_points: int = _MAX_POINTS) -> dict[str, 
 
 
 def _select_metrics(names: Iterable[str], chart: _Chart) -> list[str]:
-    """Return the metrics among `names` that the chart shows, in its order, each once."""
+    """Return the metrics among `names` that the chart shows, in its order, each once; "*" of memory is one part of a name."""
     names = list(names)
-    return list(dict.fromkeys(name for pattern in chart.metrics for name in names if fnmatchcase(name, pattern)))
+    depth = {pattern: pattern.count("/") if pattern.startswith("memory/") else None for pattern in chart.metrics}
+    return list(
+        dict.fromkeys(
+            name
+            for pattern in chart.metrics
+            for name in names
+            if fnmatchcase(name, pattern) and depth[pattern] in (None, name.count("/"))
+        )
+    )
 
 
 def _thin_out(name: str, xs: Sequence[int], ys: Sequence[float], max_points: int) -> _Curve:

@@ -1,7 +1,8 @@
 "use strict";
 // Everything that comes from the run is put into the document as text (textContent), never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLORS = ["#c7000b", "#1f6feb", "#1a7f37", "#a65f00", "#8250df", "#0a7ea4", "#b3398c", "#57606a", "#6b8e23", "#d2691e", "#008080"];
+// Okabe and Ito's colours, which the colour-blind tell apart, then darker ones for many series
+const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b5ea7", "#8c8c8c", "#a6761d", "#1b4f72", "#7a2e00"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const many = data.runs.length > 1;
 const drawn = [];
@@ -44,23 +45,34 @@ function traces(chart) {
   for (const line of chart.lines) {
     const which = names.indexOf(line.name);
     const color = COLORS[(many ? line.run : which) % COLORS.length];
-    const label = many ? (names.length > 1 ? `${data.runs[line.run].name} · ${line.name}` : data.runs[line.run].name) : line.name;
+    const label = many ? (names.length > 1 ? `${data.runs[line.run].name} · ${line.label}` : data.runs[line.run].name) : line.label;
     if (chart.kind === "stacked" && !many) {
-      found.push({ x: line.x, y: line.y, name: label.replace("timing/", ""), stackgroup: "all", mode: "lines", line: { width: 0.5, color: COLORS[which % COLORS.length] } });
+      found.push({ x: line.x, y: line.y, name: label, stackgroup: "all", mode: "lines", line: { width: 0.5, color: COLORS[which % COLORS.length] } });
       continue;
     }
     if (line.low.length) {
       found.push({ x: line.x, y: line.low, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false });
       found.push({ x: line.x, y: line.high, mode: "lines", line: { width: 0 }, fill: "tonexty", fillcolor: faded(color, 0.18), hoverinfo: "skip", showlegend: false });
     }
-    found.push({ x: line.x, y: line.y, name: label, mode: line.x.length < 40 ? "lines+markers" : "lines", marker: { size: 5 }, line: { width: 1.8, color, dash: many ? DASHES[which % DASHES.length] : "solid" } });
+    const smooth = line.x.length >= 30 && !line.low.length ? average(line.y) : null;
+    if (smooth) found.push({ x: line.x, y: line.y, mode: "lines", line: { width: 1, color: faded(color, 0.3) }, hoverinfo: "skip", showlegend: false });
+    found.push({ x: line.x, y: smooth || line.y, customdata: line.y, name: label, hovertemplate: smooth ? "%{customdata:.4g} (mean around it %{y:.4g})" : "%{y:.4g}", mode: line.x.length < 40 ? "lines+markers" : "lines", marker: { size: 5 }, line: { width: 1.8, color, dash: many ? DASHES[which % DASHES.length] : "solid" } });
   }
   return found;
 }
 
+// mean of the values around each, a twentieth of them
+function average(values) {
+  const half = Math.max(2, Math.round(values.length / 40));
+  return values.map((_, i) => { const near = values.slice(Math.max(0, i - half), i + half + 1); return near.reduce((a, b) => a + b, 0) / near.length; });
+}
+
 function draw(node, chart) {
-  const shown = traces(chart);
-  const extra = { showlegend: shown.filter((t) => t.showlegend !== false).length > 1, xaxis: { title: { text: "iteration", font: { size: 11 }, standoff: 4 } }, yaxis: { title: { text: chart.unit, font: { size: 11 } }, type: chart.log ? "log" : "linear" } };
+  const shown = traces(chart), values = chart.lines.flatMap((line) => line.y);
+  const low = Math.min(...values), high = Math.max(...values);
+  // of a constant Plotly draws one unit around it, in which 0.001 looks like 0
+  const range = low === high && chart.kind !== "stacked" && !chart.log ? { range: low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [-1, 1] } : {};
+  const extra = { showlegend: shown.filter((t) => t.showlegend !== false).length > 1, xaxis: { title: { text: "iteration", font: { size: 11 }, standoff: 4 } }, yaxis: Object.assign({ title: { text: chart.unit, font: { size: 11 } }, type: chart.log ? "log" : "linear" }, range) };
   Plotly.react(node, shown, layout(extra), { responsive: true, displayModeBar: false });
 }
 
@@ -74,6 +86,7 @@ function chartCard(chart, wide) {
 
 function header() {
   const top = document.getElementById("top");
+  top.replaceChildren();
   for (const [index, run] of data.runs.entries()) {
     const kind = run.outcome.startsWith("failed") || run.outcome === "interrupted" ? "failed" : run.outcome === "finished" ? "finished" : "running";
     const planned = run.planned ? ` of ${run.planned}` : "";
@@ -81,6 +94,7 @@ function header() {
       el("h1", {}, many ? el("span", { class: "swatch", style: `background:${COLORS[index % COLORS.length]}` }) : null, run.name),
       el("div", {}, el("span", { class: `outcome ${kind}` }, run.outcome), ` ${run.iterations}${planned} iterations in ${clock(run.seconds)}`,
         el("span", { class: "dim" }, run.package ? `  ·  ${run.title}, mindspeed_rl ${run.package}` : "")),
+      el("div", { class: "learnt" }, ...run.learnt.map((line, at) => el("div", at ? { class: "small" } : {}, line))),
       el("div", { class: "tiles" }, ...run.tiles.map((tile) => el("div", { class: "tile", title: tile.metric }, el("b", {}, tile.value), el("span", { class: "dim small" }, tile.label)))),
     );
     for (const alert of run.alerts) {
@@ -117,6 +131,17 @@ function timeline() {
     return { type: "bar", orientation: "h", name, y: own.map((bar) => rows[tids.indexOf(bar[0])]), base: own.map((bar) => bar[3]), x: own.map((bar) => bar[4]),
       marker: { color: COLORS[index % COLORS.length] }, customdata: own.map((bar) => bar[2]), hovertemplate: `${name}, iteration %{customdata}: %{x:.3f} s<extra></extra>` };
   }), layout({ barmode: "overlay", hovermode: "closest", bargap: 0.35, xaxis: { title: { text: "s", font: { size: 11 } } }, yaxis: {} }), { responsive: true, displayModeBar: false }));
+}
+
+// ---------------------------------------------------------------- before and after
+
+function examples() {
+  if (!data.examples.length) return;
+  const side = (name, row) => el("div", { class: "response" }, el("b", {}, `${name}, ${row.iteration ? `iteration ${row.iteration}` : "before training"}`),
+    `  ${row.reward === null ? "no score" : `reward ${Number(row.reward).toPrecision(3)}`}`, el("div", { class: "text" }, row.response));
+  section("Before and after", "examples").append(...data.examples.map((pair) => el("div", { class: "card pair" },
+    el("div", { class: "prompt" }, pair.prompt), pair.label ? el("div", { class: "small" }, el("b", {}, "label "), String(pair.label)) : null,
+    el("div", { class: "responses" }, side("first", pair.before), ...(pair.before.iteration === pair.after.iteration ? [] : [side("last", pair.after)])))));
 }
 
 // ---------------------------------------------------------------- samples
@@ -243,7 +268,7 @@ function configuration() {
     const same = data.runs.every((_, index) => values[index] === values[0]);
     return el("tr", {}, el("td", {}, key), ...data.runs.map((_, index) => el("td", same ? {} : { style: "font-weight:600" }, values[index] ?? "")));
   });
-  section("Configuration", "configuration").append(el("div", { class: "card" }, el("div", { class: "dim small" }, many ? "what the run files set; bold where they differ" : "what the run file sets; every other key has its default"),
+  section("Configuration", "configuration").append(el("details", { class: "card" }, el("summary", {}, `${rows.size} keys`), el("div", { class: "dim small" }, many ? "what the run files set; bold where they differ" : "what the run file sets; every other key has its default"),
     el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...data.runs.map((run) => el("th", {}, many ? run.name : "value")))), el("tbody", {}, ...body))));
 }
 
@@ -254,7 +279,7 @@ function planned() {
   const body = rows.map(([run, row]) => el("tr", {}, el("td", {}, many ? `${run.name}: ${row.name}` : row.name), el("td", {}, row.unit),
     ...[row.predicted, row.with_lengths, row.low, row.high].map((value) => el("td", {}, value === null ? "" : digits(value))),
     el("td", row.measured < row.low || row.measured > row.high ? { style: "font-weight:600" } : {}, digits(row.measured))));
-  section("Plan", "plan").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "what was predicted before the run, and what it measured (median of the later half); bold outside of what was expected"),
+  section("Plan", "plan").append(el("details", { class: "card" }, el("summary", {}, "predicted and measured"), el("div", { class: "dim small" }, "what was predicted before the run, and what it measured (median of the later half); bold outside of what was expected"),
     el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "predicted", "with the lengths that came", "from", "to", "measured"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
 }
 
@@ -265,9 +290,10 @@ function theme(name) {
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 header();
+examples();
 charts();
-timeline();
 samples();
+timeline();
 others();
 planned();
 configuration();

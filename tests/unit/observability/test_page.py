@@ -1,5 +1,6 @@
 """The page holds what the run wrote, needs no network, and looks right in a browser."""
 
+import html
 import json
 import random
 import re
@@ -119,6 +120,67 @@ def test_the_command_compares_runs_and_names_what_is_no_run(tmp_path, capsys):
     assert "empty holds no run" in errors and "nowhere is not a folder" in errors
 
 
+def write_evaluated_run(folder):
+    """A run that collapses: an evaluation before it and three in it, two checkpoints, responses to three prompts."""
+    folder = write_run(folder, 40, samples=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"rewards/total_mean": line["grpo/score/mean"], "actor/lr": 1e-3, "rollout/truncated_fraction": 0.0}
+        line |= {"memory/peak_gib": 2.0, "memory/update_gib": 1.5, "memory/update/weights_gib": 0.5}
+        line |= {"eval/accuracy": accuracy} if (accuracy := {10: 0.6, 20: 0.7, 40: 0.2}.get(line["iteration"])) else {}
+    lines.insert(0, {"iteration": 0, "eval/accuracy": 0.1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewards = {0: [0.0, 1.0, 0.0], 40: [0.0, 1.0, 1.0]}
+    rows = [
+        {"iteration": i, "index": k, "prompt": f"p{k}", "response": f"r{k}-{i}", "label": "7", "reward": reward}
+        for i, values in rewards.items()
+        for k, reward in enumerate(values)
+    ]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for iteration in (10, 40):
+        (folder / "save" / f"iter_{iteration:07d}").mkdir(parents=True)
+    path = folder / "report.json"
+    actor = {"actor_config": {"save": str(folder / "save"), "save_hf": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"planned_iterations": 40, "config": actor}))
+    return folder
+
+
+def test_one_sentence_says_what_was_learnt_and_which_checkpoint_to_take(tmp_path):
+    folder = write_evaluated_run(tmp_path / "run")
+    run = _collect_data([read_run(folder)])["runs"][0]
+    sentence = "Accuracy on held-out prompts: 10.0% before training, 20.0% at iteration 40; best: 70.0% at iteration 20."
+    # the checkpoint of iteration 20 is not kept
+    command = f"Best of its checkpoints, iteration 10: mindspeed-rl chat --load {folder}/save/hf/iter_0000010"
+    assert run["learnt"] == [sentence, command] and run["iterations"] == 40
+
+
+def test_tiles_have_the_median_of_the_last_iterations(tmp_path):
+    folder = write_evaluated_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["timing/all"] = 900.0  # the last iteration was slow
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tiles = {tile["label"]: tile["value"] for tile in _collect_data([read_run(folder)])["runs"][0]["tiles"]}
+    assert tiles["seconds an iteration"] == "3.00" and tiles["accuracy, held out"] == "20.0%"
+
+
+def test_charts_have_names_and_no_line_twice_and_none_is_empty(tmp_path):
+    data = _collect_data([read_run(write_evaluated_run(tmp_path / "run"))])
+    charts = {chart["title"]: chart["lines"] for chart in data["charts"]}
+    assert [line["label"] for line in charts["Reward"]] == ["reward of the rollouts"]
+    assert [line["label"] for line in charts["Reward by part"]] == ["acc"]
+    assert charts["Accuracy on held-out prompts"][0]["x"] == [0, 10, 20, 40]
+    assert "Truncated, failed" not in charts and "rollout/truncated_fraction" in {chart["title"] for chart in data["others"]}
+    assert [line["label"] for line in charts["Memory"]] == ["peak", "update"]
+    assert [line["label"] for line in charts["Memory of an update by owner"]] == ["weights"]
+
+
+def test_examples_are_pairs_of_which_the_improved_come_first(tmp_path):
+    pairs = _collect_data([read_run(write_evaluated_run(tmp_path / "run"))])["examples"]
+    assert [(pair["prompt"], pair["before"]["response"], pair["after"]["response"]) for pair in pairs] == [
+        ("p2", "r2-0", "r2-40"), ("p0", "r0-0", "r0-40"), ("p1", "r1-0", "r1-40"),
+    ]  # fmt: skip
+
+
 def test_trace_shows_a_sample_and_says_which_there_are(tmp_path, capsys):
     folder = str(write_run(tmp_path / "run", 3))
     assert trace.main([folder, "--sample", "1", "--tokens"]) == 0
@@ -145,6 +207,39 @@ def test_a_browser_draws_every_chart_and_every_token(tmp_path):
     assert body.count('class="main-svg"') >= 2 * 7  # reward, parts, entropy, norm, phases, iteration, timeline: two layers each
     assert "3+4=" in body and "not sampled: 1 tokens" in body
     assert "<b>alert" not in body and body.count('class="response') >= 3
+
+
+#: writes into the page which cards overlap or are cut, and the range of the axis of a constant
+PROBE = """
+<script>
+addEventListener("load", () => setTimeout(() => {
+  const nodes = [...document.querySelectorAll(".card, .tile, .alert, h1, h2")];
+  const boxes = nodes.map((node) => [node, node.getBoundingClientRect()]);
+  const faults = [];
+  for (const [a, p] of boxes) {
+    if (p.right > innerWidth + 1) faults.push("cut: " + a.textContent.slice(0, 30));
+    for (const [b, q] of boxes) {
+      const meet = p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 1 && q.top < p.bottom - 1;
+      if (meet && !a.contains(b) && !b.contains(a)) faults.push("overlap: " + a.textContent.slice(0, 30));
+    }
+  }
+  const title = (node) => node.closest(".card").querySelector("h3")?.textContent;
+  const lr = [...document.querySelectorAll(".chart")].find((node) => title(node) === "Learning rate");
+  document.title = JSON.stringify({ faults, range: lr._fullLayout.yaxis.range, theme: document.documentElement.dataset.theme });
+}, 1500));
+</script>
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "theme"), [(1300, "light"), (1300, "dark"), (500, "light")])
+def test_nothing_overlaps_and_a_constant_is_drawn_at_its_value(tmp_path, width, theme):
+    page = write_page(tmp_path / "report.html", [read_run(write_evaluated_run(tmp_path / "run"))])
+    page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
+    options = ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
+    dom = browse(page, f"--window-size={width},900", "--dump-dom", *options)
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
+    assert found == {"faults": [], "range": [0, 0.002], "theme": theme}
 
 
 @needs_browser
