@@ -10,7 +10,7 @@ The probability outside of the K tokens is dropped, as verl does, where the sum 
 lumped: all other tokens together are one more token, so that the sum is a divergence and a lower bound of the full one.
 With K of the full vocabulary both are the divergence itself.
 
-Over sampled tokens a divergence is an estimator of KL(student || teacher) (`algorithms/kl.py`).
+Over sampled tokens a divergence is an estimate of KL(student || teacher) (`kl.estimate_divergence`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.kl import kl_penalty
+from mindspeed_rl.algorithms.kl import LOG_ZERO
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.objective import Distillation
 
-#: log-probs count as at least this, so that a difference of two infinities is 0 and not NaN; e^LOG_ZERO is exactly 0
-_LOG_ZERO = -1.0e4
 #: probability that all tokens outside of the K have at least: sums of float32 are exact to about this
 _MIN_REST = 1.0e-7
 
@@ -50,7 +48,7 @@ def compute_divergence(
     """
     if rest == "lump":
         student, teacher = (torch.cat([values, _compute_rest(values)], -1) for values in (student, teacher))
-    floor = _LOG_ZERO if min_log_prob is None else min_log_prob
+    floor = LOG_ZERO if min_log_prob is None else min_log_prob
     q, p = student.clamp(min=floor), teacher.clamp(min=floor)
     if kind == "jsd" and 0.0 < beta < 1.0:
         weights = torch.tensor([beta, 1.0 - beta], device=q.device).log()
@@ -66,7 +64,7 @@ def compute_divergence(
 
 def _compute_rest(log_probs: Tensor) -> Tensor:
     """Return [..., 1] log(1 - sum_k p_k); entries of -inf have no gradient."""
-    probs = torch.where(log_probs > _LOG_ZERO, log_probs, _LOG_ZERO).exp()
+    probs = torch.where(log_probs > LOG_ZERO, log_probs, LOG_ZERO).exp()
     return (1.0 - probs.sum(-1, keepdim=True)).clamp(min=_MIN_REST).log()
 
 
@@ -91,21 +89,6 @@ def compute_weighted_divergence(student: Tensor, teacher: Tensor, settings: Dist
     )
     masses = [_average(values.detach().exp().sum(-1), settings.weights) for values in (student, teacher)]
     return _average(each, settings.weights), masses[0], masses[1]
-
-
-def estimate_divergence(log_probs: Tensor, teacher: Tensor, settings: Distillation) -> Tensor:
-    """Return the estimate of KL(student || teachers) at sampled tokens, [B, R] with the gradient of `log_probs`.
-
-    Args:
-        log_probs: [B, R] of the student.
-        teacher: [B, R, teachers].
-    """
-    floor = _LOG_ZERO if settings.log_prob_min_clamp is None else settings.log_prob_min_clamp
-    student, teacher = log_probs.clamp(min=floor), teacher.clamp(min=floor)
-    estimator = settings.estimator
-    assert estimator is not None  # of a mode over sampled tokens
-    each = [kl_penalty(student, teacher[..., index], estimator, clamp=False) for index in range(len(settings.weights))]
-    return _average(torch.stack(each, -1), settings.weights)
 
 
 def _average(values: Tensor, weights: Sequence[float]) -> Tensor:

@@ -25,6 +25,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import KlEstimator
     from mindspeed_rl.config import Objective
+    from mindspeed_rl.config.objective import Distillation
+
+
+#: log-probs count as at least this, so that a difference of two infinities is 0 and not NaN; e^LOG_ZERO is exactly 0
+LOG_ZERO = -1.0e4
 
 
 def k1(x: Tensor) -> Tensor:
@@ -101,6 +106,21 @@ def kl_penalty(
         value, slope = ratio * value, None if slope is None else ratio.detach() * slope
     # the value of one function with the gradient of the other
     return value if slope is None else value.detach() + (slope - slope.detach())
+
+
+def estimate_divergence(log_probs: Tensor, teacher: Tensor, settings: Distillation) -> Tensor:
+    """Return the estimate of KL(student || teachers) at sampled tokens, [B, R] with the gradient of `log_probs`.
+
+    Args:
+        log_probs: [B, R] of the student.
+        teacher: [B, R, teachers].
+    """
+    floor = LOG_ZERO if settings.log_prob_min_clamp is None else settings.log_prob_min_clamp
+    student, teacher = log_probs.clamp(min=floor), teacher.clamp(min=floor)
+    estimator = settings.estimator
+    assert estimator is not None  # of a mode over sampled tokens
+    each = [kl_penalty(student, teacher[..., index], estimator, clamp=False) for index in range(len(settings.weights))]
+    return sum((weight * one for weight, one in zip(settings.weights[1:], each[1:])), settings.weights[0] * each[0])
 
 
 @dataclass

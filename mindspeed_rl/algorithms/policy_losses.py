@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
-from mindspeed_rl.algorithms.distillation import estimate_divergence
 from mindspeed_rl.algorithms.interfaces import (
     LossOutput,
     PendingMetrics,
@@ -28,7 +27,7 @@ from mindspeed_rl.algorithms.interfaces import (
     masked_extreme,
     masked_mean,
 )
-from mindspeed_rl.algorithms.kl import kl_penalty
+from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
 from mindspeed_rl.algorithms.masks import find_on_policy_sequences
 
 if TYPE_CHECKING:

@@ -228,6 +228,9 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "tir_optimal_token_baseline": "it needs the sum of squared probabilities of every token; nearest: opo",
         "a2po": "A*-PO estimates optimal values before training; nearest: max_rl",
         "tpo": "triple preference optimization trains on preference data; nearest: stage simpo",
-        "rlsd": "self-distillation weighs tokens by a teacher; nearest: group_norm",
+        "rlsd": "self-distillation weighs tokens by a teacher; nearest: rl_config.distillation with teacher_models: [actor]",
+    },
+    "optimizer": {
+        "muon": "Megatron's Muon needs the package emerging_optimizers, which no package index has; nearest: adam",
     },
 }

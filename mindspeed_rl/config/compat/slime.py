@@ -213,7 +213,7 @@ _TABLE: dict[str, Option] = {
     "use_rollout_logprobs": refused("log-probs of the rollout engine as those of the old policy"),
     "use_routing_replay": to(f"{_RL}.use_routing_replay"),
     "use_rollout_routing_replay": to(f"{_RL}.use_rollout_routing_replay"),
-    "use_opd": refused("distillation from a teacher"),
+    "use_opd": refused("a teacher in a command of slime; rl_config.distillation has one (docs/distillation.md)"),
     **dict.fromkeys("opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step".split(), no_effect("only use_opd reads it")),
     "reset_optimizer_states": refused("an optimizer that starts anew with each rollout"),
     "use_stateless_adam": refused("Adam without states"),

@@ -43,7 +43,7 @@ _OTHER_KINDS = {
     "kto": "KTO",
     "cpo": "CPO; simpo is available",
     "orpo": "ORPO",
-    "gkd": "distillation (GKD)",
+    "gkd": "commands of GKD; rl_config.distillation has its losses (docs/distillation.md)",
 }
 #: programs that train nothing and serve nothing
 _OTHER_PROGRAMS = {
@@ -757,6 +757,34 @@ def _has_kl_in_reward(command: SourceCommand) -> bool:
     return command.flag("kl_in_reward", default=command.text("advantage_estimator", "grpo") != "grpo")
 
 
+def _set_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> None:
+    """Set a teacher of GRPO: coef * (log-prob of the teacher - old log-prob) is added to the advantage of each token."""
+    given = [name for name in ("teacher_model", "teacher_model_server") if command.has(name)]
+    if not given:
+        if command.has("teacher_kl_coef"):
+            run.note("--teacher_kl_coef", "there is no teacher", changes_nothing=False)
+        return
+    teacher, key = command.text(given[0], ""), f"{RL}.distillation"
+    if teacher.startswith(("[", "{")):
+        run.refuse(f"--{given[0]}", "several teachers in a command; see rl_config.distillation.teacher_keys")
+    if given[0] == "teacher_model_server" and not teacher.rstrip("/").endswith("/v1"):
+        teacher = teacher.rstrip("/") + "/v1"
+    values: dict[str, object] = {"enabled": True, "teacher_models": [teacher], "loss_mode": "k1", "use_policy_gradient": True}
+    # prompt log-probs of a server have no temperature
+    values |= {"teacher_temperature": 1.0} if given[0] == "teacher_model_server" else {}
+    run.translate(f"--{given[0]}", {f"{key}.{name}": value for name, value in values.items()}, "the teacher's KL is in the advantage")
+    run.set(f"{key}.use_task_rewards", has_rewards)
+    coefficient = command.number("teacher_kl_coef", 1.0)
+    if has_rewards and command.has("teacher_kl_coef"):
+        run.translate("--teacher_kl_coef", {f"{key}.distillation_loss_coef": coefficient})
+    elif coefficient != 1.0:
+        run.refuse("--teacher_kl_coef", "a coefficient of a teacher without task rewards; it scales the loss like lr")
+    elif command.has("teacher_kl_coef"):
+        run.note("--teacher_kl_coef", "the teacher alone trains", changes_nothing=False)
+    if not has_rewards:
+        run.add_default(f"{RL}.rule_reward", False, "the command names no reward")
+
+
 def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
     names, models = command.list_texts("reward_funcs"), command.list_texts("reward_model")
     value = command.get("reward_weights")
@@ -764,6 +792,7 @@ def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
     plugins = command.list_texts("reward_model_plugin")
     if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
+    _set_teacher(run, command, has_rewards=bool(names or models))
     if weights and len(weights) != len(names) + len(models):
         raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
     weights = weights or [1.0] * (len(names) + len(models))

@@ -109,6 +109,14 @@ def _engine_arguments(run: Import, option: str, value: object) -> None:
         run.translate(option, {f"{ENGINE}.engine_kwargs": arguments})
 
 
+def _drafts(run: Import, option: str, value: object) -> None:
+    """Set speculative_config; methods that are named by a model are prediction layers."""
+    if keys := _mapping(run, option, value):
+        if str(keys.get("method")).endswith("_mtp"):
+            keys = {**keys, "method": "mtp"}
+        run.translate(option, {f"{ENGINE}.speculative_config": keys})
+
+
 def _texts(*keys: str) -> Option:
     """Return an option whose words are a list of texts."""
 
@@ -322,7 +330,9 @@ _SAME: dict[str, Option] = {
 
 #: they change objective, data, reward, model, modality or the number of updates, and are not available
 _REFUSED: dict[str, Option] = {
-    **_each("teacher_model teacher_model_server teacher_adapters teacher_deepspeed", refused("distillation from a teacher")),
+    **_each("teacher_model teacher_model_server teacher_kl_coef", with_others("rl_config.distillation")),
+    "teacher_adapters": refused("a teacher with adapters; merge them first"),
+    "teacher_deepspeed": refused("a teacher that DeepSpeed divides; see teacher_config"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
     "sdar_loss_coef": refused("SDAR: a distillation loss next to the policy loss"),
     **_each("chord_sft_dataset chord_enable_phi_function", refused("CHORD: a supervised loss next to the policy loss")),
@@ -394,7 +404,7 @@ _REFUSED: dict[str, Option] = {
     ),
     "perform_initialization": refused("training from random weights by this option"),
     "megatron_extra_kwargs": refused("further arguments of Megatron"),
-    "vllm_speculative_config": refused("speculative decoding"),
+    "vllm_speculative_config": by(_drafts, "speculative_config"),
     **_each("vllm_pipeline_parallel_size", refused("pipeline parallelism of the engine", unless=(1,))),
     "num_beams": refused("beam search in a rollout", unless=(1,)),
     "min_p": to(f"{SAMPLING}.min_p"),
@@ -481,7 +491,7 @@ _NONE: dict[str, Option] = {
     **_each(
         "gradient_checkpointing_kwargs vit_gradient_checkpointing vit_gradient_checkpointing_kwargs torch_empty_cache_steps "
         "moe_layer_recompute mhc_recompute_layer_num manual_gc manual_gc_eval manual_gc_steps optimizer_offload_fraction "
-        "accumulate_allreduce_grads_in_fp32 apply_query_key_layer_scaling full_determinism debug",
+        "accumulate_allreduce_grads_in_fp32 apply_query_key_layer_scaling full_determinism debug offload_teacher_model",
         no_effect("it changes memory or speed, not what is computed"),
     ),
     **_each(
@@ -516,7 +526,7 @@ _NONE: dict[str, Option] = {
     **_each(
         "chord_mu_decay_steps chord_mu_peak chord_mu_valley chord_mu_warmup_steps chord_sft_per_device_train_batch_size "
         "rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range "
-        "sdar_gate_beta teacher_kl_coef offload_teacher_model gkd_logits_topk lmbda real_tau discopop_tau desirable_weight "
+        "sdar_gate_beta gkd_logits_topk lmbda real_tau discopop_tau desirable_weight "
         "undesirable_weight calculate_KL",
         no_effect("it belongs to a loss that is refused by its own option"),
     ),

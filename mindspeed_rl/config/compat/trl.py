@@ -42,8 +42,8 @@ _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "
 #: trainers of TRL without a counterpart, and commands that start no training
 _OTHER_PROGRAMS = {
     "kto": "KTO is not available",
-    "gkd": "distillation is not available",
-    "distillation": "distillation is not available",
+    "gkd": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
+    "distillation": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "online_dpo": "online DPO is not available",
     "vllm-serve": "a rollout server is started by mindspeed-rl rollout with the run file of the training",
     "env": "it trains nothing",

@@ -11,8 +11,9 @@ from sample_objectives import objective
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from mindspeed_rl.algorithms.distillation import compute_divergence, compute_weighted_divergence, estimate_divergence
+from mindspeed_rl.algorithms.distillation import compute_divergence, compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
+from mindspeed_rl.algorithms.kl import estimate_divergence
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.config.keys.rl import DistillationKeys

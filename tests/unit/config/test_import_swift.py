@@ -322,3 +322,17 @@ def test_serving_is_the_command_that_serves() -> None:
 )
 def test_a_command_that_cannot_be_imported_is_one_clear_error(command: str, sentence: str) -> None:
     assert sentence in refusal("", command)
+
+
+def test_a_teacher_of_grpo_enters_the_advantage_next_to_the_rewards() -> None:
+    run = imported("--teacher_model models/teacher --teacher_kl_coef 0.5")
+    key = "rl_config.distillation"
+    names = ("enabled", "teacher_models", "loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef")
+    assert [run.get(f"{key}.{name}") for name in names] == [True, ["models/teacher"], "k1", True, True, 0.5]
+    served = imported("--teacher_model_server http://host:8000")
+    assert served.get(f"{key}.teacher_models") == ["http://host:8000/v1"]
+
+
+def test_a_teacher_alone_needs_no_reward_function() -> None:
+    run = imported("--teacher_model models/teacher", GRPO.replace(" --reward_funcs accuracy", ""))
+    assert [run.get(f"rl_config.{name}") for name in ("rule_reward", "distillation.use_task_rewards")] == [False, False]

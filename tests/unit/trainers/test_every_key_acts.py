@@ -77,12 +77,15 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
+    "config/objective.py": "distillation",  # tests/unit/config/test_distillation_keys.py has its keys
+    "config/placement.py": "teacher_resource",  # with a teacher
     "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
     "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
+    "workers/stages/instruction.py": "teacher_topk_rest",
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config",
     # left off, which explain says with the reason
@@ -99,6 +102,7 @@ ELSEWHERE: dict[str, str] = {
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage dropout_in_update",
+    "config/keys/generate.py": "speculative_config",
     "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
     "config/resolve.py": "fault_tolerance threads_per_worker",
     "data/prompts.py": "prompt_type_path",
@@ -127,7 +131,9 @@ ELSEWHERE: dict[str, str] = {
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "trainers/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
-    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys train_epochs max_prompt_length",
+    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys train_epochs max_prompt_length "
+    "image_folder limit_mm_image_per_prompt",
+    "config/rules/run_rules.py": "is_multimodal",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
@@ -148,7 +154,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
-    "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens stop structured_output "
+    "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop structured_output "
     "repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
@@ -162,7 +168,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = "ai_framework ckpt_format is_multimodal"
+REFUSED = "ai_framework ckpt_format"
 #: settings of features that are left off
 OF_LEFT_OFF = frozenset(("coc_mode", "coc_parallel_num", "coc_fused_kernel"))
 
