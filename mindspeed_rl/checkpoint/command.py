@@ -19,7 +19,7 @@ from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_m
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
 
-_DTYPES: dict[ParamsDtype, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[ParamsDtype, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -153,7 +153,7 @@ def check_target_modules(modules: Sequence[str], adapters: Iterable[str]) -> Non
 
 def _destination(options: ConvertOptions, source: Source) -> Destination:
     common: dict[str, Any] = {
-        "dtype": None if options.params_dtype is None else _DTYPES[options.params_dtype],
+        "dtype": None if options.params_dtype is None else DTYPES[options.params_dtype],
         "overwrite": options.overwrite,
     }
     # a folder cannot be renamed onto a link, and belongs on the disk that the link points to
@@ -164,7 +164,7 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
             # upstream's first converter takes the original HF folder as --save-dir and writes below it
             path = path / "mg2hf"
         if options.max_shard_size is not None:
-            common["max_shard_bytes"] = _parse_size(options.max_shard_size)
+            common["max_shard_bytes"] = parse_size(options.max_shard_size)
         return Destination("hf", path, **common)
     if options.max_shard_size is not None:
         raise ValueError(
@@ -221,7 +221,7 @@ def _layout(options: ConvertOptions, model_config: ModelConfig) -> Layout:
     )
 
 
-def _parse_size(text: str) -> int:
+def parse_size(text: str) -> int:
     # no more digits than a float keeps
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMG]I?B)", text.strip().upper())
     if match is None or float(match[1]) == 0:

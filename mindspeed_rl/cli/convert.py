@@ -70,9 +70,9 @@ def make_parser() -> Parser:
 
 def _add_ends(parser: Parser) -> None:
     add = parser.add_argument_group("from and to").add_argument
-    add("--load-model-type", choices=(*get_args(SourceForm), "optim"), help="form of --load-dir; default: detected")
+    add("--load-model-type", choices=(*get_args(SourceForm), "gguf", "optim"), help="form of --load-dir; default: detected")
     add("--save-model-type", choices=get_args(ResultForm), default="mg", help="form of the result")
-    add("--load-dir", type=Path, required=True, help="HF folder or Megatron checkpoint folder")
+    add("--load-dir", type=Path, required=True, help="HF folder, Megatron checkpoint folder, or GGUF file")
     add("--save-dir", type=Path, required=True, help="destination; for mg to hf also the original HF folder")
     add("--hf-cfg-dir", type=Path, help="mg source: HF folder with config.json and tokenizer")
     add("--load-iteration", type=int, help="mg source: iteration to read; default the latest")
@@ -225,6 +225,8 @@ class _Bar(Progress):
 
 def _convert(args: argparse.Namespace) -> int:
     _check_flags(args)
+    if args.load_model_type == "gguf" or args.load_dir.suffix == ".gguf":
+        return _convert_gguf(args)
     options = build_options(ConvertOptions, args)
     # the options are checked before torch is imported, which takes seconds
     from mindspeed_rl.checkpoint import command, convert, lora
@@ -259,6 +261,33 @@ def _convert(args: argparse.Namespace) -> int:
     print_status(
         f"wrote {result}: {plan.num_bytes / 1e9:.2f} GB in {seconds:.1f} s ({plan.num_bytes / 1e9 / seconds:.2f} GB/s){proof}"
     )
+    return 0
+
+
+def _convert_gguf(args: argparse.Namespace) -> int:
+    """Write a GGUF file as a Hugging Face folder, from which every other form can be made."""
+    if args.save_model_type != "hf":
+        raise ValueError("a GGUF file becomes a Hugging Face folder: give --save-model-type hf, and convert its result further")
+    defaults = make_parser().parse_args(["--load-dir", ".", "--save-dir", "."])
+    used = "load_model_type save_model_type load_dir save_dir params_dtype max_shard_size overwrite dry_run".split()
+    if other := next((name for name, value in vars(defaults).items() if name not in used and vars(args)[name] != value), None):
+        raise ValueError(f"--{other.replace('_', '-')}: it does not apply to a GGUF file")
+    # imports torch, which wrong options do not need
+    from mindspeed_rl.checkpoint import command, gguf
+
+    path = gguf.find_gguf(args.load_dir.expanduser())
+    if path is None:
+        raise ValueError(f"--load-dir {args.load_dir} is no GGUF file, nor a folder that has one")
+    model, folder, start = gguf.open_gguf(path), args.save_dir.expanduser(), time.perf_counter()
+    if args.dry_run:
+        print_status(f"would write {model.describe()} to {folder}")
+        return 0
+    if folder.exists() and not args.overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; choose another --save-dir, or pass --overwrite to replace it")
+    dtype = None if args.params_dtype is None else command.DTYPES[args.params_dtype]
+    shard_bytes = 5 * 10**9 if args.max_shard_size is None else command.parse_size(args.max_shard_size)
+    gguf.export_hf(model, folder, dtype=dtype, shard_bytes=shard_bytes)
+    print_status(f"wrote {model.describe()} to {folder} in {time.perf_counter() - start:.1f} s")
     return 0
 
 

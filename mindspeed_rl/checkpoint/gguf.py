@@ -1,0 +1,213 @@
+"""GGUF files of llama.cpp to Hugging Face folders: dense models of the families llama (also Mistral), qwen2 and qwen3.
+
+Quantized tensors are restored to 16-bit values, a tensor at a time. In files of the family llama the rows of query and key are
+in the order of interleaved rotary embedding; Hugging Face has both halves of a head one after the other. Needs the package `gguf`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, write_config
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+#: general.architecture -> class and model_type of Hugging Face
+_FAMILIES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+_BLOCK_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_TYPES = {torch.float32: "F32", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """An open GGUF file.
+
+    Attributes:
+        config: config.json of the model, without its dtype.
+        dtype: of the weights: that of the file's matrices, bfloat16 where they are quantized.
+        names: tensor of the file -> name in Hugging Face.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    dtype: torch.dtype
+    names: dict[str, str]
+    reader: GGUFReader
+
+    def describe(self) -> str:
+        """Return what the file holds, in a line."""
+        kinds = sorted({tensor.tensor_type.name for tensor in self.reader.tensors if len(tensor.shape) > 1})
+        return f"{self.path} ({self.config['model_type']}, {len(self.names)} tensors, {', '.join(kinds)})"
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor under its name in Hugging Face, in float32."""
+        from gguf import dequantize
+
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        for tensor in self.reader.tensors:
+            name = self.names[tensor.name]
+            values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            if self.config["model_type"] == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
+                values = _split_halves(values, heads if match[1] == "q" else kv_heads)
+            yield name, torch.from_numpy(values)
+
+
+def _split_halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of each head with the even ones first: from interleaved pairs to two halves."""
+    return np.ascontiguousarray(values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape))
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that the path is, or the only one of a folder without config.json; None where there is none.
+
+    Raises:
+        ValueError: the folder has several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    if len(files) > 1:
+        raise ValueError(f"{path} has {len(files)} GGUF files; name one: {', '.join(file.name for file in files)}")
+    return files[0] if files else None
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """Open a GGUF file; no tensor is read.
+
+    Raises:
+        ValueError: the package is missing, the file is damaged, or its model is not supported.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError(f"{path}: reading GGUF needs the package gguf: pip install gguf")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        values = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no GGUF file, or damaged: {error}") from error
+    family = str(values.get("general.architecture"))
+    if family not in _FAMILIES:
+        raise ValueError(f"{path}: its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
+    names, unknown = {}, []
+    for tensor in reader.tensors:
+        outer, _, kind = tensor.name.rpartition(".")
+        match = _BLOCK.fullmatch(tensor.name)
+        if match is not None and match[2] in _BLOCK_NAMES:
+            names[tensor.name] = f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
+        elif outer in _OUTER_NAMES:
+            names[tensor.name] = f"{_OUTER_NAMES[outer]}.{kind}"
+        else:
+            unknown.append(tensor.name)
+    if unknown:
+        raise ValueError(
+            f"{path}: {len(unknown)} tensors, such as {unknown[0]}, are of no dense {family} model; experts and scaled rotary "
+            "embedding (rope_freqs, Llama 3.1) are not supported"
+        )
+    if scaling := values.get(f"{family}.rope.scaling.type"):
+        if scaling != "none":
+            raise ValueError(f"{path}: rotary embedding scaled by {scaling!r} is not supported")
+    config = _build_config(path, family, values, reader.tensors)
+    if (found := len({name.split(".")[2] for name in names.values() if name.startswith("model.layers.")})) != (
+        layers := config["num_hidden_layers"]
+    ):
+        raise ValueError(f"{path} has tensors of {found} layers, and states {layers}; is it one of several parts?")
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    dtype = next((dtype for dtype, kind in _TYPES.items() if kinds == {kind}), torch.bfloat16)
+    return GgufModel(path, config, dtype, names, reader)
+
+
+def _build_config(path: Path, family: str, values: dict[str, Any], tensors: list[ReaderTensor]) -> dict[str, Any]:
+    """Return config.json by the metadata of the file."""
+
+    def read(name: str, default: object = None) -> Any:
+        value = values.get(f"{family}.{name}", default)
+        if value is None:
+            raise ValueError(f"{path} lacks {family}.{name}")
+        return value
+
+    heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
+    architecture, model_type = _FAMILIES[family]
+    shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in tensors}
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": int(read("feed_forward_length")),
+        "num_hidden_layers": int(read("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(read("attention.head_count_kv", heads)),
+        "head_dim": int(read("attention.key_length", hidden // heads)),
+        # the file has the smaller dimension first
+        "vocab_size": shapes["token_embd.weight"][1],
+        "max_position_embeddings": int(read("context_length")),
+        "rope_theta": float(read("rope.freq_base", 10000.0)),
+        "rms_norm_eps": round(float(read("attention.layer_norm_rms_epsilon")), 12),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in shapes,
+    }
+    for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"), ("padding_token_id", "pad_token_id")):
+        if (token := values.get(f"tokenizer.ggml.{name}")) is not None:
+            config[key] = int(token)
+    return config
+
+
+def export_hf(model: GgufModel, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9) -> None:
+    """Write the model as a Hugging Face folder with its tokenizer, in place of what is there; one file's tensors are in memory.
+
+    Args:
+        dtype: of the weights; None keeps `model.dtype`.
+        shard_bytes: size at which a new weight file starts.
+
+    Raises:
+        ValueError: the file has no tokenizer that transformers reads.
+    """
+    from transformers import AutoTokenizer
+
+    dtype = dtype or model.dtype
+    ends = {name: model.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in model.config}
+    with tempfile.TemporaryDirectory() as companions:
+        write_config(Path(companions), {**model.config, "dtype": str(dtype).removeprefix("torch.")})
+        Path(companions, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
+        except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+            raise ValueError(f"{model.path} has no tokenizer that transformers reads: {error}") from error
+        tokenizer.save_pretrained(companions)
+        if folder.exists():
+            shutil.rmtree(folder)
+        with HfFolderWriter(folder, companions, max_shard_bytes=shard_bytes) as writer:
+            for name, values in model.named_tensors():
+                writer.add(name, values.to(dtype))
