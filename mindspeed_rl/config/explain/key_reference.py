@@ -57,6 +57,7 @@ _SECTIONS: dict[str, str] = {
     "Optimizer, schedule and the communication around it.": "优化器、学习率曲线与相关通信。",
     "Loading, saving, resuming.": "读入、保存、断点续训。",
     "Recomputation, swapping, low-rank adapters.": "重计算、换出、低秩适配器。",
+    "Training of the vision tower of a model that sees images.": "图像模型视觉塔的训练。",
     "Fused kernels and builder switches; off the NPU the plain modules compute the same.": (
         "融合算子与构建开关；NPU 之外普通模块的结果相同。"
     ),

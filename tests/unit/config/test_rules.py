@@ -22,6 +22,7 @@ def test_the_base_run_is_sound() -> None:
 
 
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
+D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
@@ -295,6 +296,21 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "own_engine_setting",
         ["engine_kwargs.max_num_seqs", "use the key generate_config.max_num_seqs"],
     ),
+    (
+        {G: {"engine_kwargs": {"speculative_config": {"method": "ngram"}}}},
+        "own_engine_setting",
+        ["engine_kwargs.speculative_config", "use the key generate_config.speculative_config"],
+    ),
+    ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
+    ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
+    ({G: {D: {"spec_method": "suffix", "spec_tokens": 129}}}, D, ["num_speculative_tokens", "129"]),
+    ({G: {D: {"method": "suffix", "rejection_sample_method": "synthetic"}}}, D, ["rejection_sample_method", "set by this suite"]),
+    ({G: {D: {"method": "suffix", "sufix_decoding_min_token_prob": 1}}}, D, ["suffix_decoding_min_token_prob"]),
+    ({G: {D: {"method": "draft_model", "model": "nowhere", "spec_tokens": 3}}}, D, ["model", "'nowhere'", "config.json"]),
+    ({G: {D: SUFFIX, S: {"max_tokens": 2048, "min_p": 0.1}}}, D, ["min_p", "drafts"]),
+    ({G: {D: SUFFIX, S: {"max_tokens": 2048, "stop": ["a"]}}}, D, ["stop", "in the middle"]),
+    ({G: {D: SUFFIX, S: {"max_tokens": 2048, "structured_output": {"regex": "a"}}}}, D, ["structured_output", "form"]),
+    ({M: EXPERTS, G: {D: SUFFIX, "eplb_token_collects": True}}, D, ["eplb_token_collects", "one token a step"]),
     ({G: {"engine_kwargs": {"blok_size": 32}}}, "engine_argument", ["engine_kwargs.blok_size", "block_size"]),
     ({G: {S: {"max_tokens": 2048, "stop": ["a", ""]}}}, "stop_text", ["sampling_config.stop", "empty"]),
     (
@@ -512,8 +528,8 @@ def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
 
 
 def test_what_this_version_lacks_is_named() -> None:
-    (sentence,) = unavailable(prompt_level(rl_config={"is_multimodal": True}))
-    assert sentence.startswith("rl_config.is_multimodal")
+    (sentence,) = unavailable(prompt_level(megatron_training={"ai_framework": "mindspore"}))
+    assert sentence.startswith("megatron_training.ai_framework")
     assert unavailable(prompt_level()) == []
 
 

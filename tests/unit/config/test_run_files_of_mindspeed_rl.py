@@ -16,9 +16,7 @@ from mindspeed_rl.config.explain.effects import find_keys_without_effect, find_w
 RUN_FILES = DATA / "run_files"
 README = Path(__file__).parents[3] / "README.md"
 #: key that a refusal names -> words of the README's list of what is not there
-NOT_THERE = {
-    "rl_config.is_multimodal": "no support for images",
-}
+NOT_THERE: dict[str, str] = {}
 
 
 def refusals(path: Path) -> list[str]:
