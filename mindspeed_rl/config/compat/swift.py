@@ -769,7 +769,8 @@ def _set_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> N
         run.refuse(f"--{given[0]}", "several teachers in a command; see rl_config.distillation.teacher_keys")
     if given[0] == "teacher_model_server" and not teacher.rstrip("/").endswith("/v1"):
         teacher = teacher.rstrip("/") + "/v1"
-    values: dict[str, object] = {"enabled": True, "teacher_models": [teacher], "loss_mode": "k1", "use_policy_gradient": True}
+    values: dict[str, object] = {"enabled": True, "teacher_models": [teacher], "loss_mode": "k1"}
+    values["use_policy_gradient"] = True
     # prompt log-probs of a server have no temperature
     values |= {"teacher_temperature": 1.0} if given[0] == "teacher_model_server" else {}
     run.translate(f"--{given[0]}", {f"{key}.{name}": value for name, value in values.items()}, "the teacher's KL is in the advantage")
