@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollout": ("mindspeed_rl.cli.rollout", "serve a model to runs on other machines"),
     "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
     "report": ("mindspeed_rl.cli.report", "write a run, or several, as one HTML file"),
+    "watch": ("mindspeed_rl.cli.watch", "follow a run, or several, in the browser"),
     "diff": ("mindspeed_rl.cli.diff", "explain why log-probs of trainer and rollout engine differ"),
     "diff-dump": ("mindspeed_rl.cli.diff_dump", "name the first tensor that differs between two dumps"),
     "trace": ("mindspeed_rl.cli.trace", "show one sample of a run token by token"),

@@ -69,8 +69,12 @@ class RunFiles:
         return folder.name if len(folder.name) > 3 else f"{folder.parent.name}/{folder.name}"
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     """Read a run folder, also of a run that goes or died.
+
+    Args:
+        folder: of the run.
+        may_be_empty: also of a run that has not begun.
 
     Raises:
         ValueError: the folder does not exist, or holds no run.
@@ -78,7 +82,7 @@ def read_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
     run, report_file = read_files(folder), folder / "report.json"
-    if not run.history.iterations and not report_file.exists():
+    if not may_be_empty and not run.history.iterations and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
     return replace(run, report=json.loads(report_file.read_text(encoding="utf-8"))) if report_file.exists() else run
 

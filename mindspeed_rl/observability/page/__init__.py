@@ -200,12 +200,17 @@ def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
     return path
 
 
-def render(runs: Sequence[RunFiles]) -> str:
-    """Return the page as text; see `write_page`."""
+def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
+    """Return the page as text; see `write_page`.
+
+    Args:
+        runs: of the page.
+        is_live: the page follows the events of its server.
+    """
     assets = files(__name__)
     title = " · ".join(run.name for run in runs)
     # "</script>" in a response must not end the script element, and U+2028 is no line end in JSON
-    data = json.dumps(_collect_data(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(_collect_data(runs) | {"live": is_live}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     values = {
         "TITLE": html.escape(title),
@@ -221,6 +226,15 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     """Return the data of the page's script as plain values."""
+    return collect_figures(runs) | {
+        # NaN, which JSON of a browser lacks, is null
+        "samples": clean_record(json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None)),
+        "timeline": _collect_timeline(runs[0]),
+    }
+
+
+def collect_figures(runs: Sequence[RunFiles]) -> dict[str, object]:
+    """Return the part of the data that a page which follows its runs gets anew."""
     by_run = [_build_curves(run.history) for run in runs]
     names = list(dict.fromkeys(name for by_name in by_run for name in by_name))
     shown: set[str] = set()
@@ -236,10 +250,7 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
         "runs": [_collect_run(run) for run in runs],
         "charts": charts,
         "others": others,
-        # NaN, which JSON of a browser lacks, is null
-        "samples": clean_record(json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None)),
         "examples": clean_record(json.loads(json.dumps(_pair_examples(runs[0].examples)), parse_constant=lambda _: None)),
-        "timeline": _collect_timeline(runs[0]),
     }
 
 

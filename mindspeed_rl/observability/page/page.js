@@ -303,3 +303,18 @@ document.body.append(el("footer", {}, Object.entries(versions).map(([name, versi
 drawn.forEach((again) => again());
 // a phone settles its width after the page was laid out
 new ResizeObserver(() => document.querySelectorAll(".chart").forEach((node) => Plotly.Plots.resize(node))).observe(document.getElementById("main"));
+
+// ---------------------------------------------------------------- a page that follows its runs
+
+// what the layout was made for: other charts or examples need another one
+const shape = (figures) => JSON.stringify([figures.charts, figures.others].map((list) => list.map((chart) => [chart.title, chart.lines.length])).concat(figures.examples.map((pair) => pair.after.iteration)));
+
+function refresh(figures) {
+  if (shape(figures) !== shape(data)) { location.reload(); return; }
+  for (const list of ["charts", "others"]) data[list].forEach((chart, at) => { chart.lines = figures[list][at].lines; });
+  data.runs = figures.runs;
+  header();
+  drawn.forEach((again) => again());
+}
+
+if (data.live) new EventSource("/events").onmessage = (event) => refresh(JSON.parse(event.data));

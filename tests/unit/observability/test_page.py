@@ -12,7 +12,7 @@ from PIL import Image, ImageChops, ImageFilter
 from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.cli import report, trace
-from mindspeed_rl.observability.page import _collect_data, render, write_page
+from mindspeed_rl.observability.page import _collect_data, collect_figures, render, write_page
 from mindspeed_rl.observability.run_files import read_run
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -240,6 +240,25 @@ def test_nothing_overlaps_and_a_constant_is_drawn_at_its_value(tmp_path, width, 
     dom = browse(page, f"--window-size={width},900", "--dump-dom", *options)
     found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
     assert found == {"faults": [], "range": [0, 0.002], "theme": theme}
+
+
+@needs_browser
+def test_a_page_that_follows_a_run_draws_what_is_new(tmp_path):
+    folder = write_run(tmp_path / "run", 40, samples=False)
+    page = write_page(tmp_path / "report.html", [read_run(folder)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        file.write(json.dumps(last | {"iteration": 41, "grpo/score/mean": 0.99}) + "\n")
+    fresh = json.dumps(collect_figures([read_run(folder)])).replace("<", "\\u003c")
+    script = f"""<script>addEventListener("load", () => setTimeout(() => {{
+      refresh({fresh});
+      const drawn = document.querySelector(".chart").data.at(-1);
+      document.title = JSON.stringify([drawn.x.at(-1), drawn.customdata.at(-1)]);
+    }}, 1000));</script></body>"""
+    page.write_text(page.read_text().replace("</body>", script))
+    dom = browse(page, "--window-size=1300,900", "--dump-dom")
+    assert json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1))) == [41, 0.99]
+    assert "41 iterations" in dom
 
 
 @needs_browser

@@ -1,0 +1,159 @@
+"""`mindspeed-rl watch`: the report of a run, or of several next to each other, which follows them while they go."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.observability.page import collect_figures, render
+from mindspeed_rl.observability.run_files import EXAMPLES, RunFiles, read_run
+
+#: seconds between two looks at the files of a run, and after which an idle connection gets a sign of life
+_POLL_S, _IDLE_S = 1.0, 15.0
+#: first port that is tried; a busy one gives way to any free port
+_PORT = 8787
+#: files whose change is news
+_FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
+
+
+class _RunServer(ThreadingHTTPServer):
+    """Serves the page of some run folders on the loopback interface.
+
+    Args:
+        folders: of the runs.
+        port: 0 takes a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int) -> None:
+        self.folders, self.is_closing = folders, False
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The address to open in a browser of this machine."""
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def read(self) -> list[RunFiles]:
+        """Read the run folders; a run that has not begun has no figures."""
+        return [read_run(folder, may_be_empty=True) for folder in self.folders]
+
+    def stamp(self) -> list[tuple[int, int]]:
+        """Return what changes when a run has written something."""
+        paths = (folder / name for folder in self.folders for name in _FOLLOWED)
+        stats = (path.stat() if path.exists() else None for path in paths)
+        return [(0, 0) if stat is None else (stat.st_mtime_ns, stat.st_size) for stat in stats]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page, or with its figures each time that they change (server-sent events)."""
+
+    server: _RunServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        # a page of the internet must not read prompts and responses through a name that it has bound to this machine
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if host not in ("127.0.0.1", "localhost"):
+            self.send_error(403)
+        elif self.path == "/":
+            self._send_page()
+        elif self.path == "/events":
+            with suppress(OSError):  # the reader has gone
+                self._send_events()
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Print no line a request."""
+
+    def _send_page(self) -> None:
+        try:
+            body = render(self.server.read(), is_live=True).encode("utf-8", "replace")
+        except (ValueError, OSError) as error:  # a file that is no JSON
+            self.send_error(500, explain=str(error))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _send_events(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        seen, last_s = list[tuple[int, int]](), time.monotonic()
+        while not self.server.is_closing:
+            stamp = self.server.stamp()
+            if stamp != seen:
+                seen, last_s = stamp, time.monotonic()
+                # a line that is half written by now is read the next time
+                with suppress(ValueError):
+                    figures = json.dumps(collect_figures(self.server.read()), ensure_ascii=False, allow_nan=False)
+                    self.wfile.write(f"data: {figures}\n\n".encode("utf-8", "replace"))
+            elif time.monotonic() - last_s > _IDLE_S:
+                last_s = time.monotonic()
+                self.wfile.write(b": nothing new\n\n")
+            time.sleep(_POLL_S)
+
+
+def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:
+    """Open the server of these run folders, without serving yet.
+
+    Args:
+        port: None takes the usual one, or a free one where that is busy.
+
+    Raises:
+        ValueError: a folder does not exist, or the port is taken.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
+    try:
+        return _RunServer(folders, _PORT if port is None else port)
+    except (OSError, OverflowError) as error:
+        if port is not None or getattr(error, "errno", 0) != errno.EADDRINUSE:
+            raise ValueError(f"--port {port}: {error}") from None
+        return _RunServer(folders, 0)
+
+
+def main(argv: list[str]) -> int:
+    """Serve until Ctrl-C; return 0, or 2 for a folder or port that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl watch",
+        description="Serve the report of a run on this machine's loopback interface and follow the run; several runs are drawn "
+        "into the same pictures. From another machine: ssh -L 8787:127.0.0.1:8787 HOST.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--port", type=int, help=f"default: {_PORT}, or a free one where that is busy")
+    arguments = parser.parse_args(argv)
+    try:
+        server = open_server(arguments.runs, arguments.port)
+    except ValueError as error:
+        print_status(f"error: {error}")
+        return 2
+    print(f"{server.url} follows {', '.join(map(str, arguments.runs))}; Ctrl-C ends it", flush=True)
+    try:
+        with server, suppress(KeyboardInterrupt):
+            server.serve_forever()
+    finally:
+        server.is_closing = True
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
