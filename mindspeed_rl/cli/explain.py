@@ -103,6 +103,8 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     finally:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
     run, epochs = inputs.run, cfg.actor_config.train_epochs
+    if inputs.images:
+        report["samples"] = "\n  ".join(filter(None, [report["samples"], inputs.images]))
     report["derived"] |= {name: {"value": item.value, "from": item.source} for name, item in run.config.derived.items()}
     if epochs is not None:
         each, unit = run.plan.num_prompts, "rows" if cfg.is_supervised else "prompts"

@@ -534,6 +534,29 @@ class StoredImages:
         return tuple(images)
 
 
+def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
+    """Return a line with the tokens of the images of some rows, and the limits.
+
+    Args:
+        rules: of the model.
+        rows: the grids of each row's images.
+    """
+    counts = ["+".join(str(rules.count_tokens(grid)) for grid in row) or "none" for row in rows]
+    limits = f"a token is {rules.factor} x {rules.factor} pixels, an image {rules.min_pixels} to {rules.max_pixels}"
+    return f"tokens of images in the first {len(counts)} rows: {', '.join(counts)} ({limits})"
+
+
+def read_first_grids(prefix: str | Path, count: int = 8) -> list[list[Grid]]:
+    """Return the grids of the images of the first rows of a preprocessed dataset; [] for one of text."""
+    path = column_prefix(Path(prefix).expanduser(), IMAGE_SIZES)
+    if not os.path.isfile(f"{path}.idx"):
+        return []
+    index, sizes = read_index(path), np.memmap(f"{path}.bin", np.int32, "r")
+    firsts = (index.pointers[:count] // sizes.itemsize).tolist()
+    rows = [sizes[first + 1 : first + length].reshape(-1, 4) for first, length in zip(firsts, index.lengths[:count].tolist())]
+    return [[(int(t), int(h), int(w)) for _, t, h, w in row] for row in rows]
+
+
 def split_images(images: Sequence[StoredImage], samples: Sequence[np.ndarray]) -> list[tuple[StoredImage, ...]]:
     """Return the images of each sample of a pack, by the image tokens that its ids have.
 

@@ -24,6 +24,7 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.phases import list_worker_columns
+from mindspeed_rl.data.images import describe_images, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
 from mindspeed_rl.data.tokenizer import check_special_tokens, check_tokenizer_files, hash_vocabulary, load_tokenizer
@@ -51,7 +52,7 @@ from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
-from mindspeed_rl.workers.responses import reads_images
+from mindspeed_rl.workers.responses import read_image_rules, reads_images
 from mindspeed_rl.workers.reward_group import RewardGroup
 from mindspeed_rl.workers.teacher_servers import TeacherServers
 
@@ -77,6 +78,7 @@ class RLInputs:
         held_out: None without evaluation.
         num_devices: of all roles.
         summary: lines for the console.
+        images: a line with the tokens of images; empty for a model of text.
     """
 
     run: Run
@@ -87,6 +89,7 @@ class RLInputs:
     resume: ResumePoint
     num_devices: int
     summary: str
+    images: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,13 +144,18 @@ def check_rl(run: Run) -> RLInputs:
     term = None if run.objective is None else run.objective.distillation
     if term is not None and term.has_servers:
         TeacherServers(term, run.rl.distillation, None, run.deadlines.rows_s).check(tokenizer, prompts[0]["prompt_ids"])
-    lines = [prompts.describe()]
+    lines, images = [prompts.describe()], ""
+    if (rules := read_image_rules(run.models["actor"])) is not None:
+        rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
+        images = describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
+        lines.append(images)
     if actor.train_epochs:
         lines.append(f"{run.plan.train_iters} iterations are {actor.train_epochs:g} passes over them")
     if "code" in run.rl.verifier_function and (missing := _find_missing_isolation()):
         lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
-    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, run.placement.num_devices, "\n".join(lines))
+    devices, summary = run.placement.num_devices, "\n".join(lines)
+    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:

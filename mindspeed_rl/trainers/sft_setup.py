@@ -20,6 +20,7 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.datasets import StoredLogProbs
+from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.indexed import (
     IndexedColumns,
     check_columns,
@@ -39,6 +40,7 @@ from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import RemoteGroup, WorkerKind, start_group
+from mindspeed_rl.workers.responses import read_image_rules
 
 _SUPERVISED = WorkerKind(
     "mindspeed_rl.workers.supervised_worker:SupervisedWorker",
@@ -54,6 +56,7 @@ class SupervisedInputs:
     Attributes:
         num_devices: of the workers.
         summary: lines for the console.
+        images: a line with the tokens of images; empty for a model of text.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
     """
 
@@ -62,6 +65,7 @@ class SupervisedInputs:
     num_devices: int
     summary: str
     num_rows: int | None
+    images: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,11 @@ def check_supervised(run: Run) -> SupervisedInputs:
     lines = [str(resume), f"starting {num_devices} workers on {run.platform} ..."]
     if num_rows is not None:
         lines.insert(0, f"{run.plan.train_iters} iterations are {config.train_epochs:g} passes over {num_rows} rows")
-    return SupervisedInputs(run, resume, num_devices, "\n".join(lines), num_rows)
+    rules, images = read_image_rules(run.models["actor"]), ""
+    if rules is not None and isinstance(config.data_path, str):
+        images = describe_images(rules, read_first_grids(config.data_path))
+        lines.insert(0, images)
+    return SupervisedInputs(run, resume, num_devices, "\n".join(lines), num_rows, images)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
