@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models.architecture import Architecture
@@ -100,6 +102,30 @@ def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tens
     state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4
     window = linear.num_key_heads * sum(linear.convolved) * (linear.conv_kernel_dim - 1) * itemsize
     return len(linear.layers) * (state + window) // tensor
+
+
+def read_kv_bytes(folder: str | Path, itemsize: int) -> int:
+    """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
+    config = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * config["num_hidden_layers"] * kv_heads * head_size * itemsize
+
+
+def read_draft_bytes(config: GenerateConfig, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the weights of the draft model, and of its keys and values of a token; 0 without one.
+
+    The head and the embedding of EAGLE and of prediction layers are the policy's.
+    """
+    drafts = config.drafts or {}
+    folder = Path(str(drafts.get("model", ""))).expanduser()
+    if "model" not in drafts or not (folder / "config.json").is_file():
+        return 0, 0
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored_size = 4 if "32" in str(stored.get("dtype", stored.get("torch_dtype", "float32"))) else 2
+    files = [path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)]
+    return sum(path.stat().st_size for path in files) // stored_size * itemsize, read_kv_bytes(folder, itemsize)
 
 
 def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes: int = 0) -> int:

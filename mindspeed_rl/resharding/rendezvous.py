@@ -6,7 +6,7 @@ Separate from `disaggregated`, whose plans import a compiler that the driver doe
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 _M = TypeVar("_M", bound="_Message")
@@ -53,9 +53,11 @@ class DeliveryReport(_Message):
         differing: parameters of its engine, on any of its workers, without the trained weights.
         received_bytes: bytes that this worker received from trainers.
         needed_bytes: bytes that it needs where all chunks are transferred.
+        drafts: draft tokens since the report before, those that were kept, and steps of responses.
     """
 
     num_parameters: int
     differing: list[str]
     received_bytes: int
     needed_bytes: int
+    drafts: list[int] = field(default_factory=lambda: [0, 0, 0])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams, envs
+from vllm.config import LoadConfig
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from mindspeed_rl import platform
@@ -21,7 +22,7 @@ from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
-from mindspeed_rl.models.costs import cpu_cache_bytes, state_bytes_per_sequence
+from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -101,6 +102,7 @@ def build_engine_arguments(
         if "linear_num_value_heads" in hf_config:
             linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
             state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
+        kv_bytes_per_token += read_draft_bytes(config, 4 if config.dtype == "float32" else 2)[1]
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -113,6 +115,9 @@ def build_engine_arguments(
         arguments["compilation_config"] = compilation
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
+    if config.drafts is not None:
+        # the trainer sends the weights of the policy alone
+        arguments["speculative_config"] = config.drafts | {"draft_load_config": LoadConfig()}
     return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
 
 

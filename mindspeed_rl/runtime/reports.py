@@ -51,3 +51,10 @@ def add_sync_bytes(metrics: Metrics, received: int, needed: int) -> None:
     """Add the bytes that engines received in a weight sync, and the minimum for all weights."""
     metrics.add_sum("rollout/push_received_gib", received / 2**30)
     metrics.add_sum("rollout/push_needed_gib", needed / 2**30)
+
+
+def add_drafts(metrics: Metrics, proposed: int, accepted: int, steps: int) -> None:
+    """Add the share of draft tokens that were kept, and the tokens of a response in a step: 1 without drafts."""
+    if steps:
+        metrics.add_mean("rollout/draft_acceptance", accepted, max(proposed, 1))
+        metrics.add_mean("rollout/tokens_per_step", accepted + steps, steps)

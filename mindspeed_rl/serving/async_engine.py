@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.models.costs import read_kv_bytes
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
     build_engine_arguments,
@@ -191,7 +190,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             generate,
             adaptors.engine_hooks(),
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
-            kv_bytes_per_token=_compute_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
+            kv_bytes_per_token=read_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
             image_rules=rules,
         ),
@@ -218,13 +217,3 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
         "log_probs": LOG_PROBS,
     }
     return RolloutService(engine or build_engine(settings), metadata)
-
-
-def _compute_kv_bytes(folder: str | Path, bytes_per_value: int) -> int:
-    """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    config |= config.get("text_config", {})  # of the language model
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * config["num_hidden_layers"] * kv_heads * head_size * bytes_per_value

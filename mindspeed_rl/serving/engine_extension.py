@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup
@@ -116,7 +117,10 @@ class EngineExtension:
             proof = push.compare(model, hooks.unpack(model))
             unless_received.pop_all()
         differing = list(proof.differing.get(self._weights_replica, ()))
-        return DeliveryReport(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()
+        report = DeliveryReport(
+            proof.num_parameters, differing, push.received_bytes, push.needed_bytes, list(vllm_drafts.counts.take())
+        )
+        return report.to_json()
 
     def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
         """Return the destinations of the engine's parameters; they are read again only for another model."""

@@ -78,6 +78,7 @@ class WeightSync:
     Attributes:
         num_workers: members of a group of each server, by name.
         received_bytes, needed_bytes: sums over the servers of the last sync; see `resharding/push.py`.
+        drafts: sums over the servers between the last two syncs; see `DeliveryReport`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class WeightSync:
         self._pool, self._loop, self._replace_lost, self._timeout_s = pool, loop, replace_lost, timeout_s
         self._num_trainers = num_trainers
         self.received_bytes = self.needed_bytes = 0
+        self.drafts = (0, 0, 0)
         self.num_workers: dict[str, int] = {}
         self._joined: list[ServerClient] = []  # a replaced server has the name of the one before
 
@@ -182,7 +184,7 @@ class WeightSync:
 
     def _check_results(self, results: _Results) -> int | None:
         """Remove servers that failed themselves or have other weights; return the number of proven parameters of another."""
-        num_proven, self.received_bytes, self.needed_bytes = None, 0, 0
+        num_proven, self.received_bytes, self.needed_bytes, self.drafts = None, 0, 0, (0, 0, 0)
         for name, result in results.items():
             reason = ""
             if isinstance(result, TimeoutError) or _is_consequence(result):
@@ -200,6 +202,9 @@ class WeightSync:
                     num_proven = min(report.num_parameters for report in reports)
                     self.received_bytes += sum(report.received_bytes for report in reports)
                     self.needed_bytes += sum(report.needed_bytes for report in reports)
+                    # the workers of a server sample the same tokens
+                    proposed, accepted, steps = (old + new for old, new in zip(self.drafts, reports[0].drafts, strict=True))
+                    self.drafts = proposed, accepted, steps
             if reason:
                 self._loop.run(self._remove(name, reason))
         return num_proven

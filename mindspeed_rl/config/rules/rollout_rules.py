@@ -26,7 +26,7 @@ _OWN_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode "
         "generation_config override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
-        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats quantization speculative_config "
+        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats quantization "
         "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
         _BY_ROLLOUT,
     ),
@@ -43,7 +43,7 @@ _OWN_ARGUMENTS: dict[str, str] = {
     **{
         name: _BY_KEY.format(name)
         for name in "dtype enforce_eager trust_remote_code max_model_len max_num_seqs max_num_batched_tokens additional_config "
-        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel".split()
+        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel speculative_config".split()
     },
 }
 #: methods of speculative decoding -> True where drafts come from a model
@@ -52,8 +52,8 @@ _DRAFT_METHODS = {"ngram": False, "suffix": False, "draft_model": True, "eagle":
 _MAX_DRAFT = 128
 #: keys of vLLM's `speculative_config` that it fills in itself, or that change what is sampled
 _OWN_DRAFT_KEYS = frozenset(
-    "target_model_config target_parallel_config draft_model_config draft_parallel_config draft_load_config tensor_parallel_size "
-    "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length".split()
+    "target_model_config target_parallel_config draft_model_config draft_parallel_config draft_load_config "
+    "tensor_parallel_size rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length".split()
 )
 #: names of one form of a response
 _FORMS = frozenset(("regex", "json", "choice", "grammar"))

@@ -20,6 +20,7 @@ from typing import Literal
 from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.files import write_file
+from mindspeed_rl.observability.agent_turns import describe_turns
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
@@ -226,9 +227,10 @@ def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
 
 def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     """Return the data of the page's script as plain values."""
+    samples = [{**one, "turns": describe_turns(one)} if one.get("events") else one for one in runs[0].completions]
     return collect_figures(runs) | {
         # NaN, which JSON of a browser lacks, is null
-        "samples": clean_record(json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None)),
+        "samples": clean_record(json.loads(json.dumps(samples, default=str), parse_constant=lambda _: None)),
         "timeline": _collect_timeline(runs[0]),
     }
 

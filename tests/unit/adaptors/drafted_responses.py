@@ -97,11 +97,11 @@ for kind in sys.argv[2:]:
     engine.load_weights(weights.items(), 0)
     vllm_drafts.counts.take()
     found = sample_all(engine)
-    proposed, accepted = vllm_drafts.counts.take()
+    proposed, accepted, steps = vllm_drafts.counts.take()
     plain = plain or found
     same = GenerationRequest(PROMPTS[0], 5)
     second = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
-    again_proposed, again_accepted = vllm_drafts.counts.take()
+    again_accepted = vllm_drafts.counts.take()[1]
     third = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
     result[kind] = {
         "different": [name for name in plain if found[name][0] != plain[name][0]],
@@ -113,6 +113,7 @@ for kind in sys.argv[2:]:
         ),
         "proposed": proposed,
         "accepted": accepted,
+        "steps": steps,
         "again": [second == third, again_accepted, vllm_drafts.counts.take()[1]],
     }
 print(json.dumps(result))

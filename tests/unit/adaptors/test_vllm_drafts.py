@@ -43,6 +43,8 @@ def _check_responses(found: dict, kinds: tuple[str, ...]) -> None:
         assert one["different"] == [] and one["tokens"] == found["none"]["tokens"], kind
         assert one["error"] < 1e-4 and one["again"][0], kind
         assert 0 < one["accepted"] < one["proposed"], kind
+        # each token had a step of its own, or was accepted from a draft, some beyond the end of a response
+        assert one["tokens"] <= one["steps"] + one["accepted"] < 1.1 * one["tokens"], kind
 
 
 def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path: Path) -> None:

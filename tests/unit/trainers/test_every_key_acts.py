@@ -88,6 +88,9 @@ ELSEWHERE: dict[str, str] = {
     "workers/stages/instruction.py": "teacher_topk_rest",
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config",
+    # models with images alone
+    "engine/build.py": "freeze_vit freeze_aligner",
+    "engine/optimizer.py": "vit_lr aligner_lr",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
