@@ -80,6 +80,8 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
     violations += [
         f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in inputs.list_missing(objective.advantage.needs)
     ]
+    if objective.distillation is not None:
+        violations.append("rl_config.distillation: a rollout file has no log-probs of teachers; replay with enabled: false")
     if violations:
         raise ValueError("\n".join(violations))
     advantages, returns, metrics = compute_advantages(inputs, objective)

@@ -118,7 +118,8 @@ def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: i
         config=config,
         plan=plan,
         rl=cfg.rl_config,
-        objective=objective,
+        # teachers add work of their own, which is not counted
+        objective=replace(objective, distillation=None),
         columns=tuple(column for column, is_read in columns.items() if is_read),
         temperature=cfg.generate_config.sampling_config.temperature or 1.0,
         platform=_DEVICE,

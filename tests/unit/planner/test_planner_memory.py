@@ -458,3 +458,23 @@ def test_a_candidate_is_valid_where_validate_finds_nothing(overrides: dict) -> N
     tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
     cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
     assert is_valid(cfg) == (not validate(cfg)) == (not overrides)
+
+
+def test_teachers_are_counted_as_their_folders_say_on_either_devices(tmp_path: Path) -> None:
+    shape = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes, teachers = [], []
+    for layers in (3, 5):
+        config = transformers.Qwen2Config(**shape, num_hidden_layers=layers, tie_word_embeddings=True)
+        built = transformers.Qwen2ForCausalLM(config)
+        built.save_pretrained(folder := tmp_path / f"teacher_{layers}")
+        teachers.append(str(folder))
+        sizes.append(4 * sum(value.numel() for value in built.parameters()))
+    keys = {"enabled": True, "teacher_models": teachers}
+    alone = {"rl_config__actor_resource__num_npus": 1, "actor_config__tensor_model_parallel_size": 1}
+    plan = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys)
+    assert [owners(plan, name) for name in ("teacher", "teacher_1")] == sizes
+    apart = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys, rl_config__teacher_resource__num_npus=1)
+    group = next(group for group in apart.groups if group.name == "teacher")
+    assert group.count == 1 and "1 of its own" in group.ranks
+    assert group.phases[0].owners["teacher_1"] == sizes[1]
+    assert not any("teacher" in phase.owners for phase in apart.groups[0].phases)
