@@ -129,6 +129,10 @@ def lay_out_model(
         model_config = model_config.pad_vocab(config.padded_vocab_size, 1)
     linear = model_config.linear_attention
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if model_config.num_attention_heads % tp:
+        raise ValueError(
+            f"tensor_model_parallel_size: {tp} does not divide the {model_config.num_attention_heads} attention heads of the model"
+        )
     if linear is not None and linear.num_key_heads % (tp * cp):
         raise ValueError(
             f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the {linear.num_key_heads} key "
@@ -146,6 +150,14 @@ def lay_out_model(
         noop_layers=parse_ints(config.noop_layers),
         num_experts=model_config.num_moe_experts or 0,
     )
+    trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
+    if trained and model_config.vision is None:
+        raise ValueError(f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one.")
+    if trained and config.lora_target_modules:
+        raise ValueError(
+            f"{trained[0]}: false with lora_target_modules: a LoRA run trains and sends adapters of the language model alone; "
+            "remove one of the two keys."
+        )
     levels = 0 if model_config.vision is None else len(model_config.vision.deepstack_layers)
     if missing := set(range(levels)) - set(layout.chunk_layers(*layout.first_chunk)):
         raise ValueError(
