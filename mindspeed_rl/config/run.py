@@ -141,6 +141,8 @@ class RunConfig:
             no_save_optim=True,
             no_save_rng=True,
             lora_target_modules=None,
+            freeze_vit=True,
+            freeze_aligner=True,
         )
 
     @property

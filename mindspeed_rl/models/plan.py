@@ -131,7 +131,7 @@ def lay_out_model(
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     if model_config.num_attention_heads % tp:
         raise ValueError(
-            f"tensor_model_parallel_size: {tp} does not divide the {model_config.num_attention_heads} attention heads of the model"
+            f"tensor_model_parallel_size: {tp} does not divide the model's {model_config.num_attention_heads} attention heads"
         )
     if linear is not None and linear.num_key_heads % (tp * cp):
         raise ValueError(
