@@ -91,6 +91,7 @@ def apply(scope: Scope) -> None:
 _KERNELS: dict[tuple[str, str], str] = {
     ("npu", "configure"): "mindspeed_rl.adaptors.mindspeed",
     ("npu", "fused_attention"): "mindspeed_rl.adaptors.npu_attention",
+    ("npu", "tower_attention"): "mindspeed_rl.adaptors.npu_attention",
     ("npu", "transformer_settings"): "mindspeed_rl.adaptors.mindspeed",
     ("cpu", "causal_attention"): "mindspeed_rl.adaptors.cpu_attention",
     ("cpu", "rms_norm"): "mindspeed_rl.adaptors.cpu_norm",

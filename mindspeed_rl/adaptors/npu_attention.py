@@ -101,6 +101,45 @@ def packed_attention(
     return out[..., : value.size(-1)]
 
 
+def tower_attention() -> str:
+    """Register the kernel for vision towers of transformers, and return the name under which they find it."""
+    from transformers import AttentionInterface
+
+    name = "flash_attention_fusion"  # with "flash" in its name it gets all images and windows in one call
+    AttentionInterface.register(name, _attend_in_windows)
+    return name
+
+
+def _attend_in_windows(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Full attention of [1, n, t, d] tensors inside each image, or each window of it; [1, t, n, d]."""
+    import torch_npu
+
+    width = query.size(-1)
+    # heads of towers have 72 or 80 numbers; the kernel takes multiples of 16
+    padded = (torch.nn.functional.pad(x[0].transpose(0, 1), (0, -width % 16)).contiguous() for x in (query, key, value))
+    ends = cu_seq_lens_q[1:].tolist()
+    out = torch_npu.npu_fusion_attention(
+        *padded,
+        query.size(1),
+        "TND",
+        scale=scaling,
+        actual_seq_qlen=ends,
+        actual_seq_kvlen=ends,
+        sparse_mode=_NO_MASK,
+    )[0]
+    return out[None, ..., :width], None
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]."""
     import torch_npu

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.tensor_record import RecordSource, TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
@@ -125,7 +125,9 @@ class HfFolder(RecordSource):
         separate: dict[str, TensorRecord] = {}
         self.renamed: frozenset[str] = frozenset()
         if any(_FUSED_EXPERTS.match(name) for name in stored):
-            separate, self.renamed = _separate_experts(stored, architecture_for(self.config).expert_names)
+            architecture = architecture_for(self.config)
+            hidden = architecture.read_model_config(self.config).hidden_size
+            separate, self.renamed = _separate_experts(stored, architecture.expert_names, hidden)
         super().__init__(records={**stored, **separate}, origin=str(folder))
         self.stored_names: tuple[str, ...] = tuple(stored)
 
@@ -165,7 +167,7 @@ _FUSED_EXPERTS = re.compile(r"^(.+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
 def _separate_experts(
-    records: Mapping[str, TensorRecord], names: ExpertNames
+    records: Mapping[str, TensorRecord], names: ExpertNames, hidden: int
 ) -> tuple[dict[str, TensorRecord], frozenset[str]]:
     """Return the separate weights that fused expert tensors consist of, and the stored tensors that they are taken from."""
     separate: dict[str, TensorRecord] = {}
@@ -183,6 +185,11 @@ def _separate_experts(
             separate[f"{block}.gate.weight"] = records[router]
         for expert in range(record.shape[0]):
             whole = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
+            inputs = hidden if kind == "gate_up_proj" else whole.shape[1]
+            outputs = whole.shape[0] if kind == "gate_up_proj" else hidden
+            if names.may_be_transposed and whole.shape != (outputs, inputs):
+                rows, columns = whole.shape
+                whole = ColumnsRecord(whole.path, whole.offset, (columns, rows), whole.dtype, columns, 0)
             half = whole.shape[0] // 2
             if kind == "gate_up_proj":
                 parts = {names.gate: whole.rows(0, half), names.up: whole.rows(half, 2 * half)}

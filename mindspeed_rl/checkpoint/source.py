@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
 #: prefixes of prediction layers that are not numbered with the decoder layers
 _MTP = ("mtp.", "model.mtp_layers.")
-_HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_HF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             expected.add(name)
             if name == "score.weight" and name not in folder.records:
                 warnings.append("the checkpoint has no score.weight: the reward head starts from normal(0, 0.02), seed 0")
-                groups.append(FreshGroup(name, shape, folder.record("model.embed_tokens.weight").dtype))
+                groups.append(FreshGroup(name, shape, folder.record(f"{architecture.text_prefix}embed_tokens.weight").dtype))
                 continue
             if name not in folder.records:
                 raise ValueError(f"{path} has no tensor {name!r}, which a {_described(model_config)} has")
@@ -216,7 +216,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     copies = architecture.hf_copies(model_config)
     # the head that a tied model may store is read all the same, to be held against the embedding that stands for it
     if not model_config.untie_embeddings_and_output_weights and model_config.head == "lm":
-        copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
+        copies = {**copies, "lm_head.weight": f"{architecture.text_prefix}embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
     groups += [group_of(folder, copy, block) for copy in copies]
     dropped, dropped_warnings = _dropped(folder, expected | set(copies), architecture, model_config, options)

@@ -208,6 +208,27 @@ class TensorRecord:
         return writer.is_finite
 
 
+@dataclass(frozen=True)
+class ColumnsRecord(TensorRecord):
+    """Columns of a matrix in a file, as a matrix that has them as its rows; to be read, not written.
+
+    Args:
+        stored_columns: of the matrix in the file, all of them.
+        first: the first of these columns.
+    """
+
+    stored_columns: int
+    first: int
+
+    def rows(self, start: int, stop: int) -> TensorRecord:
+        return replace(self, first=self.first + start, shape=(stop - start, self.shape[1]))
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        stored = TensorRecord(self.path, self.offset, (self.shape[1], self.stored_columns), self.dtype).read()
+        tensor = stored.narrow(1, self.first, self.shape[0]).t()
+        return tensor if stop is None else tensor.narrow(dim, start, stop - start)
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape."""
     strides: list[int] = []

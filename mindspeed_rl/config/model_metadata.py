@@ -79,6 +79,8 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
         for folder in (start, start / HF_FILES):
             if config := _read(folder / "config.json"):
                 reads_images = "vision_config" in config and "image_token_id" in config
+                text = config.get("text_config")
+                config |= text if isinstance(text, dict) else {}  # the sizes of a model with several parts are there
                 return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images)
     return None
 

@@ -154,8 +154,10 @@ def build_tower(hf_config: HfConfig) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.for_model(**hf_config).vision_config
-    config._attn_implementation = adaptors.tower_attention()
-    return AutoModel.from_config(config)
+    tower = AutoModel.from_config(config, attn_implementation="sdpa")
+    # all its modules read it from here; transformers would refuse a kernel that it does not know
+    tower.config._attn_implementation = adaptors.tower_attention()
+    return tower
 
 
 class _BlankImage:

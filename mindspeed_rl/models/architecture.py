@@ -37,13 +37,15 @@ class ExpertPacking:
 class ExpertNames:
     """Names of the experts that transformers 5 may store fused as ``mlp.experts.gate_up_proj`` and ``down_proj``.
 
-    ``block`` is the module of router and experts; ``gate``, ``up``, ``down`` are the projections of one expert.
+    ``block`` is the module of router and experts; ``gate``, ``up``, ``down`` are the projections of one expert. Where
+    ``may_be_transposed`` is set, published checkpoints have the fused tensors with inputs before outputs.
     """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    may_be_transposed: bool = False
 
 
 @dataclass(frozen=True)

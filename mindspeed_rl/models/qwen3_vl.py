@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.architecture import Architecture, ExpertNames
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.qwen3 import QWEN3
 from mindspeed_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -63,7 +63,10 @@ def _build_family(
 
 
 QWEN3_VL = _build_family(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3-vl"))
-QWEN3_VL_MOE = _build_family(QWEN3_MOE, "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3vl-moe",))
+QWEN3_VL_MOE = replace(
+    _build_family(QWEN3_MOE, "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3vl-moe",)),
+    expert_names=ExpertNames(may_be_transposed=True),
+)
 QWEN3_5_VL = replace(
     _build_family(QWEN3_5, "qwen3_5_vl", "Qwen3_5ForConditionalGeneration", ("qwen3.5-vl",), _TOWER, _HYBRID_IDS, (11, 11, 10)),
     model_types=("qwen3_5",),

@@ -14,6 +14,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
 from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model, read_model
+from mindspeed_rl.models.vision import PROJECTORS, TOWER
 from mindspeed_rl.models.weights import WeightOp
 
 
@@ -26,6 +27,7 @@ class Elements:
         expert: parameters of experts, the same on all expert-data-parallel ranks.
         buffers: elements that do not train and stay float32.
         dense_adapters, expert_adapters: parameters of low-rank adapters.
+        frozen: parameters of a vision tower that do not train.
     """
 
     dense: int = 0
@@ -33,6 +35,7 @@ class Elements:
     buffers: int = 0
     dense_adapters: int = 0
     expert_adapters: int = 0
+    frozen: int = 0
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values())))
@@ -40,7 +43,7 @@ class Elements:
     @property
     def parameters(self) -> int:
         """Parameters, adapters not included."""
-        return self.dense + self.expert
+        return self.dense + self.expert + self.frozen
 
 
 def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
@@ -96,7 +99,10 @@ def list_grouped_ops(architecture: Architecture, model_config: ModelConfig) -> t
 def _count_by_section(
     architecture: Architecture, model_config: ModelConfig, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]
 ) -> dict[str | int, Elements]:
-    """Count the elements of a rank by section: "pre", "post", "tied" (a head that repeats the embedding), or layer index."""
+    """Count the elements of a rank by section.
+
+    These are "pre", "post", "tied" (a head that repeats the embedding), "tower" and "projector" of images, or a layer's index.
+    """
     sections: dict[str | int, Elements] = {}
     for op in list_grouped_ops(architecture, model_config):
         # prediction layers are on the last stage, with the head
@@ -104,6 +110,8 @@ def _count_by_section(
         if op.section == "layer":
             assert op.layer is not None
             section = op.layer
+        elif op.mcore.startswith(TOWER):
+            section = "projector" if op.mcore.removeprefix(TOWER).startswith(PROJECTORS) else "tower"
         sections[section] = sections.get(section, Elements()) + _count_op(op, tp, etp, groups, rank, targets)
     return sections
 
@@ -147,6 +155,9 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
                 total += none if layer is None else sections[layer]
         if stage == layout.first_chunk[0]:
             total += sections["pre"]
+            for part, is_frozen in (("tower", config.freeze_vit), ("projector", config.freeze_aligner)):
+                elements = sections.get(part, none)
+                total += replace(elements, dense=0, frozen=elements.dense) if is_frozen else elements
         if stage == layout.last_chunk[0]:
             total += sections["post"]
             # the head of a tied model is the embedding itself where one stage has both

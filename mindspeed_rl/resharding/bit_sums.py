@@ -62,6 +62,8 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
         count = group + 1
         for tensor_slice, view in parts:
             elements += view.numel()
+            if view.dim() > 3:  # of a convolution, in full rows
+                tensor_slice, view = (tensor_slice[0], (0, view[0].numel())), view.flatten(1)
             if view.dim() == 3:  # of a convolution of single channels, whose middle dimension is 1
                 tensor_slice, view = (tensor_slice[0], tensor_slice[2]), view.squeeze(1)
             compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)

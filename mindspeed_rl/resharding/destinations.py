@@ -9,6 +9,7 @@ slices (a loader that interleaves rows or computes) gets no entry, and its tenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -302,7 +303,7 @@ class _Reader:
                     codes = _mix_indexes(kind, salt, index, rows, columns)
                 elements = _encode(codes.to(self._device), self._dtype)
                 full = elements.expand(rows, columns)
-                yield name, full[:, 0] if len(shape) == 1 else full.unsqueeze(1) if len(shape) == 3 else full
+                yield name, full[:, 0] if len(shape) == 1 else full.unsqueeze(1) if len(shape) == 3 else full.reshape(shape)
 
         self._load(tensors())
 
@@ -430,6 +431,8 @@ class _Reader:
         shape = self._shapes[name]
         if any(stop > size for (_, stop), size in zip(tensor_slice, _matrix(shape))):
             return None
+        if len(shape) > 3 and columns != _matrix(shape)[1]:
+            return None
         index = (slice(down.start, down.stop), slice(across.start, across.stop))[: self._plane(plane).dim()]
         return _Entry(name, _fit_slice(shape, tensor_slice), *plane, index, transposed and len(index) == 2)
 
@@ -452,7 +455,9 @@ class _Reader:
                     rows, columns = _matrix(self._shapes[entry.tensor])
                     expected = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns).expand(rows, columns)
                     sides = entry.tensor_slice
-                    expected = expected[tuple(slice(*side) for side in (sides[::2] if len(sides) == 3 else sides))]
+                    # of more than three dimensions the rows are full
+                    matrix_sides = sides[::2] if len(sides) == 3 else sides[: 2 if len(sides) < 3 else 1]
+                    expected = expected[tuple(slice(*side) for side in matrix_sides)]
                     if not _equal_codes(_squeeze(entry.view(parameter)), expected.to(self._device)):
                         wrong.add(name)
         return wrong
@@ -473,17 +478,21 @@ def _find_consecutive(indexes: Tensor) -> list[Tensor]:
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    assert len(shape) < 3 or len(shape) == 3 and shape[1] == 1, f"an HF tensor of shape {shape}"
-    return shape[0], shape[-1] if len(shape) > 1 else 1
+    assert len(shape) != 3 or shape[1] == 1, f"an HF tensor of shape {shape}"
+    return shape[0], math.prod(shape[1:])
 
 
 def _squeeze(parameter: Tensor) -> Tensor:
-    """Return the weights of a convolution of single channels [channels, 1, kernel] as a matrix, others as they are."""
+    """Return the weights of a convolution as a matrix: of single channels [channels, 1, kernel], or of several dimensions."""
+    if parameter.dim() > 3:
+        return parameter.flatten(1)
     return parameter.squeeze(1) if parameter.dim() == 3 and parameter.size(1) == 1 else parameter
 
 
 def _fit_slice(shape: tuple[int, ...], sides: Sequence[tuple[int, int]]) -> Slice:
-    """Return a slice of a tensor of this shape from that of its matrix."""
+    """Return a slice of a tensor of this shape from that of its matrix; of a tensor of more dimensions a range of full rows."""
+    if len(shape) > 3:
+        return (sides[0], *full_slice(shape[1:]))
     return (sides[0], (0, 1), sides[1]) if len(shape) == 3 else tuple(sides[: len(shape)])
 
 

@@ -239,7 +239,7 @@ def _engine_slices(name: str, shape: tuple[int, ...], split: Split, tp: int, ran
     if split.dim is None or any(part in name for part in _REPLICATED):
         return [full_slice(shape)]
     num_rows = shape[split.dim]
-    if split.dim == 0 and name in ("model.embed_tokens.weight", "lm_head.weight"):
+    if split.dim == 0 and name.endswith(("embed_tokens.weight", "lm_head.weight")):
         part = -(-num_rows // _PADDED_ROWS) * _PADDED_ROWS // tp
         ranges = [(rank * part, min((rank + 1) * part, num_rows))]
     elif any(part in name for part in _REPEATED) and num_rows // split.unit < tp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import resource
@@ -22,10 +23,16 @@ from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import NonFiniteError
 
 
-def save_then_train(setting: Setting, folder: str, before: int = 2, after: int = 3) -> dict[str, Any]:
-    """Trains `before` steps, saves, trains `after` more while a background save may still be writing, and reports those."""
+def save_then_train(
+    setting: Setting, folder: str, before: int = 2, after: int = 3, source: str = "training_jobs"
+) -> dict[str, Any]:
+    """Trains `before` steps, saves, trains `after` more while a background save may still be writing, and reports those.
+
+    Args:
+        source: the module that has the rows.
+    """
     with engine_of(setting) as engine:
-        rows = my_rows(all_rows())
+        rows = my_rows(importlib.import_module(source).all_rows())
         for _ in range(before):
             engine.train_step(rows, setting.batching, weighted_loss)
         saver = CheckpointSaver(engine, folder)
@@ -36,10 +43,12 @@ def save_then_train(setting: Setting, folder: str, before: int = 2, after: int =
         return summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
 
 
-def load_then_train(setting: Setting, folder: str, steps: int = 3, iteration: int | None = None) -> dict[str, Any]:
+def load_then_train(
+    setting: Setting, folder: str, steps: int = 3, iteration: int | None = None, source: str = "training_jobs"
+) -> dict[str, Any]:
     """Loads into an engine that has gone another way, trains and reports."""
     with engine_of(setting) as engine:
-        rows = my_rows(all_rows())
+        rows = my_rows(importlib.import_module(source).all_rows())
         for _ in range(steps and 1):
             engine.train_step(rows, setting.batching, weighted_loss)
         torch.rand(17)

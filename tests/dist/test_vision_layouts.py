@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import checkpoint_jobs
 import numpy as np
 import pytest
+import tiny_vision
 import torch
 import vision_jobs as jobs
 from comparison import assert_same_training, losses
@@ -41,7 +44,7 @@ _Report = Callable[[str], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Hugging Face folders of the tiny models by name."""
-    return {name: str(jobs.save(name, tmp_path_factory.mktemp(name))) for name in jobs.CONFIGS}
+    return {name: str(tiny_vision.save(name, tmp_path_factory.mktemp(name))) for name in tiny_vision.CONFIGS}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +60,12 @@ def one_process(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> _Repo
     return report
 
 
-def _log_softmax(model: torch.nn.Module, ids: torch.Tensor, prompt: int, images: tuple[jobs.NoiseImage, ...]) -> torch.Tensor:
+def _log_softmax(
+    model: torch.nn.Module, ids: torch.Tensor, prompt: int, images: tuple[tiny_vision.NoiseImage, ...]
+) -> torch.Tensor:
     """Log-probs of the vocabulary before each response token, by transformers."""
     # what a model samples is text, also where it is the token of images
-    types = (ids == jobs.IMAGE).int()
+    types = (ids == tiny_vision.IMAGE).int()
     types[prompt:] = 0
     model.model.get_placeholder_mask = lambda *args, inputs_embeds, **named: (
         types.bool()[None, :, None].expand_as(inputs_embeds),
@@ -83,10 +88,10 @@ def _log_probs(model: torch.nn.Module) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", jobs.CONFIGS)
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], folders: dict[str, str], name: str) -> None:
     (ours,) = ranks(1).run(jobs.forward, setting=Setting(folders[name], shares_prefixes=True, token_budget=90))
-    for found, expected in zip(ours, _log_probs(jobs.build(name)), strict=True):
+    for found, expected in zip(ours, _log_probs(tiny_vision.build(name)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -103,7 +108,7 @@ def test_images_that_are_swapped_between_rows_change_these_rows_alone(
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
 def test_tower_projector_and_language_model_train_as_in_transformers(one_process: _Report, name: str) -> None:
-    model, rows, ours = jobs.build(name), jobs.all_rows(), one_process(name)
+    model, rows, ours = tiny_vision.build(name), jobs.all_rows(), one_process(name)
     assert rows.images is not None
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -130,14 +135,16 @@ def test_tower_projector_and_language_model_train_as_in_transformers(one_process
         optimizer.step()
     assert losses(ours) == pytest.approx(found, rel=1e-4)
     assert ours[0]["grad_norm"] == pytest.approx(norms, rel=1e-4)
-    weights = {jobs.get_saved_name(name, key): value.detach() for key, value in model.named_parameters()}
+    weights = {tiny_vision.get_saved_name(name, key): value.detach() for key, value in model.named_parameters()}
     for key, weight in ours[0]["weights"].items():
         if key in weights:  # the head of a tied model is the embedding
             torch.testing.assert_close(torch.tensor(weight), weights[key], rtol=1e-4, atol=4e-6, msg=key)
 
 
 def test_each_part_trains_alone_and_with_its_own_learning_rate(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> None:
-    before = {jobs.get_saved_name("qwen3", key): value.detach() for key, value in jobs.build("qwen3").named_parameters()}
+    before = {
+        tiny_vision.get_saved_name("qwen3", key): value.detach() for key, value in tiny_vision.build("qwen3").named_parameters()
+    }
 
     def measure(keys: dict[str, Any]) -> dict[str, float]:
         """The largest change of a weight of each part after a step."""
@@ -169,3 +176,33 @@ def test_every_layout_trains_as_one_process_does(
     changes = {**changes, "keys": TRAINED | changes.get("keys", {})}
     reports = ranks(size).run(jobs.train, setting=Setting(folders[name], **changes), timeout_s=240)
     assert_same_training(reports, one_process(name), tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [(2, SP | TRAINED), pytest.param(2, PP | TRAINED | {"ckpt_format": "torch"}, marks=pytest.mark.slow), (1, {"bf16": True})],
+    ids=["TP2 SP", "PP2, a file a rank", "frozen, bf16"],
+)
+def test_a_run_with_images_resumes_to_the_bit(
+    ranks: Callable[[int], Ranks], folders: dict[str, str], tmp_path: Path, size: int, keys: dict[str, Any]
+) -> None:
+    arguments = {"setting": Setting(folders["qwen3"], keys), "folder": str(tmp_path), "source": "vision_jobs"}
+    expected = ranks(size).run(checkpoint_jobs.save_then_train, after=2, **arguments)
+    resumed = ranks(size).run(checkpoint_jobs.load_then_train, steps=2, **arguments)
+    assert losses(resumed) == losses(expected)
+    assert [report["grad_norm"] for report in resumed] == [report["grad_norm"] for report in expected]
+    for key, weight in expected[0]["weights"].items():
+        assert np.array_equal(resumed[0]["weights"][key], weight), key
+
+
+def test_adapters_of_the_language_model_train_next_to_a_frozen_tower(
+    ranks: Callable[[int], Ranks], folders: dict[str, str]
+) -> None:
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    lora = {"lora_target_modules": targets, "lora_r": 4}
+    one = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], lora))
+    two = ranks(2).run(jobs.train, setting=Setting(folders["qwen3"], lora | SP | RECOMPUTE))
+    assert_same_training(two, one, tolerance=2e-5)
+    before = dict(tiny_vision.build("qwen3").named_parameters())
+    changed = {key for key, weight in one[0]["weights"].items() if not np.array_equal(weight, before[key].detach().numpy())}
+    assert changed and all(".layers." in key and key.endswith("_proj.weight") for key in changed)

@@ -1,111 +1,14 @@
-"""Tiny models that see images, rows with images, and jobs that train on them."""
+"""Rows with images, and jobs that train on them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from tiny_vision import END, IMAGE, START, NoiseImage
 from training_jobs import Setting, engine_of, full_weights, my_rows, summary, weighted_loss
 
 from mindspeed_rl.engine.batching import Rows
-
-IMAGE, VIDEO, START, END = 120, 121, 122, 123
-_TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-_TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
-_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_INTERLEAVED = {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-_LEARNED = {**_TOWER, "num_position_embeddings": 36, "patch_size": 4}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.0}
-
-CONFIGS: dict[str, transformers.PretrainedConfig] = {
-    "qwen2.5": transformers.Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
-        # windows of 2 x 2 tokens, but in the last block
-        vision_config={**_TOWER, "depth": 2, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
-        **_IDS,
-    ),
-    "qwen3": transformers.Qwen3VLConfig(
-        text_config={**_TEXT, "head_dim": 16, "rope_parameters": _INTERLEAVED},
-        vision_config={**_LEARNED, "depth": 3, "deepstack_visual_indexes": [0, 1]},
-        tie_word_embeddings=True,
-        **_IDS,
-    ),
-    "qwen3_moe": transformers.Qwen3VLMoeConfig(
-        text_config={**_TEXT, **_EXPERTS, "head_dim": 16, "num_hidden_layers": 2, "rope_parameters": _INTERLEAVED},
-        vision_config={**_LEARNED, "depth": 2, "deepstack_visual_indexes": [0]},
-        tie_word_embeddings=False,
-        **_IDS,
-    ),
-    "qwen3.5": transformers.Qwen3_5Config(
-        text_config={
-            **_TEXT,
-            "head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "full_attention_interval": 2,
-            "rope_parameters": {**_INTERLEAVED, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
-        },
-        vision_config={**_LEARNED, "depth": 2},
-        **_IDS,
-    ),
-}
-
-
-def build(name: str) -> transformers.PreTrainedModel:
-    """The model with the same random weights each time."""
-    torch.manual_seed(7)
-    model = transformers.AutoModelForImageTextToText.from_config(
-        CONFIGS[name], dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(3.0)  # far from uniform: wrong attention or a wrong image must show
-    return model
-
-
-def save(name: str, folder: Path) -> Path:
-    """Writes the model as a Hugging Face folder and returns the folder."""
-    build(name).save_pretrained(folder)
-    return folder
-
-
-def get_saved_name(name: str, parameter: str) -> str:
-    """The name under which a parameter of the model is in its Hugging Face folder."""
-    if name == "qwen2.5":
-        return parameter.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-    return parameter
-
-
-class NoiseImage:
-    """An image of random pixels, the same for the same seed."""
-
-    def __init__(self, seed: int, rows: int, columns: int, patch_dim: int = 3 * 2 * 4 * 4) -> None:
-        self.key, self.grid, self._patch_dim = f"{seed}/{rows}x{columns}", (1, rows, columns), patch_dim
-        self._seed = seed
-
-    def read(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self._seed)
-        return torch.randn(self.grid[1] * self.grid[2], self._patch_dim, generator=generator)
-
 
 WIDE, TALL, SMALL, SQUARE = NoiseImage(1, 4, 8), NoiseImage(2, 8, 2), NoiseImage(3, 2, 2), NoiseImage(4, 6, 6)
 OTHER = NoiseImage(5, 4, 8)  # the size of WIDE

@@ -9,12 +9,17 @@ from ranks import run_ranks
 def test_packed_and_dense_fused_attention_equal_the_definition() -> None:
     (got,) = run_ranks("attention", 1, {"lengths": [24, 24, 24]})
     assert got["packed"] < 2e-5 and got["dense"] < 2e-5
-    assert got["fused calls"] == 2
+    assert got["fused calls"] == 3
 
 
 def test_packed_attention_takes_ragged_lengths() -> None:
     (got,) = run_ranks("attention", 1, {"lengths": [3, 17, 1, 40]})
     assert got["packed"] < 2e-5
+
+
+def test_images_and_windows_of_a_vision_tower_are_attended_to_in_one_call() -> None:
+    (got,) = run_ranks("attention", 1, {"lengths": [4, 16, 4, 36]})
+    assert got["tower"] < 2e-5
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch_npu  # noqa: F401
 from ranks import rank_settings, report
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mindspeed_rl.adaptors import npu_attention
 
@@ -58,6 +59,28 @@ def difference(got: list[torch.Tensor], index: torch.Tensor) -> float:
     return max((mine.cpu() - theirs[index]).abs().max().item() for mine, theirs in zip(got, plain()))
 
 
+def tower_difference() -> float:
+    """Outputs and gradients of the attention of vision towers, of heads that the kernel does not take as they are."""
+    inputs = [torch.randn(1, heads, total, value_dim, generator=generator) for _ in range(3)]
+    grad = torch.randn(1, total, heads, value_dim, generator=generator)
+
+    def windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)))
+        return torch.cat([(a @ b.mT * scale).softmax(-1) @ c for a, b, c in parts], dim=2).transpose(1, 2)
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS[npu_attention.tower_attention()]
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device)
+        return attend(torch.nn.Identity(), q, k, v, None, scaling=scale, cu_seq_lens_q=ends, is_causal=False)[0]
+
+    found = []
+    for compute, place in ((windows, torch.device("cpu")), (kernel, device)):
+        leaves = [tensor.to(place).requires_grad_() for tensor in inputs]
+        out = compute(*leaves)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(place))])
+    return max((one - other.cpu()).abs().max().item() for one, other in zip(*found))
+
+
 index = held() if size > 1 else torch.arange(total)
 q, k, v = (tensor[index].to(device).requires_grad_() for tensor in (query, key, value))
 results = {}
@@ -78,6 +101,8 @@ else:
     out = npu_attention.ring_attention(q, k, v, mine, scale, dist.group.WORLD)
     gradients = torch.autograd.grad(out, (q, k, v), upstream[index].to(device))
     results["ring"] = difference([out.detach(), *gradients], index)
+if size == 1:
+    results["tower"] = tower_difference()
 results["updates"] = simulator.calls["npu::npu_ring_attention_update"]
 results["fused calls"] = simulator.calls["npu::npu_fusion_attention"]
 report(results)

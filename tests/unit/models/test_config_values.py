@@ -59,6 +59,6 @@ def test_a_value_that_cannot_be_is_named_with_its_key(change: dict, message: str
 
 def test_a_vision_model_around_a_supported_text_model_says_how_to_get_the_text_model() -> None:
     text = tiny_models.hf_config_of(tiny_models.make_hf_model("qwen3.5"))
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "text_config": text}
     with pytest.raises(ValueError, match=r"its text model is supported: save it with AutoModelForCausalLM"):
         architecture_for(config)

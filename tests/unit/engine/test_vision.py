@@ -1,0 +1,65 @@
+"""Images in a row of tokens: their tokens, and positions on three axes as transformers computes them."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_vision
+import torch
+from tiny_vision import END, IMAGE, START, NoiseImage
+
+from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, compute_axis_positions, find_images
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.model_config import VisionConfig
+
+SMALL, WIDE, TALL = NoiseImage(1, 2, 2), NoiseImage(2, 4, 10), NoiseImage(3, 12, 4)
+
+
+def read_vision(name: str) -> VisionConfig:
+    config = {**tiny_vision.CONFIGS[name].to_dict(), "architectures": [type(tiny_vision.build(name)).__name__]}
+    vision = architecture_for(config).read_model_config(config).vision
+    assert vision is not None
+    return vision
+
+
+def build_row(*images: NoiseImage) -> torch.Tensor:
+    """Two tokens of text, then each image between its marks and a token of text."""
+    parts = [torch.tensor([5, 6])]
+    for image in images:
+        parts.append(torch.tensor([START, *[IMAGE] * (image.grid[1] * image.grid[2] // 4), END, 7]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("images", [(), (SMALL,), (WIDE,), (TALL, SMALL, WIDE)], ids=["none", "small", "wide", "three"])
+def test_positions_are_those_of_transformers(name: str, images: tuple[NoiseImage, ...]) -> None:
+    vision, ids = read_vision(name), build_row(*images)
+    expected, _ = tiny_vision.build(name).model.get_rope_index(
+        ids[None], (ids == IMAGE).int()[None], image_grid_thw=torch.tensor([image.grid for image in images] or [[1, 2, 2]])
+    )
+    found = compute_axis_positions(len(ids), find_images(ids, images, vision), images, vision)
+    assert torch.equal(found, expected[:, 0])
+
+
+def test_a_sampled_image_token_is_text_and_images_of_another_size_are_refused() -> None:
+    vision = read_vision("qwen2.5")
+    ids = torch.cat([build_row(WIDE), torch.tensor([IMAGE]), build_row(SMALL)])
+    # the small one has a single token, as the sampled one has: the first run of one is taken
+    assert find_images(ids, (WIDE,), vision) == [3]
+    with pytest.raises(ValueError, match=r"image 1 of 2 has 12 tokens \(grid \[1, 12, 4\]\), and no run of as many tokens 120"):
+        find_images(ids, (WIDE, TALL), vision)
+
+
+def test_an_image_of_several_rows_is_computed_once_and_only_where_its_tokens_are() -> None:
+    vision = read_vision("qwen2.5")
+    rows = [build_row(SMALL, WIDE), build_row(WIDE), build_row(TALL)]
+    images = [((3, 7), (SMALL, WIDE)), ((3,), (WIDE,)), ((3,), (TALL,))]
+    starts = [0, len(rows[0]), len(rows[0]) + len(rows[1])]
+    tokens = torch.cat([torch.arange(len(row)) for row in rows])
+    placed = PlacedImages.build(rows, images, starts, tokens, vision)
+    assert placed.images == [SMALL, WIDE, TALL]
+    half = slice(0, starts[2])  # the last row is on another rank
+    batch = ImageBatch.build(placed.images, placed.owners[half], placed.rows[half], vision)
+    assert batch.images == (SMALL, WIDE)
+    # one feature of the small image, then ten of the wide one, which both rows use
+    assert batch.features.tolist() == [0, *range(1, 11), *range(1, 11)]
+    assert batch.tokens.tolist() == [3, *range(7, 17), *range(starts[1] + 3, starts[1] + 13)]
