@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
-from mindspeed_rl.observability.run_files import read_run
+from mindspeed_rl.observability.run_files import RunFiles, read_run
+
+#: parts of the names of keys whose values are the user's own, and texts that can be names of algorithms alone
+_PRIVATE = ("host", "url", "token_file", "project", "exp_name", "run_name", "path", "prefix", "experiment", "command", "env")
+_PLAIN = re.compile(r"[A-Za-z][\w+-]{0,39}")
 
 
 def main(argv: list[str]) -> int:
@@ -22,10 +30,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, comparison.html for several")
+    parser.add_argument(
+        "--share", action="store_true",
+        help="leave out what is nobody else's: samples, paths, hosts, names of projects, texts of errors; default: share.html",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
         runs = [read_run(folder) for folder in arguments.runs]
-        output = arguments.output or (runs[0].folder / "report.html" if len(runs) == 1 else Path("comparison.html"))
+        name = "share.html" if arguments.share else "report.html"
+        output = arguments.output or (runs[0].folder / name if len(runs) == 1 else Path(name.replace("report", "comparison")))
+        if arguments.share:
+            runs = [_make_shareable(run, index) for index, run in enumerate(runs, 1)]
         if not output.parent.is_dir():
             raise ValueError(f"--output {output}: {output.parent} is not a folder.")
         write_page(output, runs)
@@ -37,6 +52,32 @@ def main(argv: list[str]) -> int:
             print(clean_text(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}"))
     print(f"report: {output}")
     return 0
+
+
+def _make_shareable(run: RunFiles, index: int) -> RunFiles:
+    """Return the figures of a run, its versions and the settings that name nothing of the user's."""
+    report = run.report
+    names = ("mindspeed_rl", "python", "machine", "versions", "planned_iterations")
+    kept = {name: report[name] for name in names if name in report}
+    kept["outcome"] = str(report.get("outcome", "running")).partition(":")[0].partition(";")[0]
+    kept["plan"] = {name: value for name, value in report.get("plan", {}).items() if name in ("chip", "rows")}
+    kept["config_set"] = _keep_settings(report.get("config_set", {}))
+    title = str(kept["config_set"].get("megatron_training", {}).get("stage", "run"))
+    return RunFiles(Path(f"{title}-{index}"), run.history, report=kept | {"title": title})
+
+
+def _keep_settings(group: Mapping[str, object]) -> dict[str, Any]:
+    """Return the numbers, switches and names of algorithms of a group, without names and places that are the user's own."""
+    kept: dict[str, Any] = {}
+    for name, value in group.items():
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, Mapping):
+            kept[name] = _keep_settings(value)
+        elif name in PATH_KEYS or any(word in name for word in _PRIVATE):
+            continue
+        elif all(not isinstance(item, str) or _PLAIN.fullmatch(item) for item in items):
+            kept[name] = value
+    return kept
 
 
 if __name__ == "__main__":

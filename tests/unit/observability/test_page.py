@@ -181,6 +181,31 @@ def test_examples_are_pairs_of_which_the_improved_come_first(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_shared_report_has_the_figures_and_nothing_of_the_user(tmp_path, capsys):
+    folder = write_run(tmp_path / "secret_folder", 30)
+    (folder / "examples.jsonl").write_text(json.dumps({"iteration": 0, "index": 0, "prompt": "secret prompt"}) + "\n")
+    own = {
+        "megatron_training": {"stage": "ray_grpo", "load": "/secret/m", "data_path": ["secret.jsonl"], "global_batch_size": 64},
+        "rl_config": {"verifier_function": ["gsm8k"], "judge_url": "secret", "wandb_project": "secret", "loss_type": "dapo"},
+        "generate_config": {"vllm_server_host": "secret", "sampling_config": {"temperature": 0.7, "stop": ["a secret"]}},
+        "run_dir": "runs/secret",
+    }
+    values = {"title": "secret_task", "outcome": "failed: /secret/file", "config_set": own, "config": own}
+    values["versions"] = {"torch": "2"}
+    (folder / "report.json").write_text(json.dumps(values))
+    assert report.main([str(folder), "--share"]) == 0
+    page = (folder / "share.html").read_text().replace(get_plotlyjs(), "")
+    assert "secret" not in page and "three and four" not in page and str(tmp_path) not in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S).group(1))
+    assert data["runs"][0]["config"] == {
+        "megatron_training": {"stage": "ray_grpo", "global_batch_size": 64},
+        "rl_config": {"verifier_function": ["gsm8k"], "loss_type": "dapo"},
+        "generate_config": {"sampling_config": {"temperature": 0.7}},
+    }
+    assert data["runs"][0]["outcome"] == "failed" and data["runs"][0]["versions"] == {"torch": "2"}
+    assert {chart["title"] for chart in data["charts"]} >= {"Reward", "Gradient norm", "Phases of an iteration"}
+
+
 def test_trace_shows_a_sample_and_says_which_there_are(tmp_path, capsys):
     folder = str(write_run(tmp_path / "run", 3))
     assert trace.main([folder, "--sample", "1", "--tokens"]) == 0
