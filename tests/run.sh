@@ -52,6 +52,7 @@ of_extras=(
     tests/unit/observability/test_tracker_services.py
     tests/unit/inference/test_lm_harness.py
     tests/unit/checkpoint/test_gguf.py
+    tests/unit/data/test_hub.py
     tests/unit/test_documents.py
     tests/unit/dumps/test_msprobe_compare.py
     tests/e2e/test_lm_eval.py

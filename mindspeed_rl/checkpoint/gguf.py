@@ -202,7 +202,7 @@ def export_hf(model: GgufModel, folder: Path, *, dtype: torch.dtype | None = Non
         write_config(Path(companions), {**model.config, "dtype": str(dtype).removeprefix("torch.")})
         Path(companions, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
         except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
             raise ValueError(f"{model.path} has no tokenizer that transformers reads: {error}") from error
         tokenizer.save_pretrained(companions)

@@ -18,6 +18,7 @@ from mindspeed_rl.config.explain.plan_page import Report, explain, render, repor
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.data.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
 
@@ -95,8 +96,11 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
-            run = resolve_run(cfg, num_nodes)
+            run = resolve_run(cfg, num_nodes, downloads=False)
             inputs = check_machine(run)
+    except NotFetchedError as error:
+        report["unchecked"] = str(error)
+        return
     except (ValueError, RuntimeError, OSError) as error:
         report["errors"] += error.errors if isinstance(error, ConfigError) else [str(error)]
         return

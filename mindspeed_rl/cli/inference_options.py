@@ -15,6 +15,7 @@ from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_wit
 from mindspeed_rl.config.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
@@ -59,7 +60,11 @@ def add_model_options(parser: Parser) -> None:
     """Add the options of the model and its engine."""
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--load", type=Path, required=True, help="Hugging Face folder, training checkpoint or Megatron checkpoint")
+    add(
+        "--load",
+        required=True,
+        help="Hugging Face folder, training checkpoint or Megatron checkpoint; or owner/name, ms://owner/name on a hub",
+    )
     add("--load-iteration", type=int, help="iteration of a checkpoint; default: its latest")
     add("--hf-cfg-dir", type=Path, help="checkpoint: Hugging Face folder with config.json; default: --tokenizer-name-or-path")
     add("--tokenizer-name-or-path", help="folder of the tokenizer; default: the model's")
@@ -231,6 +236,8 @@ def open_session(args: argparse.Namespace) -> Session:
     # imports torch, which must find this environment, and which --help and wrong options do not need
     from mindspeed_rl.inference import session
 
+    name = parse_hub_name(args.load)
+    args.load = Path(args.load) if name is None else fetch(name, "--load")
     opened = session.open_session(build_options(session.SessionOptions, args))
     for notice in opened.model.source.warnings:
         print_status(f"note: {notice}")

@@ -34,7 +34,8 @@ from typing import Any, TypeVar
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
-from mindspeed_rl.data.prompts import HUB, split_slice
+from mindspeed_rl.data.hub import parse_hub_name
+from mindspeed_rl.data.prompts import HUBS, split_slice
 from mindspeed_rl.files import write_file
 from mindspeed_rl.runtime.scratch import scratch_folder
 
@@ -204,7 +205,8 @@ def _list_run_paths(command: Sequence[str]) -> list[str]:
             continue
         written_later = group.load and group.pretrained_checkpoint and not Path(group.load).exists()
         weights = None if written_later else group.load
-        paths += [path for path in (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
+        named = (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint)
+        paths += [path for path in named if path and parse_hub_name(path) is None]
         for given in (group.data_path, group.eval_data_path):
             paths += [f"{prefix}*" for prefix in _list_data_prefixes(given)]
     return sorted(set(paths))
@@ -213,7 +215,7 @@ def _list_run_paths(command: Sequence[str]) -> list[str]:
 def _list_data_prefixes(given: object) -> Iterator[str]:
     """Yield the prefixes of the files that a data path names, without weights, slices and datasets of the hub."""
     for item in given if isinstance(given, list) else [given]:
-        if isinstance(item, str) and not is_weight(item) and not item.startswith(HUB):
+        if isinstance(item, str) and not is_weight(item) and not item.startswith(HUBS):
             yield split_slice(item)[0]
 
 

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("mindspeed_rl.cli.explain", "print the plan of a run without claiming a device"),
     "import": ("mindspeed_rl.cli.import_run", "write a run file from a command of ms-swift or verl"),
     "plan": ("mindspeed_rl.cli.plan", "compute whether a run fits, before a device is booked"),
+    "download": ("mindspeed_rl.cli.download", "fetch a model or data set of a hub by name"),
     "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
     "preprocess": ("mindspeed_rl.cli.preprocess", "turn raw data into Megatron indexed datasets"),
     "teacher-log-probs": ("mindspeed_rl.cli.teacher_log_probs", "store a teacher's log-probs of supervised data"),

@@ -87,18 +87,21 @@ def prepare_run(cfg: RunConfig, num_nodes: int) -> Iterator[Run]:
         yield resolve_run(cfg, num_nodes)
 
 
-def resolve_run(cfg: RunConfig, num_nodes: int) -> Run:
+def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Run:
     """Run the first stage of checks: what the run file says, with the config.json of its models.
 
     The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
+
+    Args:
+        downloads: models that are named as on a hub are fetched where they are not in its cache.
 
     Raises:
         ValueError: the run file is wrong; all violations are named.
     """
     # these import torch and transformers, which read the environment
-    from mindspeed_rl.trainers.model_plans import with_model_configs
+    from mindspeed_rl.trainers.model_plans import fetch_models, with_model_configs
 
-    cfg = with_model_configs(cfg)
+    cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
     return resolve(cfg, num_nodes, platform=registry.load("mindspeed_rl.platform:resolve_name", "train")(cfg.platform))
 
 

@@ -17,6 +17,7 @@ from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
 from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler, as_text
+from mindspeed_rl.data.hub import HF, MS
 from mindspeed_rl.data.images import (
     IMAGES,
     ImageReader,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
 #: column of the tokens of the prompt that teachers read in place of the student's
 TEACHER_PROMPT_IDS = "teacher_prompt_ids"
-#: prefix of names of datasets at the Hugging Face hub
-HUB = "hf://"
+#: prefixes of names of data sets on a hub
+HUBS = (HF, MS)
 
 # Default columns of raw rows with a text column `prompt` and no `instruction`.
 _PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
@@ -296,8 +297,9 @@ def open_prompts(
     """Open the prompts at `data_path`: an indexed dataset's prefix, a raw file or folder, or a dataset of the hub.
 
     Args:
-        data_path: a folder may be one of `save_to_disk`; a dataset of the hub is written hf://owner/name. With [start:stop] or
-            #count after it only these rows are read; rows count from 0, before any is left out.
+        data_path: a folder may be one of `save_to_disk`; a dataset of a hub is written hf://owner/name or ms://owner/name, with
+            /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or #count after it only
+            these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
@@ -313,7 +315,7 @@ def open_prompts(
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
-    opened = open_hub(data_path.removeprefix(HUB)) if data_path.startswith(HUB) else open_source(data_path)
+    opened = open_hub(data_path) if data_path.startswith(HUBS) else open_source(data_path)
     source = replace(opened, max_rows=stop)
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
 
@@ -325,10 +327,10 @@ def check_prompt_files(data_path: str | Path) -> None:
         ValueError: it does not exist.
     """
     path, _, _ = split_slice(str(data_path))
-    if not list_packed_columns(path) and not path.startswith(HUB) and not Path(path).expanduser().exists():
+    if not list_packed_columns(path) and not path.startswith(HUBS) and not Path(path).expanduser().exists():
         raise ValueError(
             f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
+            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, hf://owner/name or ms://owner/name"
         )
 
 

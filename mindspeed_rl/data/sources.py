@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import MalformedRowError, Row
+from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
 from mindspeed_rl.data.strict_json import StrictDecoder
 
 _FORMATS = {
@@ -183,7 +184,8 @@ def open_source(
             return _open_saved_dataset(path)
         return _open_folder(path)
     # a mistyped path must not become a request to the hub
-    if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
+    is_named = location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix
+    if is_named or location.startswith((HF, MS)):
         return open_hub(location, cache_dir, streaming, dataset_options or {})
     raise ValueError(f"input={location!r} does not exist")
 
@@ -262,22 +264,39 @@ def _open_saved_dataset(path: Path) -> Source:
 def open_hub(
     name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, object] | None = None
 ) -> Source:
-    """Open a dataset of the hub, by default its split `train`.
+    """Open a dataset of a hub, by default its split `train`.
+
+    Args:
+        name: [hf://|ms://]owner/name[/config][:split].
+        options: further arguments of `datasets.load_dataset`.
 
     Raises:
         ValueError: no such dataset can be loaded.
     """
     from datasets import load_dataset
 
-    arguments: dict[str, Any] = {"split": "train", **(options or {})}
+    hub, repo, config, split = _read_hub_path(name)
+    arguments: dict[str, Any] = {"split": split or "train", **({"name": config} if config else {}), **(options or {})}
+    if hub == MS:
+        parsed = parse_hub_name(MS + repo)
+        assert parsed is not None
+        repo = str(fetch(parsed, "input", "dataset"))
     try:
-        loaded = load_dataset(name, cache_dir=cache_dir, streaming=streaming, **arguments)
+        loaded = load_dataset(repo, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"input={name!r} is no file or folder, and no dataset of that name can be loaded: {reason}") from error
     if streaming:
         return Source("stream", (name,), dataset=loaded)
     return Source("dataset", (name,), dataset=loaded.with_format("arrow"))
+
+
+def _read_hub_path(text: str) -> tuple[str, str, str | None, str | None]:
+    """Return prefix of the hub, owner/name, configuration and split of a data set."""
+    hub = next((prefix for prefix in (HF, MS) if text.startswith(prefix)), "")
+    path, _, split = text.removeprefix(hub).partition(":")
+    owner, *rest = path.split("/", 2)
+    return hub, "/".join([owner, *rest[:1]]), "/".join(rest[1:]) or None, split or None
 
 
 def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:

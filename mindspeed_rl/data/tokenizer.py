@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.importing import auto_tokenizer
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     """Return the tokenizer with `eos_token_id` and `pad_token_id` both set (padding falls back to the end token).
 
     Args:
-        path: a folder with tokenizer files, or a Hugging Face model name.
+        path: a folder with tokenizer files, or the name of a model on a hub.
         trust_remote_code: runs Python files that come with the tokenizer; off unless the user asks for it.
         use_fast: take the Rust implementation where there is one.
 
@@ -65,6 +66,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
     local = _is_folder(path)
+    if not local and (name := parse_hub_name(str(path))) is not None:
+        path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
     try:
         tokenizer: Any = auto_tokenizer().from_pretrained(
             str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
@@ -18,6 +18,7 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.run import Derivation
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
@@ -27,6 +28,8 @@ from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_i
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
+#: keys of a role that may be a name on a hub
+_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path")
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
     **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
@@ -96,6 +99,37 @@ def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | Non
             violations.append(f"{key}: {folder} cannot be written to: no permission for {there}")
     if violations:
         raise ConfigError(violations)
+
+
+def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
+    """Return the run with the folders, in the caches of the hubs, of models and tokenizers that it names as on a hub.
+
+    Args:
+        downloads: what is not in the cache is fetched.
+
+    Raises:
+        NotFetchedError: something is not in the cache, and `downloads` is False.
+        ValueError: a hub has no such model, or cannot be reached.
+    """
+    folders: dict[str, str] = {}
+    changed: dict[str, Any] = {}
+    for role in ("megatron_training", *_ROLES, "teacher_config"):
+        config = getattr(cfg, role)
+        values: dict[str, str] = {}
+        for key in () if config is None else _HUB_KEYS:
+            text = getattr(config, key)
+            # a folder of checkpoints that are still to be written
+            if key == "load" and (text == config.save or config.pretrained_checkpoint):
+                continue
+            if text and (name := parse_hub_name(text)) is not None:
+                kind = "tokenizer" if key == "tokenizer_name_or_path" else "model"
+                group = "megatron_training" if cfg.is_supervised else role
+                if text not in folders:
+                    folders[text] = str(fetch(name, f"{group}.{key}", kind, downloads=downloads))
+                values[key] = folders[text]
+        if values:
+            changed[role] = dataclasses.replace(config, **values)
+    return dataclasses.replace(cfg, **changed) if changed else cfg
 
 
 def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:

@@ -1,0 +1,174 @@
+"""Models and data sets by name: owner/name or hf://owner/name (Hugging Face), ms://owner/name (ModelScope), with @revision.
+
+They are fetched by the hubs' own clients into their own caches, which resume a broken download and serve a second use offline.
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN are the clients' and obeyed by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+HF, MS = "hf://", "ms://"
+_NAME = re.compile(r"(hf://|ms://)?([\w.-]+/[\w.-]+|(?<=//)[\w.-]+)(?:@([\w.-]+))?")
+#: files of a model that are used: neither other frameworks' weights nor a second copy
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+_TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+
+
+class NotFetchedError(ValueError):
+    """What is named is not on this machine, and was not to be fetched."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A name on a hub; `revision` is a branch, tag or commit, None for the default."""
+
+    hub: Literal["hf://", "ms://"]
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.hub if self.hub == MS else ''}{self.name}{f'@{self.revision}' if self.revision else ''}"
+
+    @property
+    def endpoint(self) -> str:
+        """The address of the hub."""
+        if self.hub == MS:
+            return os.environ.get("MODELSCOPE_ENDPOINT", "https://www.modelscope.cn")
+        return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def parse_hub_name(text: object) -> HubName | None:
+    """Return the name on a hub that a text is; None for a path, which a plain `owner/name` is too where it or `owner` exists.
+
+    Raises:
+        ValueError: it begins as a name on a hub, but is none.
+    """
+    if not isinstance(text, str):
+        return None
+    match = _NAME.fullmatch(text)
+    if match is None:
+        if text.startswith((HF, MS)):
+            raise ValueError(f"'{text}' is no name on a hub; write {text[:5]}owner/name, or {text[:5]}owner/name@revision")
+        return None
+    if match[1] is None and (text.startswith(".") or Path(text).exists() or Path(text).parent.exists()):
+        return None
+    return HubName(MS if match[1] == MS else HF, match[2], match[3])
+
+
+def fetch(
+    name: HubName, key: str, kind: Literal["model", "tokenizer", "dataset"] = "model", *, downloads: bool = True
+) -> Path:
+    """Return the folder with what is named, in the cache of its hub; what is not there yet is downloaded.
+
+    Args:
+        name: of a model or data set.
+        key: where the user wrote it, for messages.
+        kind: of a model only the tokenizer, or all files that are used here; all files of a data set.
+        downloads: False takes only what is in the cache.
+
+    Raises:
+        NotFetchedError: it is not in the cache, and `downloads` is False.
+        ValueError: the hub has nothing of this name, does not allow access, or cannot be reached; the message says what to do.
+    """
+    patterns = {"model": _MODEL_FILES, "tokenizer": _TOKENIZER_FILES, "dataset": None}[kind]
+    load = _fetch_hf if name.hub == HF else _fetch_ms
+    return Path(load(name, key, kind == "dataset", patterns, downloads))
+
+
+def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
+    what, local = ("data set", "file or folder") if is_dataset else ("model", "folder")
+    where = "" if name.hub == MS else f"is no {local} here, and "
+    revision = f" with the revision '{name.revision}'" if name.revision else ""
+    token = "HF_TOKEN" if name.hub == HF else "MODELSCOPE_API_TOKEN"
+    return (
+        f"{key}: '{name}' {where}{name.endpoint} has no {what} of this name{revision}; check the spelling (a private one needs "
+        f"{token})"
+    )
+
+
+def _describe_unfetched(name: HubName, key: str) -> str:
+    return f"{key}: '{name}' is not in the cache; train fetches it, or mindspeed-rl download {name}"
+
+
+def _describe_unreachable(name: HubName, key: str, reason: object) -> str:
+    other = (
+        f"ms://{name.name} takes it from ModelScope, HF_ENDPOINT=https://hf-mirror.com from a mirror"
+        if name.hub == HF
+        else f"hf://{name.name} takes it from Hugging Face"
+    )
+    text = (str(reason).strip() or type(reason).__name__).splitlines()[0][:200]
+    return (
+        f"{key}: '{name}' is not complete in the cache, and {name.endpoint} cannot be reached ({text}). Fetch it where there "
+        f"is a network (mindspeed-rl download {name}) and copy the folder; {other}"
+    )
+
+
+def _fetch_hf(name: HubName, key: str, is_dataset: bool, patterns: list[str] | None, downloads: bool) -> str:
+    from huggingface_hub import errors, snapshot_download
+
+    kind = "dataset" if is_dataset else "model"
+    try:
+        return snapshot_download(
+            name.name,
+            repo_type=kind,
+            revision=name.revision,
+            allow_patterns=patterns,
+            local_files_only=not downloads,
+            endpoint=name.endpoint,
+        )
+    except errors.GatedRepoError as error:
+        raise ValueError(
+            f"{key}: '{name}' needs its license accepted at {name.endpoint}/{name.name}, and HF_TOKEN of that account"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        raise ValueError(_describe_missing(name, key, is_dataset)) from error
+    except errors.LocalEntryNotFoundError as error:
+        if not downloads:
+            raise NotFetchedError(_describe_unfetched(name, key)) from None
+        raise ValueError(_describe_unreachable(name, key, error.__cause__ or error)) from error
+    except (OSError, RuntimeError) as error:  # of the network, in the middle; the next attempt goes on from there
+        raise ValueError(_describe_unreachable(name, key, error)) from error
+
+
+def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | None, downloads: bool) -> str:
+    if find_spec("modelscope_hub") is None:
+        raise ValueError(f"{key}: '{name}' needs the client of ModelScope: pip install modelscope-hub")
+    # an optional package, which only names with ms:// need
+    from modelscope_hub import compat, errors
+
+    load = partial(
+        compat.dataset_snapshot_download if is_dataset else compat.snapshot_download,
+        name.name,
+        revision=name.revision,
+        allow_patterns=patterns,
+        endpoint=name.endpoint,
+    )
+    try:
+        folder = load(local_files_only=not downloads)
+        # the client names the folder also where there is none
+        if not downloads and not (Path(folder).is_dir() and any(Path(folder).iterdir())):
+            raise NotFetchedError(_describe_unfetched(name, key))
+        return folder
+    except NotFetchedError:
+        raise
+    except (errors.HubError, OSError, ValueError) as error:
+        if not downloads:
+            raise NotFetchedError(_describe_unfetched(name, key)) from None
+        # the client raises errors of its own, or those of requests
+        status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise ValueError(f"{key}: '{name}' is not open to this account; set MODELSCOPE_API_TOKEN") from error
+        if status in (400, 404):
+            raise ValueError(_describe_missing(name, key, is_dataset)) from error
+        # offline: the hub's other client does the same with what an earlier use has left
+        with contextlib.suppress(errors.HubError, OSError, ValueError):
+            return _fetch_ms(name, key, is_dataset, patterns, downloads=False)
+        raise ValueError(_describe_unreachable(name, key, error)) from error

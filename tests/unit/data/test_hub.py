@@ -1,0 +1,163 @@
+"""Models and data sets by name, from a local server by the real clients of the hubs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, serving
+
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.data.hub import HubName, NotFetchedError, fetch, parse_hub_name
+
+MODEL = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "pytorch_model.bin": b"no"}
+MODEL["model.safetensors"] = bytes(range(256)) * 3000
+ROWS = {name: [{"q": f"{name} {i}", "a": str(i)} for i in range(count)] for name, count in (("train", 20), ("test", 5))}
+DATA = {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in ROWS.items()}
+HUBS = ("hf://", "ms://")
+
+
+def needs(hub: str) -> None:
+    if hub == "ms://":
+        pytest.importorskip("modelscope_hub", reason="the client of ModelScope is an extra: envs/cpu/extras.sh installs it")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The server, with empty caches."""
+    with serving({"models/own/tiny": MODEL, "datasets/own/sums": DATA}) as server:
+        point_to(server.url, tmp_path, monkeypatch)
+        yield server
+
+
+def point_to(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    values = {"HF_ENDPOINT": url, "MODELSCOPE_ENDPOINT": url, "MODELSCOPE_CACHE": str(folder / "ms"), "NO_PROXY": "*"}
+    for name, value in {**values, "MODELSCOPE_HOME": str(folder / "home")}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Qwen2.5-0.5B", HubName("hf://", "Qwen/Qwen2.5-0.5B")),
+        ("hf://gpt2", HubName("hf://", "gpt2")),
+        ("ms://Qwen/Qwen3-8B@v1.0", HubName("ms://", "Qwen/Qwen3-8B", "v1.0")),
+        ("here/model", None),
+        ("./a/b", None),
+        ("../b", None),
+        ("/a/b", None),
+        ("~/b", None),
+        ("a/b/c", None),
+        ("model", None),
+        (None, None),
+    ],
+)
+def test_a_name_is_told_from_a_path(
+    text: str | None, expected: HubName | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()  # here/model may be written later
+    assert parse_hub_name(text) == expected
+
+
+@pytest.mark.parametrize("prefix", HUBS)
+def test_a_model_is_fetched_once_without_files_that_are_not_used(prefix: str, hub: Hub) -> None:
+    needs(prefix)
+    folder = fetch(HubName(prefix, "own/tiny"), "load")
+    expected = {name: content for name, content in MODEL.items() if name != "pytorch_model.bin"}
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")} == expected
+    hub.requests.clear()
+    assert fetch(HubName(prefix, "own/tiny"), "load", downloads=False) == folder
+    assert fetch(HubName(prefix, "own/tiny"), "load").samefile(folder)
+    assert not [request for request in hub.requests if "GET" in request and "safetensors" in request]
+
+
+@pytest.mark.parametrize("prefix", HUBS)
+def test_a_broken_download_goes_on_and_is_complete(prefix: str, hub: Hub) -> None:
+    needs(prefix)
+    hub.cut["model.safetensors"] = 100_000
+    name = HubName(prefix, "own/tiny")
+    try:
+        folder = fetch(name, "load")
+    except ValueError as error:
+        assert "is not complete in the cache" in str(error)
+        folder = fetch(name, "load")
+    assert (folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+@pytest.mark.parametrize("prefix", HUBS)
+def test_what_is_misspelt_is_a_sentence(prefix: str, hub: Hub) -> None:
+    needs(prefix)
+    with pytest.raises(ValueError, match=rf"^load: '.*own/tyni' .*{hub.url} has no model of this name; check the spelling"):
+        fetch(HubName(prefix, "own/tyni"), "load")
+    with pytest.raises(NotFetchedError, match="load: '.*own/tiny' is not in the cache; train fetches it, or mindspeed-rl"):
+        fetch(HubName(prefix, "own/tiny"), "load", downloads=False)
+    with pytest.raises(ValueError, match="'hf://a/b/c' is no name on a hub; write hf://owner/name"):
+        parse_hub_name("hf://a/b/c")
+
+
+def test_without_a_network_the_cache_serves_and_else_a_sentence_says_what_to_do(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch(HubName("hf://", "own/tiny"), "load")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        point_to(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, monkeypatch)
+        assert fetch(HubName("hf://", "own/tiny"), "load") == folder
+        with pytest.raises(ValueError, match=r"'own/other' is not complete in the cache, and http://\S+ cannot be reached"):
+            fetch(HubName("hf://", "own/other"), "load")
+
+
+def test_the_command_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["download", "own/tiny"]) == 0
+    printed = capsys.readouterr()
+    assert (Path(printed.out.strip()) / "config.json").read_bytes() == MODEL["config.json"]
+    assert main(["download", "own/tyni"]) == 2
+    assert "check the spelling" in capsys.readouterr().err
+    assert main(["download", "./tiny"]) == 2
+
+
+@pytest.mark.parametrize("prefix", HUBS)
+def test_a_data_set_has_splits(prefix: str, hub: Hub, tmp_path: Path) -> None:
+    needs(prefix)
+    # the library of data sets reads its addresses when it is imported
+    program = (
+        "import sys; from mindspeed_rl.data.sources import open_source, read_chunk\n"
+        "import json; from datasets.utils.logging import disable_progress_bar; disable_progress_bar()\n"
+        "for text in sys.argv[1:]:\n"
+        "    rows = [dict(row) for chunk in open_source(text).chunks() for _, row in read_chunk(chunk)]\n"
+        "    print('rows', json.dumps(rows))\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    names = [f"{prefix}own/sums", f"{prefix}own/sums:test"]
+    done = subprocess.run([sys.executable, "-c", program, *names], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("rows ")]
+    assert found == [ROWS["train"], ROWS["test"]]
+
+
+def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
+    from mindspeed_rl.config import load_run_config
+    from mindspeed_rl.trainers.model_plans import fetch_models
+
+    overrides = [f"actor_config.{key}=own/tiny" for key in ("load", "tokenizer_name_or_path")]
+    with pytest.raises(NotFetchedError, match="^actor_config.load: 'own/tiny' is not in the cache"):
+        fetch_models(load_run_config("grpo_tiny_cpu", None, overrides), downloads=False)
+    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, overrides))
+    folder = str(fetch(HubName("hf://", "own/tiny"), "load"))
+    assert (cfg.actor_config.load, cfg.actor_config.tokenizer_name_or_path) == (folder, folder)
+    # a folder that the run will write is no name
+    written = {"load": "own/run1", "save": "own/run1", "pretrained_checkpoint": "own/tiny"}
+    kept = [overrides[1], *(f"actor_config.{key}={value}" for key, value in written.items())]
+    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, kept))
+    assert (cfg.actor_config.load, cfg.actor_config.pretrained_checkpoint) == ("own/run1", folder)
