@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import re
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
@@ -81,4 +85,47 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
         )
     names = [name for candidate in known for name in candidate.hf_classes]
     supported = ", ".join(name for name in names if name.endswith(("CausalLM", "Generation")))
-    raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported; supported are {supported}")
+    raise ValueError(
+        f"config.json is of {classes or [model_type]}, which is not supported{_describe_nearest(hf_config, known)}; supported "
+        f"are {supported}"
+    )
+
+
+#: parts of the names of keys in config.json that say nothing about layers and weights
+_NOT_SHAPE = re.compile(
+    r"^_|^(architectures|model_type|auto_map|torch_dtype|dtype|use_cache|transformers_version|quantization_config|pretraining_tp)$"
+    r"|^(output|problem|id2label|label2id|chunk_size|return|is_encoder|add_cross|tie_encoder|use_return|bos|eos|pad|sep)_?"
+    r"|dropout|_pdrop$|initializer|_std$|token_id|pruned_heads|task_specific|max_window_layers"
+)
+
+
+def _describe_nearest(hf_config: HfConfig, families: list[Architecture]) -> str:
+    """Return the family that reads most of config.json, and what it does not read; empty if none reads it."""
+    keys = [key for key in hf_config if not _NOT_SHAPE.search(key) and hf_config[key] not in (None, False, 0, [], {})]
+    candidates: list[tuple[int, int, list[str], Architecture]] = []
+    for family in families:
+        try:
+            expected = family.read_model_config(hf_config)
+        except ValueError:
+            continue
+        if expected.linear_attention is not None and not any(key.startswith("linear_") for key in hf_config):
+            continue  # of which such a family has defaults
+        unread = []
+        for key in keys:
+            # no key has a value of this form, so that a family refuses it in those that it reads
+            with contextlib.suppress(ValueError):
+                if family.read_model_config({**hf_config, key: ["?"]}) == expected:
+                    unread.append(key)
+        # of two that read as much, the one that adds less by itself
+        fields = dataclasses.fields(expected)
+        added = sum(field.default not in (dataclasses.MISSING, getattr(expected, field.name)) for field in fields)
+        candidates.append((len(unread), added, unread, family))
+    if not candidates:
+        return ""
+    *_, unread, family = min(candidates, key=lambda candidate: candidate[:2])
+    values = (f"{key} {shown if len(shown) < 40 else '...'}" for key in unread if (shown := json.dumps(hf_config[key])))
+    differs = f", which does not read {', '.join(values)}" if unread else ", which reads all of its sizes"
+    return (
+        f"; by its config.json the nearest family is {family.name} ({family.hf_classes[0]}){differs}; a family is one file: "
+        "docs/adding_a_model.md"
+    )

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import json
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_models
 
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import ExpertPacking
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize("name", tiny_models.CONFIGS)
@@ -44,7 +49,7 @@ def test_an_unknown_name_lists_the_known_ones_and_a_suggestion() -> None:
 
 
 def test_an_unsupported_config_is_refused_with_the_supported_classes() -> None:
-    with pytest.raises(ValueError, match="'BloomForCausalLM'.* not supported; supported are LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="'BloomForCausalLM'.* is not supported; supported are LlamaForCausalLM"):
         architecture_for({"architectures": ["BloomForCausalLM"], "model_type": "bloom"})
 
 
@@ -133,3 +138,45 @@ def test_the_dimensions_of_minimax_that_rotate_are_read_from_its_published_key()
     config["rope_parameters"] = None
     read = architecture_for(config).read_model_config
     assert read({**config, "rotary_dim": 8}).rotary_percent == 0.5 and read(config).rotary_percent == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "strange", "family"),
+    [
+        ("llama", {"residual_multiplier": 0.22}, "llama"),
+        ("qwen3-moe", {"expert_bias_speed": 0.5}, "qwen3_moe"),
+        ("deepseek3", {"index_topk": 2048}, "deepseek_v3"),
+        ("gemma2", {}, "gemma2"),
+        ("qwen3-next", {"short_memory": [1, 2]}, "qwen3_next"),
+    ],
+)
+def test_an_unknown_family_is_told_the_nearest_one_and_what_differs(name: str, strange: dict, family: str) -> None:
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model(name))
+    config |= {"architectures": ["NewForCausalLM"], "model_type": "new", "hidden_dropout": 0.3, **strange}
+    with pytest.raises(ValueError, match=rf"'NewForCausalLM'.*the nearest family is {family} \(.*adding_a_model") as error:
+        architecture_for(config)
+    assert all(f"{key} {json.dumps(value)}" in str(error.value) for key, value in strange.items())
+    assert "hidden_dropout" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_documented_example_names_every_tensor_that_transformers_saves(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    from mindspeed_rl.checkpoint.hf import HfFolder
+
+    pages = [DOCS / "adding_a_model.md", DOCS / "zh" / "adding_a_model.md"]
+    code, translated = (re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1] for page in pages)
+    assert code == translated
+    (tmp_path / "dots1.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(ARCHITECTURES, "dots1", "dots1:DOTS1")
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = tiny_models._config("Dots1", **sizes, first_k_dense_replace=1, norm_topk_prob=True, head_dim=16)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    folder = HfFolder(tmp_path / "hf")
+    architecture = architecture_for(folder.config)
+    ops = architecture.weight_ops(architecture.read_model_config(folder.config))
+    assert architecture.name == "dots1"
+    assert {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)} == {
+        name: folder.shape(name) for name in folder.stored_names
+    }
