@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ def point_to(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"HF_ENDPOINT": url, "MODELSCOPE_ENDPOINT": url, "MODELSCOPE_CACHE": str(folder / "ms"), "NO_PROXY": "*"}
     for name, value in {**values, "MODELSCOPE_HOME": str(folder / "home")}.items():
         monkeypatch.setenv(name, value)
+    if find_spec("modelscope_hub") is not None:
+        import modelscope_hub
+
+        # it keeps the settings of its first use
+        modelscope_hub.set_default_config(modelscope_hub.HubConfig())
 
 
 @pytest.mark.parametrize(
