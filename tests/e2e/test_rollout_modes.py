@@ -110,3 +110,20 @@ def test_long_responses_go_on_in_later_rollouts(task: Path, tmp_path: Path) -> N
     assert all(metrics["rollout/staleness_max"] <= 2 for metrics in run.metrics)
     assert any(metrics["rollout/old_tokens_masked"] > 0 for metrics in run.metrics)
     assert all(metrics["response_length/mean"] == 4 for metrics in run.metrics)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_response_and_save_steps_in_process_and_in_servers(task: Path, tmp_path: Path) -> None:
+    keys = ["generate_config.sampling_config.ignore_eos=true", "generate_config.sampling_config.max_tokens=24", iterations(2)]
+    drafts = [f"generate_config.speculative_config.{key}" for key in ("method=suffix", "num_speculative_tokens=8")]
+    plain = finished(task, tmp_path / "plain", *SHARED, *keys)
+    local = finished(task, tmp_path / "local", *SHARED, *keys, *drafts)
+    served = finished(task, tmp_path / "served", *SERVER, *keys, *drafts)
+    # of the first iteration: rounding of the log-probs enters the second one's weights
+    expected = responses(plain)[:32]
+    assert responses(local)[:32] == expected and responses(served)[:32] == expected
+    assert "rollout/tokens_per_step" not in plain.metrics[0]
+    # a server's count comes with the next weight sync
+    for metrics in (local.metrics[0], served.metrics[1]):
+        assert 1.0 < metrics["rollout/tokens_per_step"] < 9.0
+        assert 0.0 < metrics["rollout/draft_acceptance"] < 1.0

@@ -32,8 +32,9 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
     `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts) and `unchecked`, which the command
     fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that the file omits and that follow
-    from it, each with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
-    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
+    from it, each with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time
+    or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing`
+    (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     violations = validate(cfg, num_nodes)

@@ -304,7 +304,7 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
     ({G: {D: {"spec_method": "suffix", "spec_tokens": 129}}}, D, ["num_speculative_tokens", "129"]),
-    ({G: {D: {"method": "suffix", "rejection_sample_method": "synthetic"}}}, D, ["rejection_sample_method", "set by this suite"]),
+    ({G: {D: {"method": "suffix", "rejection_sample_method": "synthetic"}}}, D, ["rejection_sample_method", "by this suite"]),
     ({G: {D: {"method": "suffix", "sufix_decoding_min_token_prob": 1}}}, D, ["suffix_decoding_min_token_prob"]),
     ({G: {D: {"method": "draft_model", "model": "nowhere", "spec_tokens": 3}}}, D, ["model", "'nowhere'", "config.json"]),
     ({G: {D: SUFFIX, S: {"max_tokens": 2048, "min_p": 0.1}}}, D, ["min_p", "drafts"]),
