@@ -304,7 +304,7 @@ def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, 
 
     for _ in range(num_prompts):
         prompt = tokens(1, 8)
-        shared = [experts() for _ in prompt[1:]] if routed else []
+        of_prefix: dict[tuple[int, ...], list[list[int]]] = {}
         for _ in range(group_size):
             stretches = [(tokens(1, 10), True)]
             if has_context and r.random() < 0.7:
@@ -320,8 +320,11 @@ def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, 
             if routed:
                 sizes = [len(one.prompt) + len(one.response) - 1 for one in sequences]
                 routing = [[experts() for _ in range(n)] for n in sizes]
-                # a prompt has the same experts in all its samples; its last token is computed in each of them
-                routing[0][: len(prompt) - 1] = shared
+                # sequences that share a prefix of their prompts have its experts in common; the last token of a prompt is
+                # computed in each of them
+                for one, tokens_of in zip(sequences, routing):
+                    for end in range(1, len(one.prompt)):
+                        tokens_of[end - 1] = of_prefix.setdefault(tuple(one.prompt[:end]), tokens_of[end - 1])
             failed, parts = r.random() < 0.08, {"acc": float(r.random() < 0.5), "format": r.choice([None, 0.0, 0.25, 1.0])}
             rows.append(
                 Row(

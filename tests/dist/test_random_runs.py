@@ -17,13 +17,17 @@ import tiny_hf
 import torch
 import transformers
 from random_runs import RandomRun, draw
-from ranks import Ranks
+from ranks import RankFailureError, Ranks
 from slow_reference import TIE, SlowRun, Step
 
 _SEED = int(os.environ.get("RANDOM_RUNS_SEED", "1"))
+#: numbers of processes of the hundreds, and of those that are asked for; a dozen is to be quick
+_ALL_SIZES = (1, 2, 2, 2, 4)
+_SIZES = _ALL_SIZES if "RANDOM_RUNS_SEED" in os.environ else (1, 2, 2)
 _MODELS = ("tied", "untied", "moe_mixed")
 #: relative difference of a gradient or of an update, by norm
 _TOLERANCE = 3e-4
+_EXPONENTIAL = ("k3", "k3+", "low_var_kl")
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +83,14 @@ def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str
     """Compares a run with the reference; the reason why it shows nothing, if it does not."""
     slow = SlowRun(run, folders)
     log_probs = [values.tolist() for values in slow.rollout]
-    reports = ranks(run.size).run(jobs.iterate, run=run, rollout_log_probs=log_probs, timeout_s=240)
+    try:
+        reports = ranks(run.size).run(jobs.iterate, run=run, rollout_log_probs=log_probs, timeout_s=240)
+    except RankFailureError as error:
+        # after a large step the exponential of this KL form overflows float32, and the run says so
+        is_unclamped = run.rl["kl_penalty"] in _EXPONENTIAL and not run.rl["kl_clamp"]
+        if is_unclamped and "the norm of the gradient is not finite" in str(error):
+            return "unclamped KL"
+        raise
     report, (metrics, groups) = reports[0], jobs.merge_reports(reports)
     columns, steps = report["columns"], report["steps"]
     slow.prepare(has_old="old_log_probs" in columns)
@@ -126,7 +137,7 @@ def _run(
 def test_a_random_run_is_that_of_the_slow_reference(
     ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, number: int
 ) -> None:
-    _run(_SEED + number, ranks, folders, tmp_path, (1, 2, 2))
+    _run(_SEED + number, ranks, folders, tmp_path, _SIZES)
 
 
 @pytest.mark.slow
@@ -138,7 +149,7 @@ def test_a_hundred_random_runs_are_those_of_the_slow_reference(
     failed = []
     for seed in range(first, first + 100):
         try:
-            _run(seed, ranks, folders, tmp_path, (1, 2, 2, 2, 4))
+            _run(seed, ranks, folders, tmp_path, _ALL_SIZES)
         except AssertionError as error:
             failed.append(str(error)[:1500])
     assert not failed, f"{len(failed)} of the runs {first} to {first + 99}:\n" + "\n".join(failed)
