@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -111,8 +114,9 @@ class BatchShape:
             sequence parallelism).
         fixed_width: padded layout only: pad every sequence to this width; 0 pads to the maximum length.
         pad_id: token that fills padding.
-        shares_prefixes: prefix sharing: a prompt is computed once for all its sequences in a micro-batch, except for its last
-            token, which predicts in each of them. Packed layout without context parallelism only.
+        shares_prefixes: prefix sharing: what sequences of a micro-batch begin with in common (a prompt, turns of a branch) is
+            computed once, except for the last token before a sequence's own, which predicts in each of them. Packed layout
+            without context parallelism only.
         vision: of a model that sees images, whose tokens have a position on three axes; None for others.
     """
 
@@ -217,6 +221,12 @@ def _align(values: list[Tensor], width: int) -> Tensor:
     return functional.pad(out, (*(0, 0) * (out.dim() - 2), 0, width - out.size(1)))
 
 
+#: fewest tokens that sequences of different prompts share
+_MIN_SHARED = 16
+#: of the polynomial by which prefixes are found, modulo 2^64; equal tokens are compared afterwards
+_BASE = 0x9E3779B97F4A7C15
+_IdArray: TypeAlias = npt.NDArray[np.int64]
+
 #: images of a sequence: indices of their first tokens in it, and the images themselves
 _Located = tuple[list[int], list[PreparedImage]]
 
@@ -250,16 +260,47 @@ def _list_prefixes(rows: Rows, shape: BatchShape) -> list[bytes]:
 
 
 def _find_shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]]:
-    """Return (index of the first sequence with the same prefix, shared tokens) of each sequence of a micro-batch.
+    """Return (index of an earlier sequence with the same prefix, shared tokens) of each sequence of a micro-batch.
 
-    The count is 0 for that first sequence itself, and for all without prefix sharing.
+    A sequence shares tokens before the last one of its prompt, which predicts: all of them, or at least _MIN_SHARED. The count
+    is 0 where it shares none, and for all without prefix sharing.
     """
     prompts = [prompt for spans in rows.spans for prompt, _ in spans]
     if not shape.shares_prefixes:
         return [(index, 0) for index in range(len(prompts))]
-    firsts: dict[bytes, int] = {}
-    owners = [firsts.setdefault(key, index) for index, key in enumerate(_list_prefixes(rows, shape))]
-    return [(owner, 0 if owner == index else prompts[index] - 1) for index, owner in enumerate(owners)]
+    sequences = [ids.numpy() for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths)]
+    located, keys = _locate_images(rows, shape), _list_prefixes(rows, shape)
+    longest = max(len(ids) for ids in sequences)
+    powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
+    by_prompt: dict[bytes, int] = {}
+    by_blocks: dict[tuple[int, int], int] = {}  # (tokens, their digest) -> first sequence that begins with them
+    found: list[tuple[int, int]] = []
+    for index, (ids, prompt, key) in enumerate(zip(sequences, prompts, keys)):
+        digests = (powers[: len(ids)] * (ids.astype(np.uint64) + np.uint64(1))).cumsum()[_MIN_SHARED - 1 :: _MIN_SHARED]
+        blocks = [((number + 1) * _MIN_SHARED, digest) for number, digest in enumerate(digests.tolist())]
+        candidates = {by_prompt.setdefault(key, index)} - {index}
+        usable = [by_blocks[block] for block in blocks if block in by_blocks and block[0] < prompt]
+        candidates |= set(usable[-1:])
+        shared = (index, 0)
+        for owner in candidates:
+            count = _count_common(sequences[owner], ids[: prompt - 1], located[owner], located[index])
+            if count > shared[1] and (count == prompt - 1 or count >= _MIN_SHARED):
+                shared = (owner, count)
+        found.append(shared)
+        for block in blocks:
+            by_blocks.setdefault(block, index)
+    return found
+
+
+def _count_common(first: _IdArray, second: _IdArray, first_images: _Located, second_images: _Located) -> int:
+    """Return the number of tokens with which both begin, up to the first image that differs."""
+    width = min(len(first), len(second))
+    unequal = (first[:width] != second[:width]).nonzero()[0]
+    count = int(unequal[0]) if len(unequal) else width
+    for start, one, other in zip(second_images[0], second_images[1], first_images[1]):
+        if start < count and one.key != other.key:
+            return start
+    return count
 
 
 def _count_computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:

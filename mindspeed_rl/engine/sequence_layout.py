@@ -107,19 +107,22 @@ def expand_ranges(starts: Tensor, lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Prefix sharing: the computed tokens of packed sequences of which some have the same prefix (arXiv 2506.05433).
+    """Prefix sharing: the computed tokens of packed sequences whose prefixes form a tree (arXiv 2506.05433 has one level).
 
     A token's hidden state depends only on the tokens before it, so that of one sequence represents all others with the same
     prefix. Only computed tokens have queries; keys and values are those of full sequences.
 
     Attributes:
         lengths: computed tokens of each sequence, its last ones.
+        parents: (index of an earlier sequence, number of tokens in the prefix of both) of each sequence; the last of these
+            tokens is computed in that sequence. (any, 0) where nothing is shared.
         computed: [n] int64 on the host, indices of the computed ones among all tokens of the concatenated sequences.
         representatives: [tokens] int64 on the host, index of the computed token that represents each token.
         device: where hidden states are.
     """
 
     lengths: tuple[int, ...]
+    parents: tuple[tuple[int, int], ...]
     computed: Tensor
     representatives: Tensor
     device: torch.device
@@ -129,18 +132,24 @@ class SharedPrefixes:
         """Build that of sequences with these lengths.
 
         Args:
-            shared: (index of a sequence without shared tokens, number of tokens in the prefix of both) for each; (any, 0)
-                where none is shared.
+            shared: (index of an earlier sequence, number of tokens in the prefix of both) for each; (any, 0) where none is
+                shared.
         """
+        parents: list[tuple[int, int]] = []
+        for owner, count in shared:
+            while count and count <= parents[owner][1]:  # what both share is of a sequence before the owner
+                owner = parents[owner][0]
+            parents.append((owner, count))
         counts = [count for _, count in shared]
         left = tuple(length - count for length, count in zip(lengths, counts))
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
         computed = expand_ranges(starts + torch.tensor(counts), left)
         representatives = torch.empty(sum(lengths), dtype=torch.int64)
         representatives[computed] = torch.arange(len(computed))
-        first = starts[torch.tensor([index for index, _ in shared])]
-        representatives[expand_ranges(starts, counts)] = representatives[expand_ranges(first, counts)]
-        return cls(left, computed, representatives, device)
+        for start, (owner, count) in zip(starts.tolist(), parents):
+            first = int(starts[owner])
+            representatives[start : start + count] = representatives[first : first + count]
+        return cls(left, tuple(parents), computed, representatives, device)
 
     @cached_property
     def _on_device(self) -> Tensor:
@@ -178,7 +187,8 @@ class ChunkPlan:
 
     Attributes:
         size: tokens of a chunk.
-        phases: one, or two with prefix sharing: shared prefixes and sequences without one, then what follows a prefix.
+        phases: one without prefix sharing, else one for each level of the tree: parts that begin a sequence, then what follows
+            them, and so on.
         restore: [tokens] int64, each token's cell in the concatenated phases.
         window: [extended] int64, the tokens with those before each sequence that its convolution sees; the number of
             tokens marks a zero.
@@ -202,25 +212,33 @@ class ChunkPlan:
             shared: of sequences of which some have the same prefix; tokens are those that are computed.
         """
         parts, parents = list(zip(_starts(lengths), lengths)), [-1] * len(lengths)
+        places, represented = [(start, 0) for start, _ in parts], torch.arange(sum(lengths))
         if shared is not None:
-            parts, parents = _split_at_prefixes(lengths, shared)
+            parts, parents, sequences = _split_at_prefixes(shared)
+            starts, firsts = _starts(shared.lengths), _starts(lengths)
+            counts = [count for _, count in shared.parents]
+            places = [(firsts[of], start - starts[of] + counts[of]) for of, (start, _) in zip(sequences, parts)]
+            represented = shared.representatives
+        depths = list[int]()
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
         longest = max(length for _, length in parts)
         size = min(_CHUNK, max(_SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
         num_tokens = sum(length for _, length in parts)
         restore = torch.empty(num_tokens, dtype=torch.int64)
         phases, slot_of, offset = [], {}, 0
-        for depth in range(1 + any(parent >= 0 for parent in parents)):
-            chosen = [index for index, parent in enumerate(parents) if (parent >= 0) == bool(depth) and parts[index][1]]
+        for depth in range(1 + max(depths)):
+            chosen = [index for index, own in enumerate(depths) if own == depth]
             chosen.sort(key=lambda index: -parts[index][1])
             slot_of |= {index: slot for slot, index in enumerate(chosen)}
             chunks = torch.tensor([-(-parts[index][1] // size) for index in chosen])
             counts = [int((chunks > step).sum()) for step in range(int(chunks.max()))]
             # the chunk of a sequence at a step comes after those of the steps before and of the longer sequences
-            before = torch.tensor([0, *counts]).cumsum(0)
+            chunk_starts = torch.tensor([0, *counts]).cumsum(0)
             tokens = torch.cat([torch.arange(start, start + length) for start, length in (parts[index] for index in chosen)])
             place = torch.cat([torch.arange(parts[index][1]) for index in chosen])
             slot = torch.arange(len(chosen)).repeat_interleave(torch.tensor([parts[index][1] for index in chosen]))
-            cells = (before[place // size] + slot) * size + place % size
+            cells = (chunk_starts[place // size] + slot) * size + place % size
             sources = torch.full((sum(counts) * size,), -1)
             sources[cells] = tokens
             order = tokens.argsort()
@@ -230,7 +248,7 @@ class ChunkPlan:
             if depth:
                 indexes.append(torch.tensor([slot_of[parents[index]] for index in chosen]))
             phases.append((tuple(counts), indexes))
-        window, ends = _plan_windows(parts, parents, kernel, num_tokens)
+        window, ends = _plan_windows(parts, places, represented, kernel, num_tokens)
         moved = platform.current().to_device([restore, window, ends, *(one for _, some in phases for one in some)], device)
         restore, window, ends, *indexes = moved
         built = []
@@ -240,31 +258,32 @@ class ChunkPlan:
         return cls(size, tuple(built), restore, window, ends)
 
 
-def _split_at_prefixes(lengths: Sequence[int], shared: SharedPrefixes) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return (start, length) of each part among the computed tokens, and the index of the part that it follows or -1."""
+def _split_at_prefixes(shared: SharedPrefixes) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Split the computed tokens of each sequence where others branch off.
+
+    Returns:
+        (start, length) of each part among the computed tokens, in their order; the index of the part that it follows, or -1;
+        the sequence of each part.
+    """
+    cuts: list[set[int]] = [set() for _ in shared.lengths]
+    for owner, count in shared.parents:
+        if count:
+            cuts[owner].add(count)
     parts: list[tuple[int, int]] = []
     parents: list[int] = []
-    prefixes: dict[int, int] = {}
-    start, first = 0, 0
-    counts = [full - own for full, own in zip(lengths, shared.lengths)]
-    # the prefix of a sequence is that of the sequence whose tokens represent its own
-    owners = [int(shared.representatives[at]) if count else -1 for at, count in zip(_starts(lengths), counts)]
-    shared_lengths = {owner: count for owner, count in zip(owners, counts) if count}
-    for own, owner in zip(shared.lengths, owners):
-        if owner >= 0:
-            parts.append((start, own))
-            parents.append(prefixes[owner])
-        else:
-            prefix = shared_lengths.get(start, 0)
-            first = len(parts)
-            parts.append((start, prefix or own))
-            parents.append(-1)
-            if prefix:
-                prefixes[start] = first
-                parts.append((start + prefix, own - prefix))
-                parents.append(first)
-        start += own
-    return parts, parents
+    sequences: list[int] = []
+    ends: dict[tuple[int, int], int] = {}  # (sequence, tokens up to the end of a part) -> that part
+    start = 0
+    for index, (own, (owner, count)) in enumerate(zip(shared.lengths, shared.parents)):
+        parent = ends[owner, count] if count else -1
+        place = count
+        for end in sorted({*cuts[index], count + own}):
+            parts.append((start, end - place))
+            parents.append(parent)
+            sequences.append(index)
+            parent = ends[index, end] = len(parts) - 1
+            start, place = start + end - place, end
+    return parts, parents, sequences
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -272,18 +291,20 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _plan_windows(
-    parts: Sequence[tuple[int, int]], parents: Sequence[int], kernel: int, num_tokens: int
+    parts: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]], tokens: Tensor, kernel: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `ChunkPlan.window` and `ChunkPlan.ends` of parts that are in the order of their tokens."""
+    """Return `ChunkPlan.window` and `ChunkPlan.ends` of parts that are in the order of their tokens.
+
+    Args:
+        places: (index of the first token of its sequence among those of full sequences, position of the part in it) of each.
+        tokens: the computed token for each token of full sequences.
+    """
     history = kernel - 1
-    positions = torch.arange(history) - history
     windows = []
-    for (start, length), parent in zip(parts, parents):
-        before = torch.full((history,), num_tokens)
-        if parent >= 0:
-            first, count = parts[parent]
-            before = torch.where(positions + count >= 0, first + count + positions, before)
-        windows += [before, torch.arange(start, start + length)]
+    for (start, length), (first, place) in zip(parts, places):
+        positions = torch.arange(place - history, place)
+        before = tokens[first + positions.clamp(min=0)]
+        windows += [torch.where(positions >= 0, before, num_tokens), torch.arange(start, start + length)]
     own = [length for _, length in parts]
     # an output is that of the window that begins at the same index, and history tokens of each part have none
     firsts = torch.tensor(_starts([length + history for length in own]))

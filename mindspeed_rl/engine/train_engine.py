@@ -63,12 +63,15 @@ class StepResult:
         grad_norm: global norm before clipping.
         lr: learning rate of the step.
         is_skipped: no rank had anything to learn from, so nothing has changed but the position in the schedule.
+        num_computed, num_tokens: with prefix sharing, tokens that this rank has computed, and those of all its sequences.
     """
 
     losses: list[LossOutput]
     grad_norm: float
     lr: float
     is_skipped: bool = False
+    num_computed: int = 0
+    num_tokens: int = 0
 
     @property
     def metrics(self) -> Metrics:

@@ -250,6 +250,8 @@ def _critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
 def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
     """Add the metrics of an optimizer step; one rank adds those that are equal on all."""
     metrics.merge(result.metrics)
+    if result.num_tokens:
+        metrics.add_mean(f"{role}/computed_tokens_fraction", result.num_computed, result.num_tokens)
     if dist.get_rank() == 0:
         if result.is_skipped:
             metrics.add_sum(f"{role}/skipped_steps", 1)

@@ -32,10 +32,36 @@ def grouped_rows() -> Rows:
     )
 
 
-def train(setting: Setting, steps: int = 3) -> dict[str, Any]:
+#: samples of agents: (sequence of the sample that it continues or -1, its tokens that are kept, context, sampled tokens)
+TREES = (
+    ((-1, 0, 30, 12), (0, 36, 3, 9), (1, 45, 2, 8), (0, 20, 1, 5)),
+    ((-1, 0, 30, 7), (0, 37, 4, 6)),
+    ((-1, 0, 3, 2), (-1, 0, 25, 4), (1, 27, 1, 3), (1, 29, 5, 20), (2, 28, 1, 1)),
+)
+
+
+def tree_rows() -> Rows:
+    """Three samples of several sequences, which are branches of one another; the first two start alike."""
+    generator = torch.Generator().manual_seed(11)
+    start = torch.randint(2, 128, (30,), generator=generator)
+    rows, spans, weights = [], [], []
+    for tree in TREES:
+        sequences: list[torch.Tensor] = []
+        for parent, kept, context, sampled in tree:
+            new = torch.randint(2, 128, (context + sampled,), generator=generator)
+            if parent < 0 and context == len(start):
+                new[: len(start)] = start
+            sequences.append(torch.cat([sequences[parent][:kept], new]) if parent >= 0 else new)
+        rows.append(torch.cat(sequences))
+        spans.append([(kept + context, sampled) for _, kept, context, sampled in tree])
+        weights.append(2.0 + torch.randn(sum(sampled for *_, sampled in tree), generator=generator))
+    return Rows(rows, [row[0][0] for row in spans], sequences=spans, columns={"weights": weights})
+
+
+def train(setting: Setting, steps: int = 3, *, trees: bool = False) -> dict[str, Any]:
     """Trains and reports each step's metrics and gradient norm, and the weights at the end."""
     with engine_of(setting) as engine:
-        rows = my_rows(grouped_rows())
+        rows = my_rows(tree_rows() if trees else grouped_rows())
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         return summary(results, full_weights(engine))
 

@@ -61,6 +61,17 @@ def test_training_is_that_of_rows_with_their_own_prompts(
     assert_same_training(reports, own_prompts(name), tolerance=2e-5)
 
 
+@pytest.mark.parametrize(("name", "size", "changes"), [("tied", 1, {}), ("tied", 2, {"keys": SP}), ("deepseek", 1, {})])
+def test_training_on_a_tree_is_that_of_its_sequences_alone(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], name: str, size: int, changes: dict[str, Any]
+) -> None:
+    folder = str(models[name])
+    alone = ranks(1).run(jobs.train, setting=Setting(folder, micro_batch_size=1), trees=True, timeout_s=240)
+    setting = Setting(folder, micro_batch_size=3, shares_prefixes=True, **changes)
+    tree = ranks(size).run(jobs.train, setting=setting, trees=True, timeout_s=240)
+    assert_same_training(tree, alone, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("name", ["tied", "moe_mixed", "deepseek"])
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], models: dict[str, Path], name: str) -> None:
     (ours,) = ranks(1).run(jobs.forward, setting=Setting(str(models[name]), shares_prefixes=True, token_budget=50))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mindspeed_rl.engine.batching import (
     MicroBatch,
     MicroBatching,
     Rows,
+    _count_common,
     _split_micro_batches,
     build_micro_batch,
     measure_width,
@@ -263,3 +266,49 @@ def test_sequences_of_one_row_share_prefixes_too() -> None:
     assert sorted(predictions(shared)) == sorted(predictions(plain))
     twice = Rows([torch.tensor([5, 6, 7, 8, 5, 6, 9])], [2], sequences=[[(2, 2), (2, 1)]])
     assert build_micro_batch(twice, [0], shape, CPU).input_ids.tolist() == [[5, 6, 7, 8, 6, 9]]
+
+
+def tree_of_turns(seed: int, count: int) -> list[tuple[list[int], int]]:
+    """Sequences, each with its tokens of context; most of them branch off an earlier one."""
+    source = random.Random(seed)
+    made: list[tuple[list[int], int]] = []
+    for _ in range(count):
+        context = source.choice(made)[0] if made and source.random() < 0.8 else []
+        context = context[: source.randint(0, len(context))] + [source.randint(1, 9) for _ in range(source.randint(1, 30))]
+        made.append((context + [source.randint(1, 9) for _ in range(source.randint(0, 30))], len(context)))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_branches_of_branches_are_computed_once(seed: int) -> None:
+    tree = tree_of_turns(seed, 14)
+    rows = Rows([torch.tensor(ids) for ids, _ in tree], [prompt for _, prompt in tree])
+    plain = build_micro_batch(rows, range(14), BatchShape(True, pad_id=7), CPU)
+    shape = BatchShape(True, pad_id=7, shares_prefixes=True)
+    shared = build_micro_batch(rows, range(14), shape, CPU)
+    assert sorted(predictions(shared)) == sorted(predictions(plain))
+    assert shared.packed is not None and shared.packed.shared is not None
+    whole = shared.packed.shared.expand(shared.input_ids[0]).tolist()
+    assert whole[: sum(len(ids) for ids, _ in tree)] == [token for ids, _ in tree for token in ids]
+    # a naive search: what each sequence has in common with those before it, as far as its own tokens are not predicted
+    for index, (ids, prompt) in enumerate(tree):
+        common = [len(os.path.commonprefix([ids[: prompt - 1], other])) for other, _ in tree[:index]]
+        computed = len(ids) - shared.packed.shared.lengths[index]
+        longest = max(common, default=0)
+        assert computed <= longest and (computed > longest - 16 if longest >= 16 else computed in (0, prompt - 1))
+
+
+def test_an_image_that_differs_ends_what_sequences_share() -> None:
+    ids = [3] * 20 + [9]
+    rows = Rows([torch.tensor(ids), torch.tensor(ids)], [20, 20])
+    pictures = [([2, 17], [Picture("a"), Picture(key)]) for key in ("b", "c")]
+    arrays = [one.numpy() for one in rows.input_ids]
+    assert _count_common(*arrays, *pictures) == 17
+    assert _count_common(*arrays, pictures[0], pictures[0]) == 21
+
+
+@dataclass
+class Picture:
+    """What prefix sharing compares of an image."""
+
+    key: str

@@ -99,8 +99,14 @@ def test_outputs_and_gradients_are_those_of_transformers() -> None:
 SHARED = ([75, 90, 71, 10, 6, 5], [(0, 0), (0, 70), (0, 70), (0, 0), (4, 0), (4, 2)])
 
 
-def test_a_prefix_that_is_computed_once_gives_states_and_gradients_to_all_that_follow_it() -> None:
-    lengths, families = SHARED
+#: branches of branches, below the kernel too; the last two share what is of a sequence before their owner
+TREE = ([75, 90, 95, 30, 6, 5, 200], [(0, 0), (0, 70), (1, 80), (1, 2), (0, 1), (2, 3), (2, 94)])
+
+
+@pytest.mark.parametrize(("lengths", "families"), [SHARED, TREE], ids=["families", "tree"])
+def test_a_prefix_that_is_computed_once_gives_states_and_gradients_to_all_that_follow_it(
+    lengths: list[int], families: list[tuple[int, int]]
+) -> None:
     shared = SharedPrefixes.build(lengths, families, CPU)
     plan = ChunkPlan.build(lengths, KERNEL, CPU, shared)
     ours = [one.detach()[shared.computed].requires_grad_() for one in random_inputs(sum(lengths), torch.float64)]
@@ -114,9 +120,12 @@ def test_a_prefix_that_is_computed_once_gives_states_and_gradients_to_all_that_f
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("families", [None, SHARED[1]], ids=["plain", "prefixes"])
-def test_a_convolution_sees_the_tokens_of_its_own_sequence_alone(families: list[tuple[int, int]] | None) -> None:
-    lengths = SHARED[0]
+@pytest.mark.parametrize(
+    ("lengths", "families"), [(SHARED[0], None), SHARED, TREE], ids=["plain", "prefixes", "tree"]
+)
+def test_a_convolution_sees_the_tokens_of_its_own_sequence_alone(
+    lengths: list[int], families: list[tuple[int, int]] | None
+) -> None:
     shared = None if families is None else SharedPrefixes.build(lengths, families, CPU)
     computed = torch.arange(sum(lengths)) if shared is None else shared.computed
     generator = torch.Generator().manual_seed(2)
