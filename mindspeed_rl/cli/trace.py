@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.observability.agent_turns import describe_turns, write_spans
 from mindspeed_rl.observability.logging import clean_record
 from mindspeed_rl.observability.run_files import read_lines
 
@@ -40,12 +41,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sample", type=int, help="index of the sample in the iteration; default: a table of all")
     parser.add_argument("--colour", "--color", choices=_COLOURS, default="log-prob", help="value that colours the tokens")
     parser.add_argument("--tokens", action="store_true", help="also print a table with a row for each token")
+    parser.add_argument(
+        "--otlp", type=Path, metavar="FILE", help="write turns and calls of the samples as OpenTelemetry's OTLP/JSON instead"
+    )
     arguments = parser.parse_args(argv)
     try:
         samples = _read_samples(arguments.run, arguments.iteration)
         # brackets in a response are text, not rich's markup
         console = Console(highlight=False, markup=False)
-        if arguments.sample is None:
+        if arguments.otlp is not None:
+            count = write_spans(samples if arguments.sample is None else samples[arguments.sample :][:1], arguments.otlp)
+            if not count:
+                raise ValueError(f"these samples of iteration {samples[0]['iteration']} have one turn each, and no spans.")
+            print(f"{count} spans written to {arguments.otlp}")
+        elif arguments.sample is None:
             _print_table(console, samples)
         elif 0 <= arguments.sample < len(samples):
             _print_sample(console, samples[arguments.sample], arguments.colour, with_table=arguments.tokens)
@@ -103,6 +112,8 @@ def _print_sample(console: Console, sample: Mapping[str, Any], colour: str, *, w
     extra = ", ".join(f"{name} {value}" for name, value in (sample.get("extra") or {}).items())
     console.print(f"reward {_format(sample['reward'])} ({parts}), advantage {_format(sample['advantage'])}")
     console.print(Text(extra, style="dim"))
+    for depth, line in describe_turns(sample):
+        console.print(Text(f"{'  ' * depth}{line}"))
     if tokens is None:
         return
     legend = Text.assemble(*((name, name) for name in _SCALE))

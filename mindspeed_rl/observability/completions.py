@@ -56,6 +56,7 @@ class Completion:
         group: index of the prompt in the batch.
         sample: index of the response among those to the prompt.
         tokens: the response token by token.
+        events: turns of an agent and its calls, as `rollout.trajectory.TurnEvent` has them.
     """
 
     prompt: str
@@ -67,6 +68,7 @@ class Completion:
     group: int | None = None
     sample: int | None = None
     tokens: Tokens | None = None
+    events: Sequence[Mapping[str, object]] | None = None
 
     def to_record(self) -> dict[str, object]:
         """Return the fields for the file, without unset ones."""

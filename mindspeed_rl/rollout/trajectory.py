@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.rollout.protocol import Finish, Generated, continue_routing
@@ -79,6 +79,29 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class TurnEvent:
+    """A turn of the model, or a call of a tool, for readers of a trajectory.
+
+    Attributes:
+        name: "model", or that of the tool.
+        parent: index of the event that it follows; None for the first of a conversation.
+        start, stop: its tokens in the row's response; equal for a tool.
+        began_s, ended_s: since the epoch.
+        reward: of the turn; None for none.
+        failed: the call failed.
+    """
+
+    name: str
+    parent: int | None
+    start: int
+    stop: int
+    began_s: float
+    ended_s: float
+    reward: float | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One row of a batch: a single response, or the turns of an agent.
 
@@ -94,6 +117,7 @@ class Trajectory:
             has mean, largest and smallest.
         failure: the reason why it failed; "" where it did not. A failed trajectory has no score.
         output: of a program, for reward functions; None where no program ran.
+        events: turns and calls, in the order in which they ended; empty for a single response.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -103,6 +127,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
     output: str | None = None
+    events: tuple[TurnEvent, ...] = ()
 
     @classmethod
     def from_response(cls, prompt_ids: Sequence[int], response: Generated, images: tuple[str, ...] = ()) -> Trajectory:
@@ -195,4 +220,5 @@ class Trajectory:
             "final_reward": self.final_reward,
             "trajectory_failure": self.failure,
             **({} if self.output is None else {"output": self.output}),
+            **({"events": [asdict(event) for event in self.events]} if self.events else {}),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
@@ -73,14 +73,23 @@ class SandboxTool(Tool):
     def open(self, options: RowOptions) -> Session:
         """See `Tool`; a row may set files and setup, and files and grader of the reward."""
         sandbox: Sandbox | None = None
-        create, final = options.get("create_kwargs") or {}, options.get("calc_reward_kwargs") or {}
+        create: dict[str, Any] = {}
+        final: dict[str, Any] = {}
+        for name in (schema["function"]["name"] for schema in self.schemas):  # a row may name any of the functions
+            create |= (options.get(name) or {}).get("create_kwargs") or {}
+            final |= (options.get(name) or {}).get("calc_reward_kwargs") or {}
         grader = final.get("grader") or self._grader
 
         async def get() -> Sandbox:
             nonlocal sandbox
             if sandbox is None:
-                sandbox = await self._pool.acquire()
-                await self._prepare(sandbox, create.get("files"), create.get("setup") or self._setup)
+                started = await self._pool.acquire()
+                try:
+                    await self._prepare(started, create.get("files"), create.get("setup") or self._setup)
+                    sandbox = started
+                finally:
+                    if sandbox is None:
+                        await asyncio.shield(self._pool.release(started))
             return sandbox
 
         async def run(call: ToolCall, timeout_s: float) -> ToolResult:

@@ -98,7 +98,7 @@ class RolloutLogger(RunLogger):
         if not is_due(batch.iteration + 1, self._writer.interval):
             return
         count = min(self._run.rl.log_completions_keep, len(batch.advantages))
-        columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"]
+        columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated", "trajectories"]
         columns += ["rollout_log_probs", "weight_versions", *(["old_log_probs"] if batch.has_old_log_probs else [])]
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in rows["prompt_ids"]])
@@ -133,6 +133,7 @@ class RolloutLogger(RunLogger):
             return
         batch, completions = self._pending
         if batch.has_ratios:
+                    events=objects(rows["trajectories"])[row].get("events"),
             completions = self._add_ratios(batch, completions)
         self._writer.write(batch.iteration + 1, completions)
         self._outputs.trackers.completions(batch.iteration + 1, completions)

@@ -239,7 +239,8 @@ function samples() {
         const extra = Object.entries(s.extra || {}).filter(([name, value]) => name !== "label" && value !== false && value !== "scored" && value !== "ok").map(([name, value]) => value === true ? name : `${name} ${value}`).join(" · ");
         return el("div", { class: s.reward === best && own.some((o) => o.reward !== best) ? "response best" : "response" },
           el("b", {}, s.reward === null ? "no score" : `reward ${Number(s.reward).toPrecision(3)}`), s.advantage === null ? "" : `  advantage ${Number(s.advantage).toPrecision(3)}`,
-          el("div", { class: "dim small" }, [parts, extra, s.sample === undefined || s.sample === null ? "" : `sample ${s.sample}`].filter(Boolean).join(" · ")), tokenText(s, mode));
+          el("div", { class: "dim small" }, [parts, extra, s.sample === undefined || s.sample === null ? "" : `sample ${s.sample}`].filter(Boolean).join(" · ")),
+          ...(s.turns || []).map(([depth, line]) => el("div", { class: "dim small", style: `padding-left:${depth}em` }, line)), tokenText(s, mode));
       })),
     );
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,6 +92,8 @@ class AgentConversation:
         self._segments: list[Segment] = []  # of the current sequence
         self._num_used = 0
         self._rewards: list[float | None] = []  # of each turn
+        self._events: list[TurnEvent] = []
+        self._last_turn: int | None = None  # its event
         self._has_thought = False
         self._truncated = False
         self.messages: list[ChatMessage] = []
@@ -143,8 +146,14 @@ class AgentConversation:
         sampling = replace(self._sampling, max_tokens=max(1, room))
         seed = _turn_seed(self._seed, self.num_turns)
         response: Generated | None = None
+        began_s = time.time()
         while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
             response = await self._engine.generate(context, sampling, seed, response)
+        start = sum(len(segment.token_ids) for one in self._finished for segment in one.segments)
+        start += sum(len(segment.token_ids) for segment in self._segments)
+        stop = start + len(response.token_ids)
+        self._events.append(TurnEvent("model", self._last_turn, start, stop, began_s, time.time()))
+        self._last_turn = len(self._events) - 1
         self._segments.append(Segment.from_generated(response))
         self._num_used += len(response.token_ids)
         self._rewards.append(None)
@@ -271,6 +280,11 @@ class AgentConversation:
         if value is not None:
             self._rewards[-1] = (self._rewards[-1] or 0.0) + float(value)
 
+    def record_call(self, name: str, seconds: float, reward: float | None, *, failed: bool) -> None:
+        """Record a call of a tool after the model's last turn."""
+        now, stop = time.time(), self._events[self._last_turn or 0].stop
+        self._events.append(TurnEvent(name, self._last_turn, stop, stop, now - seconds, now, reward, failed))
+
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a metric of the trajectory."""
         self.metrics[name] = self.metrics.get(name, 0.0) + value
@@ -289,7 +303,13 @@ class AgentConversation:
             final_reward=final_reward,
             metrics={"turns": float(self.num_turns), **self.metrics},
             failure=failure,
+            events=self._list_events(),
         )
+
+    def _list_events(self) -> tuple[TurnEvent, ...]:
+        """Return the events, with the rewards of the turns."""
+        rewards = iter(self._rewards)
+        return tuple(replace(one, reward=next(rewards)) if one.name == "model" else one for one in self._events)
 
 
 def _split_by_training(segment: Segment, trains: Sequence[bool]) -> list[Segment]:

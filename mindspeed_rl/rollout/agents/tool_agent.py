@@ -9,7 +9,7 @@ from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.interface import ToolReply
+from mindspeed_rl.tools.interface import ToolCall, ToolReply
 
 if TYPE_CHECKING:
     from mindspeed_rl.tools.toolbox import Tools
@@ -40,7 +40,7 @@ class ToolAgent(AgentLoop):
             if not calls or not conversation.can_continue(turn):
                 break
             replies = await tools.call(calls)
-            _record_replies(conversation, replies)
+            _record_replies(conversation, [call.name if isinstance(call, ToolCall) else "" for call in calls], replies)
             if any(reply.ends_trajectory for reply in replies):
                 break
             has_room = conversation.add_messages([{"role": "tool", "content": reply.text} for reply in replies])
@@ -48,9 +48,10 @@ class ToolAgent(AgentLoop):
         return conversation.end(final_reward=await tools.close())
 
 
-def _record_replies(conversation: AgentConversation, replies: Sequence[ToolReply]) -> None:
-    for reply in replies:
+def _record_replies(conversation: AgentConversation, names: Sequence[str], replies: Sequence[ToolReply]) -> None:
+    for name, reply in zip(names, replies, strict=True):
         conversation.reward(reply.reward)
+        conversation.record_call(name or "broken call", reply.seconds, reply.reward, failed=reply.failed)
         conversation.count("tool_seconds", reply.seconds)
         conversation.count("tool_calls_failed", float(reply.failed))
         if reply.problem is not None:

@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
 from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
@@ -43,6 +44,7 @@ class _Node:
         text: a completion's prompt and the text that the client received; "" for a chat.
         num_answers: turns of the model in the conversation so far, those of the client included.
         has_thought: some turn since the last rendering has a thought.
+        began_s, ended_s: of sampling, since the epoch.
         is_continued: another turn follows it.
     """
 
@@ -54,6 +56,8 @@ class _Node:
     text: str
     num_answers: int
     has_thought: bool
+    began_s: float
+    ended_s: float
     is_continued: bool = False
     reward: float | None = None
 
@@ -129,18 +133,23 @@ class TurnTree:
         """
         sequences: list[TokenSequence] = []
         rewards: list[float | None] = []
-        placed: set[_Node] = set()
+        placed: dict[_Node, int] = {}  # turn -> index of its first token in the row's response
+        num_tokens = 0
         for leaf in (node for node in self._nodes if not node.is_continued):
             path: list[_Node] = []
             node: _Node | None = leaf
             while node is not None and node not in placed:
                 path.insert(0, node)
                 node = node.parent
-            placed.update(path)
-            first, *others = path
-            segments = [first.segment]
-            for one in others:
-                segments += [*([Segment.from_context(one.added)] if one.added else []), one.segment]
+            segments: list[Segment] = []
+            for one in path:
+                if segments and one.added:
+                    segments.append(Segment.from_context(one.added))
+                    num_tokens += len(one.added)
+                placed[one] = num_tokens
+                segments.append(one.segment)
+                num_tokens += len(one.segment.token_ids)
+            first = path[0]
             start = first.tokens[: len(first.tokens) - len(first.segment.token_ids)]
             sequences.append(TokenSequence(start, tuple(segments)))
             rewards += [one.reward for one in path]
@@ -153,7 +162,15 @@ class TurnTree:
             metrics={"turns": float(self.num_turns), "branches": float(max(0, len(sequences) - 1)), **(metrics or {})},
             failure=failure,
             output=output,
+            events=tuple(self._list_events(placed)),
         )
+
+    def _list_events(self, starts: Mapping[_Node, int]) -> Iterator[TurnEvent]:
+        index = {node: number for number, node in enumerate(self._nodes)}
+        for node, start in ((node, starts[node]) for node in self._nodes):
+            parent = None if node.parent is None else index[node.parent]
+            stop = start + len(node.segment.token_ids)
+            yield TurnEvent("model", parent, start, stop, node.began_s, node.ended_s, node.reward)
 
     def _find_context(self, request: TurnRequest) -> tuple[_Node | None, tuple[int, ...], str]:
         """Return the turn that a request continues, the tokens after it, and the text to complete.
@@ -238,6 +255,7 @@ class TurnTree:
         if parent is not None:
             parent.is_continued = True
         response: Generated | None = None
+        began_s = time.time()
         try:
             response = await self._generate(context, sampling, self._choose_seed(context, is_first))
         finally:
@@ -248,7 +266,7 @@ class TurnTree:
                 if parent is not None:
                     parent.is_continued = was_continued or any(node.parent is parent for node in self._nodes)
         self._truncated |= response.finish == "length" and max_tokens != request.max_tokens
-        return self._record(request, parent, added, response, prompt)
+        return self._record(request, parent, added, response, prompt, began_s)
 
     async def _generate(self, context: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
         async def generate() -> Generated:
@@ -280,7 +298,13 @@ class TurnTree:
         return int.from_bytes(mixed, "big") >> 33
 
     def _record(
-        self, request: TurnRequest, parent: _Node | None, added: tuple[int, ...], response: Generated, prompt: str
+        self,
+        request: TurnRequest,
+        parent: _Node | None,
+        added: tuple[int, ...],
+        response: Generated,
+        prompt: str,
+        began_s: float,
     ) -> ChatReply:
         """Add a turn to the tree and return it as the client reads it."""
         tokenizer, ids = self._settings.tokenizer, response.token_ids
@@ -306,6 +330,8 @@ class TurnTree:
             prompt and prompt + text,
             num_answers,
             has_thought,
+            began_s,
+            time.time(),
         )
         self._nodes.append(node)
         if request.prompt is None:

@@ -158,7 +158,7 @@ def test_a_provider_that_fails_is_named_and_the_next_one_is_used(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         kinds, left, started = asyncio.run(asyncio.wait_for(run(), 60))
     assert kinds == {"_E2bSandbox"} and not left and 3 <= started <= 7
-    assert sum("the sandbox provider daytona failed: http://127.0.0.1:9" in text for text in caplog.messages) <= 4
+    assert any("the sandbox provider daytona failed: http://127.0.0.1:9" in text for text in caplog.messages)
 
 
 BROKEN = "def add(a, b):\n    return a - b\n"
@@ -198,7 +198,7 @@ def test_the_tool_reads_edits_runs_and_grades(tmp_path: Path, fixes: bool) -> No
     replies, reward, names = asyncio.run(asyncio.wait_for(run(), 60))
     texts = [reply.text for (reply,) in replies]
     assert names == ["run", "read", "edit", "run_tests"]
-    assert "AssertionError" in texts[0] and "(exit status 1)" in texts[0] and texts[1] == BROKEN
+    assert "AssertionError" in texts[0] and "(exit status 1)" in texts[0] and texts[1].strip() == BROKEN.strip()
     assert replies[2][0].failed and "0 times in calc.py" in texts[2]
     # the tests that the model wrote do not count
     assert reward == float(fixes)
