@@ -296,7 +296,15 @@ class TrainEngine:
             scheduler.step(increment=1)
             self.num_updates += 1
             PendingMetrics.read(one.metrics for one in losses)
-        return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr), is_skipped)
+        counted = [one for one in micro_batches if self.shape.shares_prefixes and not one.is_filler]
+        return StepResult(
+            losses if parallel.is_output_source() else [],
+            float(grad_norm or 0.0),
+            float(lr),
+            is_skipped,
+            sum(one.num_tokens for one in counted),
+            sum(sum(one.lengths) for one in counted),
+        )
 
     def loss_step(
         self,
