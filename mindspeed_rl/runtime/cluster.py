@@ -32,6 +32,10 @@ from mindspeed_rl.runtime.scratch import scratch_folder
 _SERVICES = {"gcs_server": "control service", "raylet": "node service"}
 #: those of the cluster that this process has started, while it runs; a process has one Ray
 _services: list[tuple[str, psutil.Process]] = []
+#: pid of a stopped control service -> when it was first seen so
+_stopped_s: dict[int, float] = {}
+#: half of the time after which Ray ends the processes of a control service that does not answer
+_STOP_LIMIT_S = 30.0
 #: a connection to a live server of Ray (gRPC) begins with these bytes and a frame of settings (type 4), RFC 9113
 _HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 #: logical CPUs of a cluster that we start, in addition to the workers': for data plane, rewards and the driver's tasks
@@ -288,6 +292,21 @@ def find_stopped_services(*, resumes: bool = False) -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             service.resume()
     return [f"{name}, pid {service.pid}" for name, service in stopped]
+
+
+def find_lasting_stop() -> str:
+    """Return the control service of this process's own cluster, once a signal has stopped it for 30 s; empty before.
+
+    After 60 s Ray ends this process, which cannot save or report anything any more.
+    """
+    for name, service in _services:
+        if not name.startswith(_SERVICES["gcs_server"]):
+            continue
+        if _read_state(service) not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            _stopped_s.pop(service.pid, None)
+        elif time.monotonic() - _stopped_s.setdefault(service.pid, time.monotonic()) >= _STOP_LIMIT_S:
+            return f"{name}, pid {service.pid}"
+    return ""
 
 
 def _read_state(process: psutil.Process) -> str | None:

@@ -24,7 +24,7 @@ from mindspeed_rl.observability.process_status import (
     find_straggler,
     read_statuses,
 )
-from mindspeed_rl.runtime.cluster import find_dead_service, find_stopped_services
+from mindspeed_rl.runtime.cluster import find_dead_service, find_lasting_stop, find_stopped_services
 from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ class Wait:
 def _check_head(phase: str) -> None:
     if service := find_dead_service():
         raise WorkerError(f"Ray's {service} failed in {phase}: its process died.")
+    if service := find_lasting_stop():
+        raise WorkerError(f"Ray's {service} failed in {phase}: a signal has stopped it, and Ray would soon end this process.")
 
 
 def _join_names(names: Sequence[str]) -> str:

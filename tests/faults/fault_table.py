@@ -443,7 +443,16 @@ UNNOTICED = [
     Fault("clock-forward", "all", "any", "the clock jumps a day forward", "goes on", 60.0, ""),
     Fault("clock-back", "all", "any", "the clock jumps two days back", "goes on", 60.0, ""),
     Fault("node-service-stop", "Ray's node service", "any", "SIGSTOP for 10 s", "goes on", 60.0, ""),
-    Fault("head-stop", "Ray's control service", "any", "SIGSTOP until the end", "goes on", 60.0, ""),
+    Fault("head-stop", "Ray's control service", "any", "SIGSTOP for 10 s", "goes on", 60.0, ""),
+    Fault(
+        "head-stop-long",
+        "Ray's control service",
+        "any",
+        "SIGSTOP",
+        "recovers",
+        120.0,
+        r"Ray's control service \(gcs_server\), pid \d+ failed in \w+: a signal has stopped it",
+    ),
 ]
 
 #: each around a run of its own

@@ -89,6 +89,12 @@ with cluster.connect_cluster(1, "cpu"):
     raylet = services["node service (raylet)"]
     raylet.send_signal(signal.SIGSTOP); time.sleep(0.5)
     print("stopped", cluster.find_stopped_services() == [f"node service (raylet), pid {raylet.pid}"], flush=True)
+    control = services["control service (gcs_server)"]
+    control.send_signal(signal.SIGSTOP); time.sleep(0.2)
+    soon = cluster.find_lasting_stop(); cluster._STOP_LIMIT_S = 0.0; late = cluster.find_lasting_stop()
+    control.send_signal(signal.SIGCONT); time.sleep(0.2)
+    names = soon, late, cluster.find_lasting_stop()
+    print("control", names == ("", f"control service (gcs_server), pid {control.pid}", ""), flush=True)
     raylet.send_signal(signal.SIGCONT); raylet.kill(); time.sleep(0.5)
     print("dead", cluster.find_dead_service(), flush=True)
 """
@@ -101,7 +107,7 @@ def test_its_folder_is_private_and_a_lost_process_is_named() -> None:
     )
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     assert lines["modes"].endswith(f"'0o700'] owner {os.getuid()}"), done.stdout + done.stderr
-    assert lines["healthy"] == "'' []" and lines["stopped"] == "True"
+    assert lines["healthy"] == "'' []" and lines["stopped"] == "True" and lines["control"] == "True"
     assert lines["dead"] == "node service (raylet)", done.stdout + done.stderr
 
 
