@@ -46,6 +46,8 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 #: keys of a part of a message, or of an image that is an object, in the order in which they are read
 _SOURCES = ("bytes", "image_url", "image", "url", "path", "base64", "data")
 _MAX_RATIO = 200
+#: pixels of the longer side of an image on a page
+_THUMBNAIL = 160
 #: rows of a dataset whose images are compared with the run's limits
 _CHECKED_ROWS = 64
 #: values of an image's orientation by which width and height change places (EXIF 2.32, tag 274)
@@ -275,6 +277,14 @@ def open_image(reference: str) -> Image:
             white = Image.new("RGBA", upright.size, "white")
             return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
         return upright.convert("RGB")
+
+
+def make_thumbnail(reference: str) -> str:
+    """Return a small copy of an image as a data: URL, for pages."""
+    picture, buffer = open_image(reference), io.BytesIO()
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    picture.save(buffer, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @lru_cache(maxsize=65536)

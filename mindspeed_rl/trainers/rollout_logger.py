@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.images import IMAGES, make_thumbnail
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
@@ -24,6 +26,7 @@ from mindspeed_rl.observability.run_files import EXAMPLES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
+from mindspeed_rl.workers.responses import reads_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,8 +103,12 @@ class RolloutLogger(RunLogger):
         count = min(self._run.rl.log_completions_keep, len(batch.advantages))
         columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated", "trajectories"]
         columns += ["rollout_log_probs", "weight_versions", *(["old_log_probs"] if batch.has_old_log_probs else [])]
+        columns += [IMAGES] if reads_images(self._run) else []
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in rows["prompt_ids"]])
+        if (vision := self._run.models["actor"].plan.model_config.vision) is not None:
+            text = str(self._tokenizer.decode([vision.image_token_id]))
+            prompts = [re.sub(f"(?:{re.escape(text)})+", text.replace("\\", r"\\"), prompt) for prompt in prompts]
         # a row without a score takes no part, and has no token in the mask
         response_mask = batch.inputs.response_mask
         means = (batch.advantages * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)
@@ -112,6 +119,9 @@ class RolloutLogger(RunLogger):
             tokens = self._describe_tokens(rows, row, batch.advantages[row], batch.loss_mask[row])
             extra = {"label": rows["labels"][row], "truncated": bool(rows["truncated"][row]), "state": result.state}
             extra |= {"error": result.error} if result.error else {}
+            # on the page a prompt is above all its samples
+            if IMAGES in rows and row % group_size == 0:
+                extra["images"] = [make_thumbnail(image) for image in objects(rows[IMAGES])[row]]
             completions.append(
                 Completion(
                     prompts[row],
@@ -123,6 +133,7 @@ class RolloutLogger(RunLogger):
                     group=row // group_size,
                     sample=row % group_size,
                     tokens=tokens,
+                    events=objects(rows["trajectories"])[row].get("events"),
                 )
             )
         self._pending = batch, completions
@@ -133,7 +144,6 @@ class RolloutLogger(RunLogger):
             return
         batch, completions = self._pending
         if batch.has_ratios:
-                    events=objects(rows["trajectories"])[row].get("events"),
             completions = self._add_ratios(batch, completions)
         self._writer.write(batch.iteration + 1, completions)
         self._outputs.trackers.completions(batch.iteration + 1, completions)

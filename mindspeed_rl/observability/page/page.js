@@ -233,10 +233,11 @@ function samples() {
     if (mode) legend.append(el("span", { class: "ramp", style: `background:linear-gradient(90deg,${[0, 0.5, 1].map((at) => mix(mode.colors, at)).join(",")})` }), mode.text);
     const label = own[0].extra && own[0].extra.label !== undefined && own[0].extra.label !== "" ? el("div", { class: "small" }, el("b", {}, "label "), String(own[0].extra.label)) : null;
     body.replaceChildren(
-      el("div", { class: "card" }, el("div", { class: "prompt" }, own[0].prompt), label),
+      el("div", { class: "card" }, el("div", { class: "prompt" }, own[0].prompt), label,
+        ...own.flatMap((s) => s.extra && s.extra.images || []).map((src) => el("img", { src, alt: "image of the prompt", style: "margin:.4em .4em 0 0" }))),
       el("div", { class: "responses" }, ...own.map((s) => {
         const parts = Object.entries(s.parts || {}).map(([name, value]) => `${name} ${Number(value).toPrecision(3)}`).join(" · ");
-        const extra = Object.entries(s.extra || {}).filter(([name, value]) => name !== "label" && value !== false && value !== "scored" && value !== "ok").map(([name, value]) => value === true ? name : `${name} ${value}`).join(" · ");
+        const extra = Object.entries(s.extra || {}).filter(([name, value]) => name !== "label" && name !== "images" && value !== false && value !== "scored" && value !== "ok").map(([name, value]) => value === true ? name : `${name} ${value}`).join(" · ");
         return el("div", { class: s.reward === best && own.some((o) => o.reward !== best) ? "response best" : "response" },
           el("b", {}, s.reward === null ? "no score" : `reward ${Number(s.reward).toPrecision(3)}`), s.advantage === null ? "" : `  advantage ${Number(s.advantage).toPrecision(3)}`,
           el("div", { class: "dim small" }, [parts, extra, s.sample === undefined || s.sample === null ? "" : `sample ${s.sample}`].filter(Boolean).join(" · ")),

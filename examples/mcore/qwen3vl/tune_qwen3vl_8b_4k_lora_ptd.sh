@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Qwen3-VL 8b: low-rank adapters of the language model with 4096 tokens.
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+model qwen3_vl_8b Qwen3-VL-8B-Instruct
+: "${TP:=4}"
+tune_lora "$@"
