@@ -214,6 +214,44 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
     )
 
 
+def simulate_partial(times: PhaseTimes, split: int, over_sample_rate: float, *, seed: int = 0) -> Outcome:
+    """Return the outcome of a synchronous run with `partial_rollout_max_split` and `over_sample_rate`.
+
+    All devices generate and train in turn; a slice ends when each response has ended or has grown by `max_length / split`.
+    """
+    batch, fixed = times.prompts * times.samples, _fit_scale(times, seed)
+    admission = Admission("pace", split, times.prompts)
+    limit = math.ceil((1 + over_sample_rate) * times.prompts)
+    lengths = _sample_lengths(times, seed + 1)
+    groups: dict[int, tuple[int, list[float]]] = {}  # index -> version of the first token, lengths that are missing
+    started, ages = 0, list[int]()
+    generate_s: list[float] = []
+    for iteration in range(_WARM + _ITERATIONS):
+        spent, chosen = 0.0, None
+        while chosen is None:
+            while len(groups) < limit:
+                groups[started] = iteration, list(itertools.islice(lengths, times.samples))
+                started += 1
+            engine = _Engine(fixed, fixed / batch)
+            for _, missing in groups.values():
+                for index, length in enumerate(missing):
+                    if length > 0:
+                        grown = min(length, times.max_length / split)
+                        engine.add(_Group(0, 0, batch * limit), grown)
+                        missing[index] = max(0.0, length - grown) if length - grown > 1e-9 else 0.0
+            while (step := engine.next_end_s()) < math.inf:
+                spent += step
+                list(engine.advance(step))
+            in_flight = [InFlight(index, version, not any(missing)) for index, (version, missing) in sorted(groups.items())]
+            chosen = admission.choose(iteration, times.prompts, in_flight)
+        ages += [iteration - groups.pop(index)[0] for index in chosen]
+        generate_s.append(spent)
+    rollout_s = sum(generate_s[_WARM:]) / _ITERATIONS
+    total = rollout_s + times.train_s + times.push_s
+    staleness = sum(ages[_WARM * times.prompts :]) / (_ITERATIONS * times.prompts)
+    return Outcome(total, rollout_s / total, 1.0 - rollout_s / total, staleness)
+
+
 def simulate_modes(times: PhaseTimes) -> dict[str, tuple[Mode, Outcome]]:
     """Return the outcome of each mode, by its name in the table; sync comes first.
 
@@ -262,5 +300,26 @@ def build_table() -> str:
     return "\n".join(lines)
 
 
+#: partial_rollout_max_split and over_sample_rate of the rows
+_PARTIAL = ((2, 0.25), (2, 1.0), (4, 0.25), (4, 1.0), (8, 1.0))
+
+
+def build_partial_table() -> str:
+    """Return a Markdown table with a row for each set of phase times and form of partial rollouts."""
+    lines = [
+        "| phase times | split | over-sampling | s an iteration | times sync | mean staleness |",
+        "|---|---|---|---|---|---|",
+    ]
+    for times in _PUBLISHED:
+        sync_s = simulate(times, Mode(Admission("pace", 0, times.prompts), False, 1.0)).iteration_s
+        for split, rate in _PARTIAL:
+            outcome = simulate_partial(times, split, rate)
+            speed = sync_s / outcome.iteration_s
+            lines.append(
+                f"| {times.name} | {split} | {rate:g} | {outcome.iteration_s:.0f} | {speed:.2f} | {outcome.staleness:.1f} |"
+            )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(build_table())
+    print(f"{build_table()}\n\n{build_partial_table()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -293,15 +294,29 @@ _Continuation = Callable[[Sequence[PartialResponse], int], tuple[list[WorkerRepo
 class PartialSource:
     """Groups from the engine that shares its devices with training.
 
-    Twice as many prompts as an iteration trains on are under way. In every iteration each of their responses grows by
+    More prompts than an iteration trains on are under way. In every iteration each of their responses grows by
     `slice_tokens`, and by as many again until enough groups are complete; the others continue in the next iteration, with its
     weights. MindSpeed-RL's partial rollout does the same but stops at any token; here it stops after full slices, so that a
     run repeats exactly, and resumes exactly, at any number of replicas.
     """
 
-    def __init__(self, continue_responses: _Continuation, requests: Requests, admission: Admission, slice_tokens: int) -> None:
+    def __init__(
+        self,
+        continue_responses: _Continuation,
+        requests: Requests,
+        admission: Admission,
+        slice_tokens: int,
+        over_sample_rate: float = 1.0,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            slice_tokens: by which a response grows at once.
+            over_sample_rate: prompts under way beyond those of an iteration, as a fraction of them.
+        """
         self._continue, self._requests, self.admission = continue_responses, requests, admission
         self._slice_tokens = slice_tokens
+        self._num_prompts = math.ceil((1 + over_sample_rate) * admission.batch_prompts)
         self._groups: list[PromptGroup] = []
         self._next = self._taken = 0
         self._taken_now = 0  # since the weights changed
@@ -349,7 +364,7 @@ class PartialSource:
 
     def _grow(self) -> list[WorkerReport]:
         """Start as many prompts as may be under way, and let every response that has not ended grow by a slice."""
-        for _ in range(2 * self.admission.batch_prompts - self._taken_now - len(self._groups)):
+        for _ in range(self._num_prompts - self._taken_now - len(self._groups)):
             self._groups.append(self._requests.new_group(self._next, self._version))
             self._next += 1
         slots: list[tuple[PromptGroup, int]] = []

@@ -84,7 +84,7 @@ def build_rollout(
         max_tokens = run.generate.sampling_config.max_tokens
         requests = build_requests(sampling=Sampling(0.0, max_tokens, ()))  # the engine has the temperature
         slice_tokens = math.ceil(max_tokens / rl.partial_rollout_max_split)
-        source = PartialSource(continue_in_order, requests, admission, slice_tokens)
+        source = PartialSource(continue_in_order, requests, admission, slice_tokens, rl.over_sample_rate)
     else:
         synchronous = SynchronousRollout(actors, rewards, loader, plan.num_samples, blocking=rl.blocking)
         if group_filter is None:

@@ -255,6 +255,10 @@ class _ModeKeys:
         "sync: rollouts over which a long response may extend; each lets it grow by max_tokens divided by this",
         "sync：一个长回答可跨几次 rollout；每次最多再生成 max_tokens 除以此值个 token", range=Bounds(1, 64),
         on_resume="in_flight")
+    over_sample_rate: float = key(1.0,
+        "prompts under way in such a rollout beyond those of an iteration, as a fraction of them; the unfinished ones continue",
+        "这样的 rollout 中，除一次迭代的 prompt 之外还在生成的 prompt 所占比例；未完成的在下次继续", range=Bounds(0, 64),
+        needs=("partial_rollout_max_split", "above 1"), on_resume="in_flight")
     off_policy_token_limit: float | None = key(None,
         "tokens from weights that are older by more versions than this do not train; off when unset",
         "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0, on_resume="exact")

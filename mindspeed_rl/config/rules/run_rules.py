@@ -277,6 +277,18 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             "rl_config.guarantee_order exclude each other",
             ({"rl_config.partial_rollout_max_split": 1}, {"rl_config.guarantee_order": False}),
         )
+    if rl.partial_rollout_max_split > 1 and rl.over_sample_rate > rl.partial_rollout_max_split:
+        keys: dict[str, object] = {
+            "rl_config.over_sample_rate": rl.over_sample_rate,
+            "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split,
+        }
+        yield Violation(
+            "over_sample_rate",
+            keys,
+            f"rl_config.over_sample_rate ({rl.over_sample_rate:g}) must be at most rl_config.partial_rollout_max_split "
+            f"({rl.partial_rollout_max_split}): prompts would wait for more iterations than tokens may be old",
+            ({"rl_config.over_sample_rate": 1.0},),
+        )
     if rl.partial_rollout_max_split > 1 and cfg.actor_config.num_layers_per_virtual_pipeline_stage:
         yield Violation(
             "partial_rollout_vpp",

@@ -301,6 +301,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "own_engine_setting",
         ["engine_kwargs.speculative_config", "use the key generate_config.speculative_config"],
     ),
+    (
+        {R: {"partial_rollout_max_split": 2, "guarantee_order": False, "over_sample_rate": 3.0}},
+        "over_sample_rate",
+        ["over_sample_rate (3)", "partial_rollout_max_split (2)"],
+    ),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
     ({G: {D: {"spec_method": "suffix", "spec_tokens": 129}}}, D, ["num_speculative_tokens", "129"]),

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.diagnostics.mode_simulation import Mode, PhaseTimes, build_table, simulate
+from mindspeed_rl.diagnostics.mode_simulation import (
+    Mode,
+    PhaseTimes,
+    build_partial_table,
+    build_table,
+    simulate,
+    simulate_partial,
+)
 from mindspeed_rl.trainers.admission import Admission
 
 ROOT = Path(__file__).parents[3]
@@ -47,13 +54,27 @@ def test_a_long_tail_is_hidden_by_what_comes_after_it() -> None:
     assert streaming.iteration_s < 0.95 * waiting.iteration_s
 
 
+def test_a_partial_rollout_of_one_slice_is_a_synchronous_one() -> None:
+    tail = PhaseTimes("tail", 10.0, 3.0, 1.0, 16, 4)
+    expected = simulate(tail, Mode(Admission("pace", 0, 16), False, 1.0))
+    found = simulate_partial(tail, 1, 0.0)
+    assert found.iteration_s == pytest.approx(expected.iteration_s) and found.staleness == expected.staleness == 0.0
+    assert found.trainer_idle == pytest.approx(expected.trainer_idle)
+
+
+def test_slices_pay_with_more_prompts_under_way() -> None:
+    tail = PhaseTimes("tail", 10.0, 3.0, 1.0, 16, 4)
+    alone, spare = simulate_partial(tail, 4, 0.0), simulate_partial(tail, 4, 1.0)
+    assert spare.iteration_s < 0.9 * alone.iteration_s and 0.0 == alone.staleness < spare.staleness <= 4
+
+
 @pytest.mark.parametrize("page", ["docs/modes.md", "docs/zh/modes.md"])
 def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> None:
-    rows = [line for line in computed.splitlines()[2:]]
+    rows = [line for line in computed.splitlines() if line]
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [row for row in rows if row not in text] == []
 
 
 @pytest.fixture(scope="module")
 def computed() -> str:
-    return build_table()
+    return f"{build_table()}\n\n{build_partial_table()}"

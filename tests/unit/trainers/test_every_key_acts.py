@@ -140,7 +140,8 @@ ELSEWHERE: dict[str, str] = {
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
-    "trainers/rollout_modes.py": "blocking trainer_mode num_warmup_batches partial_rollout partial_rollout_max_split",
+    "trainers/rollout_modes.py": "over_sample_rate blocking trainer_mode num_warmup_batches partial_rollout "
+    "partial_rollout_max_split",
     "trainers/model_plans.py": "share_backbone refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",

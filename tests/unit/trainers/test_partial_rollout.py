@@ -58,9 +58,9 @@ class Engines:
         return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
 
 
-def source(engines: Engines) -> PartialSource:
+def source(engines: Engines, over_sample_rate: float = 1.0) -> PartialSource:
     requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP)
-    return PartialSource(engines, requests, Admission("pace", SPLIT, BATCH), MOST // SPLIT)
+    return PartialSource(engines, requests, Admission("pace", SPLIT, BATCH), MOST // SPLIT, over_sample_rate)
 
 
 def train(partial: PartialSource, engines: Engines, iterations: range) -> list[list[PromptGroup]]:
@@ -98,6 +98,31 @@ def test_no_token_is_older_than_the_rollouts_that_a_response_may_take() -> None:
     for iteration, batch in enumerate(train(source(engines), engines, range(40))):
         oldest = min(min(response.versions) for group in batch for response in group.trajectories)
         assert iteration - oldest <= SPLIT
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 2.0, 3.0])
+def test_over_sampling_keeps_the_bound_and_every_prompt_trains_once(rate: float) -> None:
+    engines = Engines()
+    partial = source(engines, rate)
+    batches = train(partial, engines, range(40))
+    taken = sorted(group.index for batch in batches for group in batch)
+    left = [group.index for group in partial.snapshot()[0]]
+    assert sorted(taken + left) == list(range(len(taken) + len(left)))
+    assert len(taken) == 40 * BATCH and len(left) <= rate * BATCH
+    for iteration, batch in enumerate(batches):
+        assert iteration - min(min(response.versions) for group in batch for response in group.trajectories) <= SPLIT
+    # without any to spare an iteration waits for its longest response, and no prompt is left over
+    assert bool(left) == bool(rate)
+
+
+def test_more_prompts_under_way_need_fewer_steps_where_some_responses_are_long() -> None:
+    steps = {}
+    for rate in (0.0, 1.0):
+        engines = Engines()
+        train(source(engines, rate), engines, range(30))
+        steps[rate] = len(engines.rounds)
+    # each call lasts as long as its longest response, up to four tokens
+    assert steps[1.0] == 30 < steps[0.0]
 
 
 def test_a_partial_rollout_resumes_bit_for_bit(tmp_path: Path) -> None:
