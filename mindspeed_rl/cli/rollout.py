@@ -131,7 +131,9 @@ def _listen(host: str, port: int) -> socket.socket:
 def _serve(
     args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
 ) -> int:
-    os.environ.update({**WAITING, **os.environ, **build_quiet_environment(os.environ)})
+    # the engine's process is ended, not asked: Python's tracker then frees its semaphores, and would warn that it has
+    quiet = {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker", **WAITING}
+    os.environ.update({**quiet, **os.environ, **build_quiet_environment(os.environ)})
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
