@@ -194,7 +194,7 @@ def _wrap_sampler(sampler: Any) -> None:
 _MIN_MATCH = 2
 #: latest places of a pair of tokens that are compared
 _MAX_PLACES = 16
-#: tokens of all prompts and responses that are kept, whatever vLLM's number of requests allows: about 0.2 GiB
+#: tokens of all prompts and responses that are kept, whatever vLLM's number of requests allows: about 0.3 GiB
 _MAX_TOKENS = 1 << 20
 
 
