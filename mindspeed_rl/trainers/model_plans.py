@@ -134,11 +134,11 @@ def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
 
 def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
     """Yield a check of the weights of each role that the run file names, and of the files of an example."""
-    yield partial(_check_example, cfg.actor_config)
     roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config}
     if cfg.critic_config is not None and not cfg.is_supervised:
         roles["critic_config"] = cfg.critic_config
     for name, role in roles.items():
+        yield partial(_check_example, role)
         yield partial(find_model, role, name)
     if cfg.is_supervised:
         return
