@@ -57,6 +57,8 @@ of_extras=(
     tests/unit/dumps/test_msprobe_compare.py
     tests/e2e/test_lm_eval.py
     tests/e2e/test_verifiers_run.py
+    tests/unit/rollout/test_public_agent.py
+    tests/unit/tools/test_environments.py
 )
 
 found=no

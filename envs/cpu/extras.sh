@@ -3,13 +3,14 @@
 #
 # EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, msprobe and the site of the
 # documents. Some of it wants other versions than the CPU environment has, which stays as it is. EXTRAS_DIR/verifiers/bin/python
-# has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM.
+# has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM. So have EXTRAS_DIR/agents
+# (mini-swe-agent, a public agent program) and EXTRAS_DIR/openenv (openenv-core) theirs.
 # `tests/run.sh --all` uses both. Runs once: the second start sees the stamp and ends at once.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 lock_file="$root/envs/cpu/extras.lock"
-verifiers_lock="$root/envs/cpu/verifiers.lock"
+others=(verifiers agents openenv)
 venv="${1:-$root/.venv}"
 extras="${2:-$root/.venv-extras}"
 
@@ -22,7 +23,7 @@ exec 9> "$extras/.install.lock"
 flock 9
 stamp="$extras/.installed"
 state="$({
-    cat "$lock_file" "$verifiers_lock" "$root/envs/cpu/extras.sh" "$venv/.installed"
+    cat "$lock_file" "$root"/envs/cpu/{verifiers,agents,openenv}.lock "$root/envs/cpu/extras.sh" "$venv/.installed"
     echo "$root $venv $extras"
 } | sha256sum | cut -d ' ' -f 1)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]]; then
@@ -42,9 +43,11 @@ install_into() { # an interpreter and its list
 }
 install_into "$extras/bin/python" "$lock_file"
 
-echo "[extras] $(grep -c == "$verifiers_lock") packages of their own for verifiers" >&2
-"$venv/bin/python" -m venv --clear --without-pip "$extras/verifiers"
-install_into "$extras/verifiers/bin/python" "$verifiers_lock"
+for name in "${others[@]}"; do
+    echo "[extras] $(grep -c == "$root/envs/cpu/$name.lock") packages of their own for $name" >&2
+    "$venv/bin/python" -m venv --clear --without-pip "$extras/$name"
+    install_into "$extras/$name/bin/python" "$root/envs/cpu/$name.lock"
+done
 
 echo "$state" > "$stamp"
 echo "[extras] done: $extras" >&2

@@ -49,7 +49,7 @@ class OpenEnvEnvironment:
         self._action, self._constants, self._observation = action, dict(constants or {}), observation
         self._reset, self._system = tuple(reset), system
         self._client: aiohttp.ClientSession | None = None
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._socket: aiohttp.ClientWebSocketResponse[bool] | None = None
 
     async def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Open a session and start an episode.

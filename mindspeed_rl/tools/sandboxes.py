@@ -459,10 +459,10 @@ class _E2bSandbox(Sandbox):
         while len(body) >= 5:
             flags, size = struct.unpack(">BI", body[:5])
             event, body = _parse(body[5 : 5 + size], url), body[5 + size :]
-            if flags & 2 and (error := event.get("error")):
-                if error.get("code") == "deadline_exceeded":
+            if flags & 2 and (reason := event.get("error")):
+                if reason.get("code") == "deadline_exceeded":
                     return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
-                raise SandboxError(f"{url}: {error.get('message') or error.get('code')}")
+                raise SandboxError(f"{url}: {reason.get('message') or reason.get('code')}")
             data_event, end = event.get("event", {}).get("data", {}), event.get("event", {}).get("end")
             output += b"".join(base64.b64decode(data_event.get(name, "")) for name in ("stdout", "stderr"))
             if end is not None:  # a field that is 0 is left out
