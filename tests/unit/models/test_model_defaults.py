@@ -10,9 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 
-FAMILIES = {
-    kind: name for name in ARCHITECTURES for kind in find_architecture(name).model_types if kind in CONFIG_MAPPING
-}
+FAMILIES = {kind: name for name in ARCHITECTURES for kind in find_architecture(name).model_types if kind in CONFIG_MAPPING}
 #: keys that say what a model is for, and those that every layer repeats
 NOT_SHAPE = ("architectures", "model_type", "layer_types")
 #: values other than the defaults, so that a key that is left out is not there by chance

@@ -1,0 +1,125 @@
+"""Writes the table of families of docs/models.md and docs/zh/models.md from what the tests really ran.
+
+    pytest -m "" --junitxml results.xml tests/dist/test_families.py tests/dist/test_family_rollout.py \\
+        tests/unit/checkpoint/test_round_trip.py && python tests/dist/family_table.py results.xml...
+
+Several files are read as one; a later file wins. A cell is "yes" when its tests passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+START, END = "<!-- table of families: start -->", "<!-- table of families: end -->"
+
+#: architecture -> (name, names of its tiny models in tests/unit/models, with prediction layers)
+FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "llama": ("Llama 2, 3, 3.1, 3.2", ("llama",), False),
+    "mistral": ("Mistral", ("mistral",), False),
+    "qwen2": ("Qwen2, Qwen2.5", ("qwen2-tied",), False),
+    "qwen3": ("Qwen3", ("qwen3",), False),
+    "mixtral": ("Mixtral", ("mixtral",), False),
+    "qwen2_moe": ("Qwen2-MoE", ("qwen2-moe",), False),
+    "qwen3_moe": ("Qwen3-MoE", ("qwen3-moe",), False),
+    "qwen3_next": ("Qwen3-Next", ("qwen3-next",), True),
+    "qwen3_5": ("Qwen3.5", ("qwen3.5",), True),
+    "qwen3_5_moe": ("Qwen3.5-MoE", ("qwen3.5-moe",), True),
+    "deepseek_v2": ("DeepSeek-V2-Lite", ("deepseek2-lite",), False),
+    "deepseek_v3": ("DeepSeek-V3, R1, Kimi-K2", ("deepseek3",), True),
+    "gemma2": ("Gemma 2", ("gemma2",), False),
+    "gemma3": ("Gemma 3 (text)", ("gemma3",), False),
+    "glm4": ("GLM-4", ("glm4", "glm"), False),
+    "glm4_moe": ("GLM-4.5, 4.6, 4.7", ("glm4-moe",), True),
+    "minimax_m2": ("MiniMax-M2", ("minimax-m2",), False),
+    "seed_oss": ("Seed-OSS", ("seed-oss",), False),
+    "mimo": ("MiMo", ("mimo",), True),
+    "internlm3": ("InternLM3", ("internlm3",), False),
+    "phi3": ("Phi-3, Phi-4", ("phi3",), False),
+    "olmo3": ("OLMo 3", ("olmo3",), False),
+    "ernie4_5": ("ERNIE 4.5 (dense)", ("ernie4.5",), False),
+    "hunyuan": ("Hunyuan (dense)", ("hunyuan",), False),
+}
+_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "minimax_m2",
+)
+_WINDOWS = ("gemma2", "gemma3", "olmo3")
+#: families whose layers are those of another one, under another name: tested by weights and logits
+_SAME_AS = {"mimo": "qwen2", "internlm3": "llama"}
+
+#: (English, Chinese, test, parameters in front of the family's)
+_LAYOUT = "test_families.test_every_layout_trains_as_one_process_does"
+_COLUMNS = (
+    ("SFT", "SFT", "test_families.test_loss_and_gradient_of_the_first_step_are_those_of_transformers", ""),
+    ("LoRA", "LoRA", "test_families.test_adapters_train_alike_on_one_rank_and_on_two", ""),
+    ("TP, SP", "TP、SP", _LAYOUT, "TP2 SP-"),
+    ("PP", "PP", _LAYOUT, "PP2-"),
+    ("CP", "CP", _LAYOUT, "CP2-"),
+    ("EP", "EP", _LAYOUT, "EP2-"),
+    ("rollout, GRPO", "rollout、GRPO",
+     "test_family_rollout.test_the_engine_has_the_trained_weights_and_the_trainer_s_log_probs", ""),
+)  # fmt: skip
+
+
+def results(paths: list[Path]) -> dict[str, str]:
+    """Test name with parameters -> "passed", "skipped" or "failed"."""
+    found: dict[str, str] = {}
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
+        name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '')}"
+        failed = case.find("failure") is not None or case.find("error") is not None
+        found[name] = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+    return found
+
+
+def cells(family: str, ran: dict[str, str]) -> list[str]:
+    """Keys of the words of a row: passed, skipped, failed, none (the family has no such thing), other (see the note)."""
+    _, tiny, predicts = FAMILIES[family]
+    trips = [
+        state
+        for name, state in ran.items()
+        for model in tiny
+        if name.startswith(f"test_round_trip.test_round_trip_is_bit_equal[{model}-t")
+        or name == f"test_round_trip.test_round_trip_is_bit_equal_on_the_whole_grid[{model}-tp2-pp2]"
+    ]
+    row = ["failed" if "failed" in trips else "passed" if "passed" in trips else "skipped"]
+    trained = _SAME_AS.get(family, family)
+    for _, _, test, before in _COLUMNS:
+        if before == "EP2-" and family not in _EXPERTS:
+            row.append("none")
+        elif before == "CP2-" and family in _WINDOWS:
+            row.append("refused")
+        elif family in _SAME_AS and test.startswith("test_family_rollout"):
+            row.append("skipped")
+        else:
+            row.append(ran.get(f"{test}[{before}{trained}]", "skipped"))
+    prediction = f"test_round_trip.test_prediction_layers_are_kept_on_request_and_dropped_otherwise[{tiny[0]}]"
+    return [*row, ran.get(prediction, "skipped") if predicts else "none"]
+
+
+def table(ran: dict[str, str], chinese: bool) -> str:
+    """The table in one language."""
+    words = {
+        "passed": ("yes", "是"), "skipped": ("not verified", "未验证"), "failed": ("**failed**", "**失败**"),
+        "none": ("-", "-"), "refused": ("refused", "拒绝"),
+    }  # fmt: skip
+    columns = [(column[0], column[1]) for column in _COLUMNS]
+    heads = [("family", "系列"), ("convert", "转换"), *columns, ("MTP kept", "保留 MTP")]
+    lines = ["| " + " | ".join(head[chinese] for head in heads) + " |", "|" + "---|" * len(heads)]
+    for family, (title, *_) in FAMILIES.items():
+        lines.append(f"| {title} | " + " | ".join(words[cell][chinese] for cell in cells(family, ran)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Writes both documents."""
+    ran = results([Path(argument) for argument in sys.argv[1:]])
+    for page, chinese in ((ROOT / "docs" / "models.md", False), (ROOT / "docs" / "zh" / "models.md", True)):
+        before, rest = page.read_text(encoding="utf-8").split(START)
+        page.write_text(f"{before}{START}\n{table(ran, chinese)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
