@@ -40,7 +40,7 @@ def keep_float32() -> None:
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
-    Settings: model, dtype, tensor_parallel, rounds of sleep, cast_prompts (True as it is), sharing (replicas that share
+    Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is), sharing (replicas that share
     experts; without it each has all of them), prompts (of each rank, the numbers of those it answers).
     """
     settings = rank_settings()
@@ -78,6 +78,7 @@ def main() -> None:
         dtype=settings.get("dtype", "bfloat16"),
         gpu_memory_utilization=0.05,
         enforce_eager=True,
+        speculative_config=settings.get("drafts"),
     )
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
     if not settings.get("cast_prompts", True):
@@ -126,7 +127,8 @@ def main() -> None:
         return gap
 
     result["worst"] = worst(first, 1.0)
-    cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.05))
+    # vLLM applies min_p to no draft
+    cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = worst([(completion.token_ids, completion.log_probs) for completion in cut], 0.7)
     for version in range(1, 1 + settings.get("rounds", 2)):
         before = used()
@@ -136,7 +138,9 @@ def main() -> None:
         push(version)
         engine.restore_memory("cache")
         equal.append(drawn() == first)
-    result |= {"memory": memory, "equal": equal}
+    from mindspeed_rl.adaptors import vllm_drafts
+
+    result |= {"memory": memory, "equal": equal, "drafts": vllm_drafts.counts.take()}
     engine.release_memory()
     engine.restore_memory("weights")
     push(9, 3.0)

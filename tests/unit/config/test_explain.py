@@ -353,3 +353,18 @@ def test_engines_that_share_experts_are_shown_with_their_groups(name: str, repli
     assert groups[0] == list(range(devices)) and sum(groups, []) == list(range(rollout["devices"]))
     (holds,) = [phase["holds"] for phase in found["phases"] if phase["phase"] == "generate"]
     assert f"experts over {devices} devices (EP{devices})" in holds
+
+
+def test_drafts_are_explained_on_one_line_with_reasons_why_they_will_not_pay() -> None:
+    generate = {"speculative_config": {"spec_method": "suffix", "spec_tokens": 6}, "max_num_seqs": 16}
+    report = explain(prompt_level(generate_config=generate))
+    assert report["errors"] == [] and "drafts by suffix, 6 tokens a step at most" in render(report)
+    assert not [text for text in report["warnings"] if "speculative_config" in text]
+    # vLLM's own default of suffix decoding
+    generate = {"speculative_config": {"method": "suffix"}, "max_num_seqs": 64}
+    report = explain(prompt_level(generate_config=generate | {"sampling_config": {"max_tokens": 32, "temperature": 1.2}}))
+    assert "24 tokens a step at most" in report["samples"]
+    found = "\n".join(text for text in report["warnings"] if "speculative_config" in text)
+    assert [words for words in ("temperature 1.2", "32 tokens", "64 responses") if words not in found] == []
+    without = prompt_level().generate_config
+    assert without is not None and without.drafts is None

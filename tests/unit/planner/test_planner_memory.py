@@ -13,12 +13,12 @@ import transformers
 import yaml
 
 from mindspeed_rl.cli import plan as command
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs, locate
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import kv_bytes_per_token
+from mindspeed_rl.models.costs import kv_bytes_per_token, read_draft_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
@@ -478,3 +478,14 @@ def test_teachers_are_counted_as_their_folders_say_on_either_devices(tmp_path: P
     assert group.count == 1 and "1 of its own" in group.ranks
     assert group.phases[0].owners["teacher_1"] == sizes[1]
     assert not any("teacher" in phase.owners for phase in apart.groups[0].phases)
+
+
+def test_a_draft_model_is_counted_from_its_files(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(heads | {"torch_dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    # stored in 2 bytes a value; keys and values of 3 layers with 2 heads of 16
+    assert read_draft_bytes(GenerateConfig(speculative_config=drafts), 4) == (2000, 2 * 3 * 2 * 16 * 4)
+    assert read_draft_bytes(GenerateConfig(speculative_config={"method": "suffix"}), 4) == (0, 0)
+    assert read_draft_bytes(GenerateConfig(), 4) == (0, 0)
