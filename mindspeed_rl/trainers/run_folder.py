@@ -182,6 +182,9 @@ def make_paths_absolute(cfg: RunConfig, models: Mapping[str, RoleModel] = Mappin
     _make_absolute(cfg.profiler_config.integrated, "profile_save_path")
     if cfg.generate_config is not None:
         _make_absolute(cfg.generate_config, "eplb_token_save_path", "expert_map_path")
+        drafts = cfg.generate_config.drafts
+        if drafts is not None and isinstance(drafts.get("model"), str):
+            cfg.generate_config.speculative_config = drafts | {"model": _absolute(str(drafts["model"]))}
     if cfg.rl_config is not None:
         _make_absolute(cfg.rl_config, "reward_model", "tool_config_path")
         if cfg.rl_config.integrated_mode_config is not None:

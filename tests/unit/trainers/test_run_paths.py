@@ -44,3 +44,12 @@ def test_names_that_are_no_path_here_stay(tmp_path: Path, monkeypatch: pytest.Mo
     assert cfg.actor_config.load == "Qwen/Qwen2.5-7B"
     assert not Path(cfg.actor_config.prompt_type_path).is_absolute()  # the default, which is not there
     assert cfg.profiler_config.integrated.profile_save_path == ""
+
+
+def test_the_folder_of_a_draft_model_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    drafts = {"method": "draft_model", "spec_model": "draft", "spec_tokens": 3}
+    keys = [f"generate_config.speculative_config.{name}={value}" for name, value in drafts.items()]
+    generate = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, keys)).generate_config
+    assert generate is not None and generate.drafts is not None
+    assert generate.drafts["model"] == str(tmp_path / "draft") and generate.drafts["num_speculative_tokens"] == 3
