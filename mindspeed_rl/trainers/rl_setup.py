@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -124,7 +125,7 @@ def check_rl(run: Run) -> RLInputs:
     if violations := check_reward_functions(run.rl) or dry_run_reward_functions(run.rl, env):
         raise ConfigError(violations)
     run, resume = plan_models(run)
-    _check_expert_files(run)
+    _check_engine_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     check_special_tokens(tokenizer, run.models["actor"].plan.model_config.vocab_size, tokenizer_path)
@@ -177,8 +178,18 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
             yield partial(check_prompt_files, path)
 
 
-def _check_expert_files(run: Run) -> None:
+def _check_engine_files(run: Run) -> None:
+    """Check files of the rollout engine: maps and counts of experts, and the draft's vocabulary."""
     generate, model_config = run.generate, run.models["actor"].plan.model_config
+    drafts = generate.drafts
+    if drafts is not None and drafts["method"] == "draft_model":
+        key, folder = "generate_config.speculative_config.model", Path(str(drafts["model"])).expanduser()
+        size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        if size != model_config.vocab_size:
+            raise ValueError(
+                f"{key}: the model in {folder} has {size} tokens and the policy {model_config.vocab_size}; a draft needs the "
+                "policy's vocabulary"
+            )
     if generate.eplb_token_collects:
         ExpertCounts.check_folder(Path(generate.eplb_token_save_path), model_config)
     if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run.config):
