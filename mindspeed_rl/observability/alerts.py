@@ -224,7 +224,7 @@ def _check_lengths(history: History) -> Iterator[Alert]:
                 f"Responses grew from {before:.0f} to {now:.0f} tokens.",
                 "Does the reward pay for length? Read the long ones; rl_config.loss_type dr_grpo keeps wrong ones short.",
             )
-    if len(cut) >= 3 and min(cut[-3:]) >= 0.5:
+    if len(cut) >= 3 and min(cut[-3:]) >= 0.5 and not _is_solved(history):
         yield Alert(
             "truncated",
             "bad",

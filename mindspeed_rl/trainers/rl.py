@@ -96,13 +96,15 @@ class RLTrainer(TrainingLoop):
         """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
         if self.schedule.evaluates_first:
             before = self._evaluate(self.start_iteration)
+            self.timers.drain()  # no iteration took this time
             self.logger.record_first_evaluation(before.results(), self.start_iteration)
             self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
 
     def _evaluate(self, iteration: int) -> Metrics:
         """Return the figures of an evaluation after this iteration, and record some of its responses."""
-        metrics = self.evaluator.run()
+        with self.timers("evaluate"):
+            metrics = self.evaluator.run()
         self._record_examples(iteration, self.evaluator.examples)
         return metrics
 

@@ -90,6 +90,7 @@ _NAMES: dict[str, str] = {
     "timing/critic_model": "values",
     "timing/non_overlap_adv": "advantages",
     "timing/update_weights": "weight sync",
+    "timing/evaluate": "evaluation",
     "memory/peak_gib": "peak",
 }
 
@@ -148,6 +149,7 @@ _PHASES = (
     "timing/update",
     "timing/update_weights",
     "timing/save",
+    "timing/evaluate",
 )
 
 #: the charts of a report, where the run has their metrics
@@ -337,16 +339,18 @@ def _describe_learning(run: RunFiles) -> list[str]:
     series, what, spec = next(((item, what, spec) for item, what, spec in found if len(item.x) > 1), (None, "", ""))
     if series is None:
         return []
-    choose = min if what.startswith("Loss") else max
-    best = choose(range(len(series.x)), key=lambda index: series.y[index])
+    sign = -1 if what.startswith("Loss") else 1
+    # of equal ones the latest
+    ranked = sorted(range(len(series.x)), key=lambda index: (sign * series.y[index], index))
+    best = ranked[-1]
     start = "before training" if series.x[0] == 0 else f"at iteration {series.x[0]}"
     lines = [f"{what}: {series.y[0]:{spec}} {start}, {series.y[-1]:{spec}} at iteration {series.x[-1]}"]
     lines[0] += "." if best == len(series.x) - 1 else f"; best: {series.y[best]:{spec}} at iteration {series.x[best]}."
     role = run.report.get("config", {}).get("actor_config") or {}
     folder = Path(role.get("save") or "")
-    saved = [index for index, x in enumerate(series.x) if role.get("save") and (folder / f"iter_{x:07d}").is_dir()]
+    saved = [x for x in (series.x[index] for index in ranked) if role.get("save") and (folder / f"iter_{x:07d}").is_dir()]
     if saved and role.get("save_hf"):
-        at = series.x[choose(saved, key=lambda index: series.y[index])]
+        at = saved[-1]
         lines.append(f"Best of its checkpoints, iteration {at}: mindspeed-rl chat --load {folder}/hf/iter_{at:07d}")
     elif saved:
         lines.append(f"Its newest checkpoint: mindspeed-rl chat --load {folder}")
