@@ -950,6 +950,8 @@ def _build_serving(run: Import, command: SourceCommand, kind: str) -> None:
             run.refused.pop(f"--{name}", None)
             run.note(f"--{name}", "an option of the run, or of each request, not of the engine")
     if kind == "infer":
+        if command.has("vllm_speculative_config"):
+            run.refuse("--vllm_speculative_config", "speculative decoding outside of rollouts")
         words = [model]
         for name, option in (("max_new_tokens", "max-new-tokens"), ("temperature", "temperature"), ("val_dataset", "input")):
             if command.has(name):
