@@ -38,6 +38,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
+        "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
@@ -50,6 +51,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("npu", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
+        "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
@@ -61,6 +63,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
