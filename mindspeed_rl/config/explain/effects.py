@@ -47,7 +47,8 @@ def find_changed_keys(cfg: RunConfig) -> dict[str, object]:
                 continue
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 inner = dataclasses.asdict(value).items()
-                changed |= {f"{path}.{name}.{inner_name}": item for inner_name, item in inner if item is not None}
+                default = dataclasses.asdict(type(value)())
+                changed |= {f"{path}.{name}.{inner_name}": item for inner_name, item in inner if item != default[inner_name]}
             else:
                 changed[f"{path}.{name}"] = value
     return changed | {path: value for path, value in cfg.ignored.items() if value != find_ignored(path).default}
