@@ -279,6 +279,9 @@ class VllmEngine:
         # cached prefixes hold keys and values of the old weights; with frozen responses there are none: `check_freezable`
         if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
+        if self.image_rules is not None:
+            # features of images, which the old tower made
+            self._llm.llm_engine.engine_core.reset_encoder_cache()
         self.weight_version = version
 
     def reset_prefix_cache(self) -> None:

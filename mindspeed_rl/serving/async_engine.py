@@ -140,6 +140,8 @@ class AsyncEngine:
         """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
         reports = await self.llm.collective_rpc("weights_receive")
         await vllm_async.reset_prefix_cache(self.llm)
+        if self._image_rules is not None:
+            await self.llm.reset_encoder_cache()
         self.version = version
         return list(reports)
 
