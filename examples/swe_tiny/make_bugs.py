@@ -14,11 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("quickstart", "agent")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "agent"))
 
 from make_multiplications import CHAT_TEMPLATE, write
 from make_task import make_model, make_tokenizer
 from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
@@ -32,9 +34,28 @@ PATH, PROMPT = "calc.py", "fix f"
 #: one token each: a tokenizer that was learned from such conversations would have them too
 WORDS = [
     *("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    *('{"name": "', '", "arguments": {', "}}", "read", "edit", "run_tests", f'"path": "{PATH}"', ', "old": "a ', ', "new": "a '),
-    *(' b"', "def f(a, b):\n    return a ", " b\n", "f(", ") is ", ", not ", "\n(exit status 1)", "ok", "edited", "done", PROMPT),
+    *(
+        '{"name": "',
+        '", "arguments": {',
+        "}}",
+        "read",
+        "edit",
+        "run_tests",
+        f'"path": "{PATH}"',
+        ', "old": "a ',
+        ', "new": "a ',
+        ' b"',
+    ),
+    *("def f(a, b):\n    return a ", " b\n", "f(", ") is ", ", not ", "\n(exit status 1)", "ok", "edited", "done", PROMPT),
 ]
+
+
+def make_swe_tokenizer() -> PreTrainedTokenizerFast:
+    """The quickstart's characters, and the words of a repair."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def source(operator: str) -> str:
@@ -104,9 +125,7 @@ def main(folder: Path) -> None:
     write(folder / "raw" / "sft.jsonl", rows)
     for name, count in (("train", NUM_TRAIN), ("heldout", NUM_HELD_OUT)):
         write(folder / "raw" / f"{name}.jsonl", (row(*draw_bug(draw), draw) for _ in range(count)))
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = make_swe_tokenizer()
     model = make_model(tokenizer)
     assert len(tokenizer) <= model.config.vocab_size
     model.save_pretrained(folder / "model")

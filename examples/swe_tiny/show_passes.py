@@ -1,6 +1,6 @@
 """Prints the share of samples whose hidden tests pass, at the beginning and the end of a run; status 1 where it did not rise.
 
-    python examples/swe_tiny/show_passes.py runs/swe_tiny/grpo_run/metrics.jsonl
+python examples/swe_tiny/show_passes.py runs/swe_tiny/grpo_run/metrics.jsonl
 """
 
 from __future__ import annotations

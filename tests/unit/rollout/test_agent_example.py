@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -100,3 +101,45 @@ def test_without_tools_the_example_asks_and_answers_in_plain_text(example: dict[
     handler = OpenAIInstructionHandler(HandlerSettings(tokenizer, load_template("hf", tokenizer)))
     batch = handler.encode([(0, example["conversation"](12, 34, [], calls=False))])
     assert tokenizer.decode(batch.rows[0].columns["input_ids"]) == "12*34=408<eos>"
+
+
+@pytest.mark.parametrize(("chosen", "reward"), [("*", 1.0), ("+", 0.0)])
+def test_a_recorded_repair_is_replayed_token_by_token_in_its_sandbox(chosen: str, reward: float) -> None:
+    path = list(sys.path)
+    try:
+        example = runpy.run_path(str(ROOT / "examples" / "swe_tiny" / "make_bugs.py"))
+    finally:
+        sys.path[:] = path
+    tokenizer = example["make_swe_tokenizer"]()
+    template = load_template("hf", tokenizer)
+    tools = build_tools(read_tools(str(ROOT / "configs" / "tools" / "sandbox_tiny.yaml")))
+    (sandbox,) = tools
+    recorded = example["repair"]("*", "-", (3, 5), chosen, sandbox.schemas)
+    supervised = OpenAIInstructionHandler(HandlerSettings(tokenizer, template)).encode([(0, json.loads(json.dumps(recorded)))])
+    ids, labels = (list(map(int, supervised.rows[0].columns[name])) for name in ("input_ids", "labels"))
+    prompt = ids[: next(place for place, label in enumerate(labels) if label >= 0)]
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    box = Toolbox(tools, lambda schemas: make_parser("hermes", schemas, tokenizer), CallLimits(5, 1, 32), count)
+    settings = LoopSettings(tokenizer, ChatTurns(template, tokenizer, has_tools=True), TrajectoryLimits(112, 16, 128, 6), box)
+    engine: Any = Taught(answers(ids, labels))
+    row = example["row"]("*", "-", (3, 5), random.Random(1))
+
+    async def play() -> Any:
+        agents = AgentRunner(ToolAgent(settings), box)
+        await agents.start()
+        try:
+            sampling = Sampling(1.0, 24, (tokenizer.eos_token_id,))
+            return await agents.sample(engine, Task(tuple(prompt), sampling, 1, "*", {"tools_kwargs": row["tools_kwargs"]}))
+        finally:
+            await agents.close()
+
+    found = asyncio.run(play())
+    assert tokenizer.decode(prompt + found.token_ids) == tokenizer.decode(ids)
+    assert prompt + found.token_ids == ids
+    assert [False] * len(prompt) + found.sampled == [label >= 0 for label in labels]
+    assert found.final_reward == reward and [event.name for event in found.events if event.name != "model"] == [
+        *("read", "run_tests", "edit", "run_tests")
+    ]
