@@ -115,6 +115,7 @@ function charts() {
     const grid = el("div", { class: "charts" });
     section(title, title.toLowerCase()).append(grid);
     for (const chart of data.charts.filter((c) => c.section === title)) grid.append(chartCard(chart, chart.kind === "stacked"));
+    if (title === "Learning") examples();
   }
 }
 
@@ -292,7 +293,6 @@ function theme(name) {
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 header();
-examples();
 charts();
 samples();
 timeline();
