@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rl.cli import generate as command
 from mindspeed_rl.inference.batch_generation import GenerationSettings, generate, read_jsonl
+from mindspeed_rl.inference.model_files import EngineSettings, ModelSettings
 from mindspeed_rl.inference.prompt_format import PromptFormat
+from mindspeed_rl.inference.session import Session
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 GREEDY = Sampling(0.0, 16, ())
@@ -108,3 +113,30 @@ def test_every_answer_has_its_own_seed_and_no_more_tokens_than_fit(
     assert [answer.log_prob for answer in answers] == [-2.0, -3.0, -6.0, -5.0]
     assert [request.seed for request in engine.requests] == [sample_seed(7, 0, prompt, k) for prompt in (0, 1) for k in (0, 1)]
     assert [request.max_tokens for request in engine.requests] == [16, 16, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "note"),
+    [
+        (64, "note: the answer was cut by --max-new-tokens 16\n"),
+        (12, "note: the answer was cut by the 12 tokens of --max-length, of which the prompt has 4\n"),
+    ],
+)
+def test_a_streamed_answer_says_what_has_cut_it(
+    max_model_len: int,
+    note: str,
+    tokenizer: PreTrainedTokenizerFast,
+    engine: ScriptedEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine.script, engine.ends = ["half an", "complete"], False
+    prompt_format = PromptFormat(tokenizer, None)
+    settings = EngineSettings(ModelSettings(load=Path("x")), "", max_model_len)
+    no_files: Any = None  # the engine is scripted
+    session = Session(no_files, tokenizer, prompt_format, settings, "cpu")
+    greedy = GenerationSettings("greedy", replace(GREEDY, stop_token_ids=prompt_format.stop_token_ids), max_model_len)
+    command._stream(session, engine, [40] * 4, greedy)
+    assert capsys.readouterr() == ("half an\n", note)
+    engine.ends = True
+    command._stream(session, engine, [40] * 4, greedy)
+    assert capsys.readouterr() == ("complete\n", "")
