@@ -773,7 +773,8 @@ def _set_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> N
     values["use_policy_gradient"] = True
     # prompt log-probs of a server have no temperature
     values |= {"teacher_temperature": 1.0} if given[0] == "teacher_model_server" else {}
-    run.translate(f"--{given[0]}", {f"{key}.{name}": value for name, value in values.items()}, "the teacher's KL is in the advantage")
+    values = {f"{key}.{name}": value for name, value in values.items()}
+    run.translate(f"--{given[0]}", values, "the teacher's KL is in the advantage")
     run.set(f"{key}.use_task_rewards", has_rewards)
     coefficient = command.number("teacher_kl_coef", 1.0)
     if has_rewards and command.has("teacher_kl_coef"):
