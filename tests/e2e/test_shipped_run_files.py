@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2
 #: the quickstart and the guide of the supervised stages, up to where a run file of this list would begin
 QUICKSTART_ENDS, STAGES_END, AGENT_ENDS = 'echo "== 4/5', "for stage in", 'echo "== 3/4'
+VISION_ENDS = 'echo "== 3/4'
 
 
 def run_files() -> list[str]:
@@ -60,6 +61,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command(steps("supervised_stages.sh", STAGES_END), folder, 300)
     (folder / "configs").symlink_to(ROOT / "configs")  # run files name the tool files of the clone
     command(steps("agent.sh", AGENT_ENDS), folder, 900)
+    vision = steps("vision.sh", VISION_ENDS).replace("sft_tiny_vision_cpu", "sft_tiny_vision_cpu megatron_training.train_iters=20")
+    command(vision, folder, 900)
     return folder
 
 
