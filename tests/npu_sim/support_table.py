@@ -47,6 +47,8 @@ ROWS = (
     ("vllm-ascend 0.23 alone: experts over two replicas, over the dies of one, over both: tokens of one process",
      "单独运行 vllm-ascend 0.23：专家分布于两个副本、一个副本的各 die、两者兼有：与单进程 token 相同",
      ("test_rollout.test_dies_that_share_experts",)),
+    ("vllm-ascend 0.23 alone: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
+     "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
     ("vllm-ascend 0.23 alone: latent attention (DeepSeek-V3), TP2", "单独运行 vllm-ascend 0.23：潜在注意力（DeepSeek-V3）、TP2",
      ("test_rollout.test_latent",)),
     ("GRPO as a command: Ray, MindSpeed, vllm-ascend, offload, proven pushes, resume",

@@ -49,12 +49,12 @@ def test_other_weights_give_other_responses(alone: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_with_drafts_greedy_tokens_and_log_probs_are_those_of_transformers() -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    (found,) = run_ranks("rollout", 1, {"dtype": "float32", "drafts": drafts, "rounds": 1})
-    proposed, accepted, _ = found["drafts"]
-    assert 0 < accepted < proposed
+    drafts = {"method": "suffix", "num_speculative_tokens": 3}
+    (found,) = run_ranks("rollout", 1, {"dtype": "float32", "drafts": drafts, "rounds": 0})
     assert all(found["same_greedy"]) and found["worst"] < 1e-4 and found["worst_cut"] < 1e-4
-    assert found["equal"] == [True]  # drafts of n-grams depend on the response alone, so the same seeds give it again
+    # the same greedy responses once more are found in the cache, and come in fewer steps
+    proposed, accepted, _ = found["drafts"]
+    assert found["again"] and 0 < accepted <= proposed
 
 
 @pytest.mark.slow

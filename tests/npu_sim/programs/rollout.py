@@ -40,8 +40,9 @@ def keep_float32() -> None:
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
-    Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is), sharing (replicas that share
-    experts; without it each has all of them), prompts (of each rank, the numbers of those it answers).
+    Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
+    sharing (replicas that share experts; without it each has all of them), prompts (of each rank, the numbers of those it
+    answers).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -116,6 +117,13 @@ def main() -> None:
             wanted = reference(row).logits[0, len(prompt) - 1 : -1].argmax(-1)
         same_greedy.append(wanted.tolist() == completion.token_ids)
     result["same_greedy"] = same_greedy
+    if "drafts" in settings:
+        from mindspeed_rl.adaptors import vllm_drafts
+
+        vllm_drafts.counts.take()
+        again = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
+        result["again"] = [one.token_ids for one in again] == [one.token_ids for one in greedy]
+        result["drafts"] = vllm_drafts.counts.take()
 
     def worst(responses: list[tuple[list[int], list[float]]], temperature: float) -> float:
         gap = 0.0
@@ -138,9 +146,7 @@ def main() -> None:
         push(version)
         engine.restore_memory("cache")
         equal.append(drawn() == first)
-    from mindspeed_rl.adaptors import vllm_drafts
-
-    result |= {"memory": memory, "equal": equal, "drafts": vllm_drafts.counts.take()}
+    result |= {"memory": memory, "equal": equal}
     engine.release_memory()
     engine.restore_memory("weights")
     push(9, 3.0)
