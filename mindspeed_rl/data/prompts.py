@@ -118,7 +118,10 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptItem:
         row = int(self._row_indices[index])
         item = self._rows[row + self._first]
-        return item if row not in self._added else PromptItem(**item | {"columns": item["columns"] | self._added[row]})
+        if row in self._added:
+            item = item.copy()
+            item["columns"] = item["columns"] | self._added[row]
+        return item
 
     def add_prompts(self, column: str, tokenizer: PreTrainedTokenizerBase, settings: PromptSettings) -> None:
         """Give each row the column TEACHER_PROMPT_IDS: the tokens of another column's text or messages as a prompt.

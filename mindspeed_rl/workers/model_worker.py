@@ -16,6 +16,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.policy_losses import value_loss
 from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
+from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
@@ -127,7 +128,7 @@ class TeacherPhases(_ModelWorker):
             for indexes in self.replica.dispatches(count):
                 rows, choices = self.replica.fetch_rows(phase.consumer, indexes), None
                 if keys.teacher_keys or keys.teacher_prompt:
-                    extra = list(self.replica.fetch(phase.consumer, ["extra"], indexes)["extra"])
+                    extra = objects(self.replica.fetch(phase.consumer, ["extra"], indexes)["extra"])
                     rows = _with_teacher_prompts(rows, extra) if keys.teacher_prompt else rows
                     choices = [str(columns[keys.teacher_key]) for columns in extra] if keys.teacher_keys else None
                 # without the wait for rows
@@ -142,8 +143,9 @@ class TeacherPhases(_ModelWorker):
         Args:
             choices: value of the column that chooses the teacher, of each row; None where all judge all rows.
         """
-        term, keys = self.run.objective and self.run.objective.distillation, self.run.rl.distillation
-        assert term is not None
+        objective, keys = self.run.objective, self.run.rl.distillation
+        assert objective is not None and objective.distillation is not None
+        term = objective.distillation
         top_k = 0 if term.estimator is not None else term.topk
         judged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(len(rows))]
         for index, name in enumerate(term.teachers):

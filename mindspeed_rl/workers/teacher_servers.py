@@ -23,6 +23,7 @@ from mindspeed_rl.config.objective import Distillation, build_distillation
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.runtime.reports import WorkerReport
 
@@ -118,10 +119,11 @@ class TeacherServers:
         reads = ["input_ids", "sequence_lengths", *(["extra"] if keys.teacher_keys or keys.teacher_prompt else [])]
         batch, _ = self._plane.get(phase.consumer, reads, indexes=rows, timeout_s=self._timeout_s)
         requests: list[tuple[str, list[int]]] = []
-        sizes, owners = [], []
-        for row in rows:
-            ids, lengths = batch["input_ids"][row].tolist(), batch["sequence_lengths"][row].tolist()
-            extra = batch["extra"][row] if "extra" in batch else {}
+        sizes, owners = list[int](), list[tuple[int, int]]()
+        extras: list[Mapping[str, Any]] = objects(batch["extra"]) if "extra" in batch else [{}] * count
+        for row, extra in enumerate(extras):
+            ids: list[int] = batch["input_ids"][row].tolist()
+            lengths: list[int] = batch["sequence_lengths"][row].tolist()
             chosen = (
                 [keys.teacher_keys.index(str(extra[keys.teacher_key]))]
                 if keys.teacher_keys
@@ -143,7 +145,7 @@ class TeacherServers:
             judged.setdefault(owner, []).append(self._read(whole, size, reply))
         columns: dict[str, list[Tensor]] = {"teacher_log_probs": [], "teacher_ids": []}
         for row in rows:
-            teachers = [judged[owner] for owner in sorted(judged) if owner[0] == row]
+            teachers = [judged[row, position] for position in range(len(self._term.weights))]
             for name, attribute in (("teacher_log_probs", "log_probs"), ("teacher_ids", "ids")):
                 each = [torch.cat([getattr(part, attribute) for part in parts]) for parts in teachers]
                 columns[name].append(torch.stack(each, 1).flatten())
