@@ -58,26 +58,26 @@ def _make_shareable(run: RunFiles, index: int) -> RunFiles:
     """Return the figures of a run, its versions and the settings that name nothing of the user's."""
     report = run.report
     names = ("mindspeed_rl", "python", "machine", "versions", "planned_iterations")
-    kept = {name: report[name] for name in names if name in report}
-    kept["outcome"] = str(report.get("outcome", "running")).partition(":")[0].partition(";")[0]
-    kept["plan"] = {name: value for name, value in report.get("plan", {}).items() if name in ("chip", "rows")}
-    kept["config_set"] = _keep_settings(report.get("config_set", {}))
-    title = str(kept["config_set"].get("megatron_training", {}).get("stage", "run"))
-    return RunFiles(Path(f"{title}-{index}"), run.history, report=kept | {"title": title})
+    public = {name: report[name] for name in names if name in report}
+    public["outcome"] = str(report.get("outcome", "running")).partition(":")[0].partition(";")[0]
+    public["plan"] = {name: value for name, value in report.get("plan", {}).items() if name in ("chip", "rows")}
+    public["config_set"] = _select_settings(report.get("config_set", {}))
+    title = str(public["config_set"].get("megatron_training", {}).get("stage", "run"))
+    return RunFiles(Path(f"{title}-{index}"), run.history, report=public | {"title": title})
 
 
-def _keep_settings(group: Mapping[str, object]) -> dict[str, Any]:
+def _select_settings(group: Mapping[str, object]) -> dict[str, Any]:
     """Return the numbers, switches and names of algorithms of a group, without names and places that are the user's own."""
-    kept: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in group.items():
         items = value if isinstance(value, list) else [value]
         if isinstance(value, Mapping):
-            kept[name] = _keep_settings(value)
+            settings[name] = _select_settings(value)
         elif name in PATH_KEYS or any(word in name for word in _PRIVATE):
             continue
         elif all(not isinstance(item, str) or _PLAIN.fullmatch(item) for item in items):
-            kept[name] = value
-    return kept
+            settings[name] = value
+    return settings
 
 
 if __name__ == "__main__":

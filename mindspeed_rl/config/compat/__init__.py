@@ -77,7 +77,6 @@ NO_EQUIVALENT: dict[str, str] = {
     "num_infer_workers": "it follows from the devices / generate_config.infer_tensor_parallel_size",
     "vllm_device": "rl_config.rollout_resource gives the rollout dedicated devices; without it they are the actor's",
     "vllm_server_base_url": "write generate_config.vllm_server_host and vllm_server_port",
-    "vllm_limit_mm_per_prompt": "text models only",
     "vllm_disable_cascade_attn": "the rollout engine decides it",
     "gc_collect_after_offload": "memory that is freed is always returned to the device",
     "move_model_batches": "weights always travel in buckets of bounded size",
