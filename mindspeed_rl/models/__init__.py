@@ -43,6 +43,7 @@ ARCHITECTURES: dict[str, str] = {
     "phi3": "mindspeed_rl.models.phi3:PHI3",
     "olmo3": "mindspeed_rl.models.olmo3:OLMO3",
     "ernie4_5": "mindspeed_rl.models.ernie4_5:ERNIE4_5",
+    "ernie4_5_moe": "mindspeed_rl.models.ernie4_5:ERNIE4_5_MOE",
     "hunyuan": "mindspeed_rl.models.hunyuan:HUNYUAN",
 }
 
@@ -86,7 +87,7 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
     names = [name for candidate in known for name in candidate.hf_classes]
     supported = ", ".join(name for name in names if name.endswith(("CausalLM", "Generation")))
     raise ValueError(
-        f"config.json is of {classes or [model_type]}, which is not supported{_describe_nearest(hf_config, known)}; supported "
+        f"config.json is of {classes or [model_type]}, which is not supported{_suggest_family(hf_config, known)}; supported "
         f"are {supported}"
     )
 
@@ -99,7 +100,7 @@ _NOT_SHAPE = re.compile(
 )
 
 
-def _describe_nearest(hf_config: HfConfig, families: list[Architecture]) -> str:
+def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
     """Return the family that reads most of config.json, and what it does not read; empty if none reads it."""
     keys = [key for key in hf_config if not _NOT_SHAPE.search(key) and hf_config[key] not in (None, False, 0, [], {})]
     candidates: list[tuple[int, int, list[str], Architecture]] = []

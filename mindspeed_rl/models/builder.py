@@ -29,7 +29,9 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mindspeed_rl.models import specs
 from mindspeed_rl.models.layers import (
+    BiasedSoftmaxRouter,
     GatedDeltaNetSubmodules,
     HeadsNorm,
     MultimodalRotary,
@@ -252,19 +254,22 @@ def layer_spec(
     slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
     kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
     linear = model_config.linear_attention
-    specs = []
+    layers = []
     for layer in slots[first : first + count]:
         if layer is None:
-            specs.append(ModuleSpec(module=NoopLayer))
+            layers.append(ModuleSpec(module=NoopLayer))
             continue
         windowed = layer in model_config.sliding_window_layers
         kind = (layer in model_config.moe_layers, windowed, linear is not None and layer in linear.layers)
         if kind not in kinds:
             linear_class = linear_attention if kind[2] else None
             kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind[:2], linear_class)
-        specs.append(kinds[kind])
+        layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(nn.Module, norm))
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
+    if model_config.moe_router_biased_softmax:
+        specs.substitute_layers(block, lambda name, part: BiasedSoftmaxRouter if name == "router" else part)
+    return block
 
 
 class _SandwichNormLayer(TransformerLayer):

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -252,6 +253,18 @@ class NormalizedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **named: Any) -> Tensor:
         """Return what core attention returns."""
         return self.attention(self.q_layernorm(query), self.k_layernorm(key), value, *inputs, **named)
+
+
+class BiasedSoftmaxRouter(TopKRouter):
+    """A router whose experts are chosen by a softmax over all of them plus a bias; chosen ones share their softmax scores.
+
+    Megatron has the bias with sigmoid scores alone: the logits are changed into those whose sigmoids are the softmax scores.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        scores = super().gating(input).softmax(-1, dtype=torch.float32)
+        # a score of 1 would have an infinite logit
+        return torch.logit(scores.clamp(1e-12, 1.0 - 1e-7))
 
 
 class TwoBaseAttention(SelfAttention):

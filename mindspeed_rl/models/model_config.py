@@ -116,7 +116,8 @@ class ModelConfig:
     layers. ``padded_vocab_size`` is the number of embedding rows in Megatron, ``vocab_size`` the number in HF. ``moe_layers``
     has the global indices (from 0) of the decoder layers with experts. A model with ``head`` "lm" ends in vocabulary logits,
     one with "reward" in one score per token. With ``qk_layernorm_over_heads`` a query or key is normalized over all its heads
-    together. With ``local_rotary_base`` the layers in ``sliding_window_layers`` rotate with this base, and without scaling.
+    together. With ``local_rotary_base`` the layers in ``sliding_window_layers`` rotate with this base and without scaling. With
+    ``moe_router_biased_softmax`` the bias is added to scores of a softmax, which Megatron computes as sigmoids of other logits.
     """
 
     architecture: str
@@ -166,6 +167,7 @@ class ModelConfig:
     moe_router_pre_softmax: bool = False
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_enable_expert_bias: bool = False
+    moe_router_biased_softmax: bool = False
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
     moe_router_topk_scaling_factor: float | None = None

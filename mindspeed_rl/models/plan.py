@@ -167,6 +167,11 @@ def lay_out_model(
         )
     balancing = RouterBalancing()
     if model_config.num_moe_experts is not None:
+        if model_config.moe_router_biased_softmax and config.moe_z_loss_coeff:
+            raise ValueError(
+                f"moe_z_loss_coeff: {config.moe_z_loss_coeff} cannot be used with {architecture.name}, whose router's logits "
+                "Megatron has in another form; leave it out."
+            )
         coeff, kind = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
         if coeff is None:
             coeff = model_config.moe_aux_loss_coeff or 0.0

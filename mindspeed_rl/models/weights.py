@@ -205,6 +205,20 @@ class SwapHalves(_Packing):
 
 
 @dataclass(frozen=True)
+class DropAxis(_Packing):
+    """One HF tensor without its leading axis of length 1."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0][0]
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        return [packed[None]]
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return shapes[0][1:]
+
+
+@dataclass(frozen=True)
 class _GroupedPacking(_Packing):
     """The weights of several experts in one tensor, of which those of each expert are views with strides."""
 

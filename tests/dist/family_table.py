@@ -40,11 +40,12 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "phi3": ("Phi-3, Phi-4", ("phi3",), False),
     "olmo3": ("OLMo 3", ("olmo3",), False),
     "ernie4_5": ("ERNIE 4.5 (dense)", ("ernie4.5",), False),
+    "ernie4_5_moe": ("ERNIE 4.5 (experts)", ("ernie4.5-moe",), False),
     "hunyuan": ("Hunyuan (dense)", ("hunyuan",), False),
 }
 _EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    "minimax_m2",
+    *("minimax_m2", "ernie4_5_moe"),
 )
 _WINDOWS = ("gemma2", "gemma3", "olmo3")
 #: families whose layers are those of another one, under another name: tested by weights and logits

@@ -35,15 +35,24 @@ def _two_ropes(full: dict[str, Any], base: float) -> dict[str, Any]:
 
 
 _MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0, "intermediate_size": 32}
+_ERNIE = {
+    **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    **{"moe_layer_end_index": 1, "router_aux_loss_coef": 0.0},
+}
 _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**_SIZES, **_GLM, attention_bias=True, use_qk_norm=True),
+    # vLLM asks for the last two, which published config.json files have
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
-        **_SIZES | _MINIMAX, rope_parameters=_default_rope(5e6, partial_rotary_factor=0.5)
+        **_SIZES | _MINIMAX,
+        rope_parameters=_default_rope(5e6, partial_rotary_factor=0.5),
+        rotary_dim=16,
+        scoring_func="sigmoid",
     ),
     "seed_oss": lambda: transformers.SeedOssConfig(**_SIZES),
     "phi3": lambda: transformers.Phi3Config(**_SIZES),
     "olmo3": lambda: transformers.Olmo3Config(**_SIZES, **_two_ropes(_YARN, 5e5)),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**_SIZES | {"tie_word_embeddings": True}),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(**_SIZES | {"tie_word_embeddings": True}, **_ERNIE),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_SIZES | {"tie_word_embeddings": True}, **_two_ropes(_LINEAR, 1e4), query_pre_attn_scalar=24
     ),
@@ -65,9 +74,9 @@ _CONFIGS |= {
     ),
 }
 #: the others are run with the slow tests
-NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "gemma3", "hunyuan")
+NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "ernie4_5_moe", "gemma3", "hunyuan")
 FAMILIES = tuple(_CONFIGS)
-EXPERTS = ("glm4_moe", "minimax_m2", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe")
+EXPERTS = ("glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe")
 #: whose layers attend to windows, which context parallelism refuses
 WINDOWS = ("olmo3", "gemma2", "gemma3")
 
@@ -80,7 +89,7 @@ def build(name: str) -> transformers.PreTrainedModel:
     with torch.no_grad():
         biases = (value for name, value in model.named_buffers() if "bias" in name)
         for value in (*model.parameters(), *biases):
-            if value.dim() == 1:
+            if value.dim() == 1 or len(value) == 1:
                 value.add_(torch.randn_like(value) * 0.1)
             else:
                 value.mul_(2.0)  # far from uniform: wrong attention or wrong experts must show

@@ -53,12 +53,13 @@ OTHERS: dict[str, dict] = {
     "qwen3-next": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "qwen3.5": {"pp": 2, "num_layer_list": (1, 3)},
     "glm4-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "ernie4.5-moe": {"ep": 2},
     "minimax-m2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "olmo3": {"pp": 2, "num_layer_list": (1, 3)},
     "gemma3": {"pp": 2},
     "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},
 }
-NEW = ("glm4-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
+NEW = ("glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
 DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5", *NEW)
 REWARD = ("llama", "qwen3")
 

@@ -180,3 +180,15 @@ def test_the_documented_example_names_every_tensor_that_transformers_saves(tmp_p
     assert {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)} == {
         name: folder.shape(name) for name in folder.stored_names
     }
+
+
+def test_a_loss_of_logits_that_a_router_does_not_have_is_refused() -> None:
+    from mindspeed_rl.config import MegatronConfig
+    from mindspeed_rl.models.plan import lay_out_model
+
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("ernie4.5-moe"))
+    architecture = architecture_for(config)
+    model_config = architecture.read_model_config(config)
+    assert lay_out_model(MegatronConfig(), architecture, model_config, config).balancing.coeff == 0.001
+    with pytest.raises(ValueError, match="moe_z_loss_coeff: 0.01 cannot be used with ernie4_5_moe"):
+        lay_out_model(MegatronConfig(moe_z_loss_coeff=0.01), architecture, model_config, config)

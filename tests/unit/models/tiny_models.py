@@ -155,6 +155,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "olmo3": lambda: _config("Olmo3", sliding_window=7, rope_parameters=OLMO3_ROPE),
     "ernie4.5": lambda: _config("Ernie4_5", head_dim=16, tie_word_embeddings=True),
+    "ernie4.5-moe": lambda: _config(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2
+    ),
     "gemma3": lambda: _config(
         "Gemma3Text",
         head_dim=16,
@@ -196,7 +199,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.ndim == 1 and ("norm" in name or "bias" in name):
+            if (tensor.ndim == 1 or tensor.ndim == 2 and len(tensor) == 1) and ("norm" in name or "bias" in name):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
 
 
