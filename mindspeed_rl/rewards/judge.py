@@ -94,7 +94,7 @@ class Judge:
         self._key = os.environ.get(_API_KEY_VARIABLE, "")
         self.timeout_s = settings.judge_timeout_s
         self._scores: dict[str, _Score] = {}
-        self._asked: dict[str, asyncio.Task[_Score]] = {}
+        self._pending: dict[str, asyncio.Task[_Score]] = {}
 
     async def __call__(self, sample: RewardSample) -> _Score:
         """Return the parser's score of the judge's reply; equal requests, as groups of like responses make them, are sent once.
@@ -105,18 +105,18 @@ class Judge:
         text, loop = self.prompt(sample), asyncio.get_running_loop()
         if text in self._scores:
             return self._scores[text]
-        asked = self._asked.get(text)
+        pending = self._pending.get(text)
         # a batch has an event loop of its own
-        if asked is None or asked.get_loop() is not loop:
-            asked = self._asked[text] = loop.create_task(self._ask(text))
-            asked.add_done_callback(lambda _: self._asked.pop(text, None))
+        if pending is None or pending.get_loop() is not loop:
+            pending = self._pending[text] = loop.create_task(self._request_score(text))
+            pending.add_done_callback(lambda _: self._pending.pop(text, None))
         # the time limit of one caller does not end the request of the others
-        score = self._scores[text] = await asyncio.shield(asked)
+        score = self._scores[text] = await asyncio.shield(pending)
         if len(self._scores) > _REMEMBERED:
             del self._scores[next(iter(self._scores))]
         return score
 
-    async def _ask(self, text: str) -> _Score:
+    async def _request_score(self, text: str) -> _Score:
         body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
         for attempt in range(_ATTEMPTS):
             try:
