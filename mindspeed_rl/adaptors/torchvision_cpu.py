@@ -49,4 +49,4 @@ def apply() -> None:
         for name in _OPERATORS:
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", _ARGUMENTS)
-    import torchvision  # noqa: F401 - here, so that a broken installation is one error at the start
+    importlib.import_module("torchvision")  # here, so that a broken installation is one error at the start

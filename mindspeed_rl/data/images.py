@@ -367,7 +367,7 @@ class ImageReader:
         if isinstance(value, str):
             return value.replace(TAG, self.marker)
         if isinstance(value, Mapping):
-            return type(value)({name: self._mark(item, parts) for name, item in value.items()})
+            return {name: self._mark(item, parts) for name, item in value.items()}
         if not isinstance(value, (list, tuple)):
             return value
         marked = []

@@ -61,7 +61,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command(steps("supervised_stages.sh", STAGES_END), folder, 300)
     (folder / "configs").symlink_to(ROOT / "configs")  # run files name the tool files of the clone
     command(steps("agent.sh", AGENT_ENDS), folder, 900)
-    vision = steps("vision.sh", VISION_ENDS).replace("sft_tiny_vision_cpu", "sft_tiny_vision_cpu megatron_training.train_iters=20")
+    vision, name = steps("vision.sh", VISION_ENDS), "sft_tiny_vision_cpu"
+    vision = vision.replace(name, f"{name} megatron_training.train_iters=20")
     command(vision, folder, 900)
     return folder
 

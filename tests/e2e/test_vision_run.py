@@ -81,6 +81,7 @@ GRPO = [
     "rl_config.mini_batch_size=8", "rl_config.n_samples_per_prompt=4", "megatron_training.data_path=raw/train.jsonl",
     "megatron_training.image_folder=raw/pictures", "megatron_training.tokenizer_name_or_path=model", "actor_config.load=sft",
     "actor_config.save=grpo", "rl_config.verifier_function=[looks:colours]", "rl_config.log_probs_diff_limit=1e-4",
+    "rl_config.log_completions=true",
 ]  # fmt: skip
 
 

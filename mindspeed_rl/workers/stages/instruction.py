@@ -15,10 +15,11 @@ from torch.utils.data import Subset
 from mindspeed_rl.algorithms.distillation import compute_divergence
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample, StoredLogProbs
-from mindspeed_rl.data.images import StoredImage, split_images
+from mindspeed_rl.data.images import split_images
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.tokenizer import hash_vocabulary
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.models.vision import PreparedImage
 from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Instruction(Stage[InstructionSample]):
 
     def rows(self, items: Sequence[InstructionSample]) -> Rows:
         samples, group_sizes = [], []
-        images: list[tuple[StoredImage, ...]] = []
+        images: list[tuple[PreparedImage, ...]] = []
         for item in items:
             ends = np.cumsum(item["sample_lengths"]).tolist()
             cuts = list(zip([0, *ends], ends)) if self.config.reset_attention_mask else [(0, len(item["input_ids"]))]
