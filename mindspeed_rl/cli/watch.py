@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 from mindspeed_rl.cli.options import print_status
@@ -58,7 +59,6 @@ class _RunServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers with the page, or with its figures each time that they change (server-sent events)."""
 
-    server: _RunServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_page(self) -> None:
         try:
-            body = render(self.server.read(), is_live=True).encode("utf-8", "replace")
+            body = render(cast("_RunServer", self.server).read(), is_live=True).encode("utf-8", "replace")
         except (ValueError, OSError) as error:  # a file that is no JSON
             self.send_error(500, explain=str(error))
             return
@@ -96,14 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Connection", "close")
         self.end_headers()
-        seen, last_s = list[tuple[int, int]](), time.monotonic()
-        while not self.server.is_closing:
-            stamp = self.server.stamp()
+        server, seen, last_s = cast("_RunServer", self.server), list[tuple[int, int]](), time.monotonic()
+        while not server.is_closing:
+            stamp = server.stamp()
             if stamp != seen:
                 seen, last_s = stamp, time.monotonic()
                 # a line that is half written by now is read the next time
                 with suppress(ValueError):
-                    figures = json.dumps(collect_figures(self.server.read()), ensure_ascii=False, allow_nan=False)
+                    figures = json.dumps(collect_figures(server.read()), ensure_ascii=False, allow_nan=False)
                     self.wfile.write(f"data: {figures}\n\n".encode("utf-8", "replace"))
             elif time.monotonic() - last_s > _IDLE_S:
                 last_s = time.monotonic()
