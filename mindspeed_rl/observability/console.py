@@ -24,6 +24,7 @@ _SUMMARY_ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("actor/pg_loss", "train/loss"), ".4f"),
     ("preferences right", ("train/rewards/accuracies",), ".1%"),
     ("KL", ("actor/kl_loss",), ".4f"),
+    ("divergence, teachers", ("distillation/divergence",), ".4f"),
     ("response, tokens", ("response_length/mean",), ".1f"),
 )
 
@@ -38,6 +39,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("train/loss", "loss", ".4f"),
     ("train/rewards/accuracies", "acc", ".3f"),
     ("actor/pg_loss", "loss", ".4f"),
+    ("distillation/divergence", "distill", ".4f"),
     ("actor/kl_loss", "kl", ".4f"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/pg_clipfrac", "clip", ".3f"),
@@ -59,6 +61,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("timing/reward_model", "reward_model"),
     ("timing/old_log_p", "old_log_p"),
     ("timing/reference_model", "ref"),
+    ("timing/teacher_model", "teacher"),
     ("timing/critic_model", "values"),
     ("timing/adv", "adv"),
     ("timing/update_critic", "update_critic"),

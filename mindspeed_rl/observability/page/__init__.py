@@ -165,7 +165,7 @@ _CHARTS = (
     _Chart("Response length", ("response_length/mean", "response_length/max", "eval/response_length"), "Text", unit="tokens"),
     _Chart("Truncated, failed", ("rollout/truncated_fraction", "rewards/failure_rate"), "Text", unit="fraction"),
     _Chart("Turns and tool calls", ("turns/mean", "tool_call_num/mean", "tool_call_num/max", "tool*_failed*"), "Text"),
-    _Chart("KL", ("actor/kl_loss", "actor/ppo_kl", "reward/kl", "rollout/kl"), "Policy"),
+    _Chart("KL", ("actor/kl_loss", "actor/ppo_kl", "reward/kl", "rollout/kl", "distillation/divergence"), "Policy"),
     _Chart("Entropy", ("actor/entropy",), "Policy", unit="nats"),
     _Chart("Clipped", ("actor/pg_clipfrac*", "critic/vf_clipfrac"), "Policy", unit="fraction of tokens"),
     _Chart("Gradient norm", ("actor/grad_norm", "train/grad_norm", "critic/grad_norm"), "Policy"),
