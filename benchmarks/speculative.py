@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, nargs="+", default=[8, 32], help="responses at once")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of a response")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", choices=list(ENGINES)[1:], nargs="+", default=list(ENGINES)[1:], help="kinds of drafts")
     parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of the weights")
     args = parser.parse_args()
 
@@ -65,7 +66,8 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         engines = {}
-        for name, drafts in ENGINES.items():
+        for name in ("no drafts", *args.engines):
+            drafts = ENGINES[name]
             keys = GenerateConfig(
                 **{"infer_tensor_parallel_size": 1, "max_model_len": longest, "max_num_batched_tokens": 4096},
                 max_num_seqs=max(args.responses),
