@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp to Hugging Face folders: dense models of the families llama (also Mistral), qwen2 and qwen3.
 
 Quantized tensors are restored to 16-bit values, a tensor at a time. In files of the family llama the rows of query and key are
-in the order of interleaved rotary embedding; Hugging Face has both halves of a head one after the other. Needs the package `gguf`.
+in the order of interleaved rotary embedding; Hugging Face has a head's halves one after the other. Needs the package `gguf`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.command import DTYPES, parse_size
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, write_config
+from mindspeed_rl.checkpoint.options import ConvertOptions
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -184,11 +187,30 @@ def _build_config(path: Path, family: str, values: dict[str, Any], tensors: list
     return config
 
 
-def export_hf(model: GgufModel, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9) -> None:
+def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
+    """Write the GGUF file at `load_dir` as a Hugging Face folder; return what was done, in a line.
+
+    Raises:
+        ValueError: there is no such file, it is not supported, or the destination exists.
+    """
+    path = find_gguf(options.load_dir.expanduser())
+    if path is None:
+        raise ValueError(f"--load-dir {options.load_dir} is no GGUF file, nor a folder that has one")
+    model, folder, start = open_gguf(path), options.save_dir.expanduser(), time.perf_counter()
+    if dry_run:
+        return f"would write {model.describe()} to {folder}"
+    if folder.exists() and not options.overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; choose another --save-dir, or pass --overwrite to replace it")
+    dtype = model.dtype if options.params_dtype is None else DTYPES[options.params_dtype]
+    _export_hf(model, folder, dtype, 5 * 10**9 if options.max_shard_size is None else parse_size(options.max_shard_size))
+    return f"wrote {model.describe()} to {folder} in {time.perf_counter() - start:.1f} s"
+
+
+def _export_hf(model: GgufModel, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     """Write the model as a Hugging Face folder with its tokenizer, in place of what is there; one file's tensors are in memory.
 
     Args:
-        dtype: of the weights; None keeps `model.dtype`.
+        dtype: of the weights.
         shard_bytes: size at which a new weight file starts.
 
     Raises:
@@ -196,7 +218,6 @@ def export_hf(model: GgufModel, folder: Path, *, dtype: torch.dtype | None = Non
     """
     from transformers import AutoTokenizer
 
-    dtype = dtype or model.dtype
     ends = {name: model.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in model.config}
     with tempfile.TemporaryDirectory() as companions:
         write_config(Path(companions), {**model.config, "dtype": str(dtype).removeprefix("torch.")})

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.options import (
     CheckpointFormat,
     ConvertOptions,
@@ -272,22 +273,9 @@ def _convert_gguf(args: argparse.Namespace) -> int:
     used = "load_model_type save_model_type load_dir save_dir params_dtype max_shard_size overwrite dry_run".split()
     if other := next((name for name, value in vars(defaults).items() if name not in used and vars(args)[name] != value), None):
         raise ValueError(f"--{other.replace('_', '-')}: it does not apply to a GGUF file")
-    # imports torch, which wrong options do not need
-    from mindspeed_rl.checkpoint import command, gguf
-
-    path = gguf.find_gguf(args.load_dir.expanduser())
-    if path is None:
-        raise ValueError(f"--load-dir {args.load_dir} is no GGUF file, nor a folder that has one")
-    model, folder, start = gguf.open_gguf(path), args.save_dir.expanduser(), time.perf_counter()
-    if args.dry_run:
-        print_status(f"would write {model.describe()} to {folder}")
-        return 0
-    if folder.exists() and not args.overwrite and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; choose another --save-dir, or pass --overwrite to replace it")
-    dtype = None if args.params_dtype is None else command.DTYPES[args.params_dtype]
-    shard_bytes = 5 * 10**9 if args.max_shard_size is None else command.parse_size(args.max_shard_size)
-    gguf.export_hf(model, folder, dtype=dtype, shard_bytes=shard_bytes)
-    print_status(f"wrote {model.describe()} to {folder} in {time.perf_counter() - start:.1f} s")
+    # by name: it imports torch, which wrong options do not need
+    convert_file = registry.load("mindspeed_rl.checkpoint.gguf:convert_file", "convert")
+    print_status(convert_file(build_options(ConvertOptions, args), dry_run=args.dry_run))
     return 0
 
 
