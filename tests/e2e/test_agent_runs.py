@@ -229,3 +229,50 @@ def test_an_environment_next_to_the_run_file_is_found_and_its_exceptions_are_sho
     for line in lines:
         assert (line in failed) == bool(int(line["extra"]["label"]) % 2)
         assert (line["reward"], line["extra"].get("error")) == ((None, reason) if line in failed else (1.0, None))
+
+
+# --- a program of the user ------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, urllib.request
+
+def post(messages, **more):
+    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"]
+
+label = json.load(open(os.environ["AGENT_TASK"]))["label"]
+question = [{"role": "user", "content": f"{label}="}]
+(first,) = post(question)
+said = first["message"]
+for reply, count in (("7", 1), ("8", 2)):
+    post([*question, said, {"role": "tool", "content": reply}], n=count)
+print(json.dumps({"reward": float(said["content"] == label)}))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_of_the_user_is_trained_with_all_its_branches(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = finished(
+        task,
+        tmp_path / "run",
+        *ONE_PROCESS,
+        "rl_config.multi_turn_enable=true",
+        f"rl_config.agent={{command: [{sys.executable}, {tmp_path / 'program.py'}], timeout_s: 100}}",
+        *TURNS[4:9],
+        "megatron_training.prompt_type=bare",
+        f"megatron_training.prompt_type_path={tmp_path / 'bare.json'}",
+        "megatron_training.train_iters=2",
+        "megatron_training.save_interval=null",
+        "rl_config.use_remove_padding=true",
+        "rl_config.use_prefix_grouper=true",
+    )
+    assert len(command.metrics) == 2
+    for record in command.metrics:
+        assert record["turns/mean"] == 4 and record["branches/mean"] == 2 and record["rollout/failed_trajectories"] == 0
+        assert record["rollout/log_probs_diff_max"] < 1e-3 and record["actor/computed_tokens_fraction"] <= 1
+    line = json.loads((command.folder / "run" / "completions.jsonl").read_text().splitlines()[0])
+    assert [event["parent"] for event in line["events"]] == [None, 0, 0, 0]
