@@ -107,6 +107,7 @@ def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tens
 def read_kv_bytes(folder: str | Path, itemsize: int) -> int:
     """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
     config = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config", {})  # of the language model
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
