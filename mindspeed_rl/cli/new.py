@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 
 from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import write_file
 
 #: column -> value
@@ -304,7 +305,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", help="folder to make")
     kinds = "; ".join(f"{name}: {kind.title}" for name, kind in _KINDS.items())
     parser.add_argument("--kind", choices=list(_KINDS), default="maths", help=f"{kinds}. Default: maths")
-    parser.add_argument("--model", help="Hugging Face folder to start from; default: a random model of 0.8M parameters")
+    parser.add_argument("--model", help="folder or name on a hub to start from; default: a random model of 0.8M parameters")
     try:
         arguments = parser.parse_args(argv)
         folder = Path(arguments.name).expanduser()
@@ -409,7 +410,8 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
         note = "for random weights; a model that has been trained needs 10 to 1000 times less"
         lr = "1.0e-3"
         return {"model": "model", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note} | _as_text(sizes)
-    path = Path(model).expanduser()
+    name = parse_hub_name(model)
+    path = Path(model).expanduser().resolve() if name is None else fetch(name, "--model", "tokenizer")
     if not (path / "config.json").is_file():
         raise ValueError(f"--model {model} holds no config.json: give a Hugging Face folder")
     try:
@@ -422,7 +424,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     halves = "true" if _computes_bfloat16() else "false"
     note = "half of it where the reward or the loss is unstable"
     return {
-        "model": str(path.resolve()),
+        "model": str(path) if name is None else model,
         "bf16": halves,
         "dtype": "bfloat16" if halves == "true" else "float32",
         "lr": lr,

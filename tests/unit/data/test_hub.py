@@ -152,6 +152,12 @@ def test_a_data_set_has_splits(prefix: str, hub: Hub, tmp_path: Path) -> None:
     assert found == [ROWS["train"], ROWS["test"]]
 
 
+def test_a_new_task_starts_from_a_name(hub: Hub, tmp_path: Path) -> None:
+    assert main(["new", str(tmp_path / "task"), "--model", "own/tiny"]) == 0
+    assert "  pretrained_checkpoint: own/tiny\n" in (tmp_path / "task/run.yaml").read_text()
+    assert not [request for request in hub.requests if "safetensors" in request]
+
+
 def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
     from mindspeed_rl.config import load_run_config
     from mindspeed_rl.trainers.model_plans import fetch_models
