@@ -11,13 +11,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["MINDSPEED_RL_VISION"] = "1"
 
-from mindspeed_rl.adaptors import torchvision_cpu
-
-torchvision_cpu.apply()  # before transformers looks for torchvision
-
 import torch
 from PIL import Image
-from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+from mindspeed_rl.adaptors import torchvision_cpu
 
 #: answers whose two most likely tokens are this close may differ between two implementations of the same arithmetic
 TOLERANCE = 0.01
@@ -29,6 +26,9 @@ MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 @torch.no_grad()
 def greedy_accuracy(folder: Path, rows: list[dict], pictures: Path) -> float:
     """Share of rows that transformers answers exactly, by greedy decoding."""
+    torchvision_cpu.apply()
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration  # they look for torchvision
+
     processor = AutoProcessor.from_pretrained(folder)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     right = 0
