@@ -42,7 +42,7 @@ def values(run: Import, *paths: str) -> list[object]:
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        ("--teacher_model models/teacher", "distillation from a teacher"),
+        ("--teacher_adapters models/teacher", "a teacher with adapters"),
         ("--chord_sft_dataset a.jsonl", "CHORD"),
         ("--reward_funcs dummy", "no file in --external_plugins has it"),
         ("--model OpenGVLab/InternVL3-8B", "models of images but Qwen2.5-VL and Qwen3-VL"),

@@ -271,7 +271,7 @@ def test_the_length_is_verls() -> None:
 @pytest.mark.parametrize(
     ("option", "feature"),
     [
-        ("distillation.enabled=True", "distillation from a teacher"),
+        ("distillation.enabled=True", "several teachers in a command"),
         ("algorithm.use_pf_ppo=True", "PF-PPO"),
         (f"{A}.optim.use_layer_wise_distributed_optimizer=True", "Muon"),
         (f"{A}.qat.enable=True", "quantization-aware training"),
