@@ -64,7 +64,9 @@ def test_a_function_of_a_notebook_is_the_reward_and_another_ends_the_run(
     assert list(seen) == [0, 1, 2] and seen[2]["rewards/total_mean"] == result.metrics[1]["rewards/total_mean"]
     lines = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
     first = [line for line in lines if line["iteration"] == 1 and not line.get("evaluation")]
-    assert first and all(line["reward"] == pytest.approx(early_letters(line["response"], "digits")) for line in first)
+    # the file shows special tokens, which a reward function does not see
+    texts = [re.sub("<(unk|eos|pad)>", "", line["response"]) for line in first]
+    assert first and [line["reward"] for line in first] == pytest.approx([early_letters(text, "digits") for text in texts])
     assert result.checkpoint == Path("result") and result.model is not None and result.model.name == "iter_0000002"
     transformers.AutoModelForCausalLM.from_pretrained(result.model)
 
