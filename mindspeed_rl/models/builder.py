@@ -91,7 +91,10 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         "activation_func": _ACTIVATIONS[model_config.activation],
         "add_bias_linear": False,
         "add_qkv_bias": model_config.add_qkv_bias,
-        "qk_layernorm": model_config.qk_layernorm,
+        # with it Megatron sums gradients of the norms over tensor parallel ranks, which `HeadsNorm` divides its weight over
+        "qk_layernorm": model_config.qk_layernorm_after_rope
+        or model_config.qk_layernorm
+        and not model_config.qk_layernorm_over_heads,
         "rotary_interleaved": model_config.rotary_interleaved,
         "softmax_scale": model_config.query_scale,
         "attention_output_gate": model_config.attention_output_gate,
@@ -313,7 +316,7 @@ def _one_layer(
         get_gpt_layer_local_spec(
             num_experts=model_config.num_moe_experts if moe else None,
             moe_grouped_gemm=config.moe_grouped_gemm if moe else False,
-            qk_layernorm=config.qk_layernorm,
+            qk_layernorm=config.qk_layernorm and not model_config.qk_layernorm_after_rope,
             multi_latent_attention=model_config.multi_latent_attention,
         )
     )
@@ -330,7 +333,7 @@ def _one_layer(
         attention.q_layernorm, attention.k_layernorm = (
             ModuleSpec(module=HeadsNorm, params={"num_heads": count}) for count in counts
         )
-    elif config.qk_layernorm:
+    elif model_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = core_attention
     if windowed or model_config.attn_logit_softcapping:

@@ -103,7 +103,7 @@ def cells(family: str, ran: dict[str, str]) -> list[str]:
 def table(ran: dict[str, str], chinese: bool) -> str:
     """The table in one language."""
     words = {
-        "passed": ("yes", "是"), "skipped": ("not verified", "未验证"), "failed": ("**failed**", "**失败**"),
+        "passed": ("yes", "是"), "skipped": ("not run", "未运行"), "failed": ("**failed**", "**失败**"),
         "none": ("-", "-"), "refused": ("refused", "拒绝"),
     }  # fmt: skip
     columns = [(column[0], column[1]) for column in _COLUMNS]
