@@ -126,7 +126,7 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        ("--use-opd", "distillation from a teacher"),
+        ("--use-opd", "a teacher in a command of slime"),
         ("--advantage-estimator cispo", "CISPO as the mean of sequence means"),
         ("--normalize-advantages", "whitened over the batch as well"),
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
