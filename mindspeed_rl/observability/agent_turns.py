@@ -44,7 +44,7 @@ def describe_turns(sample: _Sample) -> list[tuple[int, str]]:
 
 
 def _describe(sample: _Sample, event: _Sample, index: int) -> str:
-    words = [f"{event['ended_s'] - event['began_s']:.2f} s"]
+    words = [f"{event['end_s'] - event['start_s']:.2f} s"]
     if event["reward"] is not None:
         words.append(f"reward {event['reward']:.4g}")
     if event["name"] != "model":
@@ -76,11 +76,11 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
     events: Sequence[_Sample] = sample.get("events") or ()
     if not events:
         return
-    trace = hashlib.blake2b(f"{sample['iteration']}/{index}/{events[0]['began_s']}".encode(), digest_size=16).hexdigest()
+    trace = hashlib.blake2b(f"{sample['iteration']}/{index}/{events[0]['start_s']}".encode(), digest_size=16).hexdigest()
     tokens, extra = sample.get("tokens"), sample.get("extra") or {}
 
     def build(
-        number: int, name: str, kind: int, began_s: float, ended_s: float, values: _Sample, failed: bool
+        number: int, name: str, kind: int, start_s: float, end_s: float, values: _Sample, failed: bool
     ) -> dict[str, Any]:
         return {
             "traceId": trace,
@@ -88,13 +88,13 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
             **({"parentSpanId": f"{1:016x}"} if number else {}),
             "name": name,
             "kind": kind,
-            "startTimeUnixNano": str(int(began_s * 1e9)),
-            "endTimeUnixNano": str(int(ended_s * 1e9)),
+            "startTimeUnixNano": str(int(start_s * 1e9)),
+            "endTimeUnixNano": str(int(end_s * 1e9)),
             "attributes": _write_attributes(values),
             "status": {"code": _ERROR if failed else _OK},
         }
 
-    first, last = min(event["began_s"] for event in events), max(event["ended_s"] for event in events)
+    first, last = min(event["start_s"] for event in events), max(event["end_s"] for event in events)
     error = str(extra.get("error") or "")
     own = {"iteration": sample["iteration"], "group": sample.get("group"), "sample": sample.get("sample")}
     own |= {"reward": sample.get("reward"), "advantage": sample.get("advantage"), "error": error or None}
@@ -107,11 +107,11 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
             values |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": event["stop"] - event["start"]}
             if tokens is not None:
                 values |= {"tokens.trained": sum(tokens["loss_mask"][place]), "text": "".join(tokens["texts"][place])}
-            yield build(number, "chat policy", _CLIENT, event["began_s"], event["ended_s"], values, False)
+            yield build(number, "chat policy", _CLIENT, event["start_s"], event["end_s"], values, False)
         else:
             values |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": event["name"]}
             name = f"execute_tool {event['name']}"
-            yield build(number, name, _INTERNAL, event["began_s"], event["ended_s"], values, event["failed"])
+            yield build(number, name, _INTERNAL, event["start_s"], event["end_s"], values, event["failed"])
 
 
 def _write_attributes(values: Mapping[str, object]) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class TurnEvent:
         name: "model", or that of the tool.
         parent: index of the event that it follows; None for the first of a conversation.
         start, stop: its tokens in the row's response; equal for a tool.
-        began_s, ended_s: since the epoch.
+        start_s, end_s: since the epoch.
         reward: of the turn; None for none.
         failed: the call failed.
     """
@@ -95,8 +95,8 @@ class TurnEvent:
     parent: int | None
     start: int
     stop: int
-    began_s: float
-    ended_s: float
+    start_s: float
+    end_s: float
     reward: float | None = None
     failed: bool = False
 

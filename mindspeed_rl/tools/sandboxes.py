@@ -208,7 +208,7 @@ class _Container(Provider):
             raise ValueError(f"{where}.program is {self.program!r}, but must be docker, podman or apptainer")
         if self.image is None:
             raise ValueError(f"{where} needs image, such as python:3.11")
-        self._kept: list[str] = []
+        self._images: list[str] = []
 
     async def start(self, snapshot: str = "") -> Sandbox:
         name = f"sandbox-{time.monotonic_ns():x}"
@@ -228,18 +228,18 @@ class _Container(Provider):
         return _ContainerSandbox(self, name)
 
     async def close(self) -> None:
-        for image in self._kept:
+        for image in self._images:
             await _execute([self.program, "rmi", "--force", image], _STOP_LIMIT_S)
 
     async def keep(self, name: str) -> str:
         """Commit a container and return the name of the image."""
         if self.program == "apptainer":
             raise SandboxError("apptainer has no snapshots")
-        image = f"{name}-{len(self._kept)}"
+        image = f"{name}-{len(self._images)}"
         result = await _execute([self.program, "commit", name, image], _START_LIMIT_S)
         if result.status:
             raise SandboxError(f"{self.program} commit: {result.output.strip()[-400:]}")
-        self._kept.append(image)
+        self._images.append(image)
         return image
 
 

@@ -146,13 +146,13 @@ class AgentConversation:
         sampling = replace(self._sampling, max_tokens=max(1, room))
         seed = _turn_seed(self._seed, self.num_turns)
         response: Generated | None = None
-        began_s = time.time()
+        start_s = time.time()
         while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
             response = await self._engine.generate(context, sampling, seed, response)
         start = sum(len(segment.token_ids) for one in self._finished for segment in one.segments)
         start += sum(len(segment.token_ids) for segment in self._segments)
         stop = start + len(response.token_ids)
-        self._events.append(TurnEvent("model", self._last_turn, start, stop, began_s, time.time()))
+        self._events.append(TurnEvent("model", self._last_turn, start, stop, start_s, time.time()))
         self._last_turn = len(self._events) - 1
         self._segments.append(Segment.from_generated(response))
         self._num_used += len(response.token_ids)

@@ -44,7 +44,7 @@ class _Node:
         text: a completion's prompt and the text that the client received; "" for a chat.
         num_answers: turns of the model in the conversation so far, those of the client included.
         has_thought: some turn since the last rendering has a thought.
-        began_s, ended_s: of sampling, since the epoch.
+        start_s, end_s: of sampling, since the epoch.
         is_continued: another turn follows it.
     """
 
@@ -56,8 +56,8 @@ class _Node:
     text: str
     num_answers: int
     has_thought: bool
-    began_s: float
-    ended_s: float
+    start_s: float
+    end_s: float
     is_continued: bool = False
     reward: float | None = None
 
@@ -170,7 +170,7 @@ class TurnTree:
         for node, start in ((node, starts[node]) for node in self._nodes):
             parent = None if node.parent is None else index[node.parent]
             stop = start + len(node.segment.token_ids)
-            yield TurnEvent("model", parent, start, stop, node.began_s, node.ended_s, node.reward)
+            yield TurnEvent("model", parent, start, stop, node.start_s, node.end_s, node.reward)
 
     def _find_context(self, request: TurnRequest) -> tuple[_Node | None, tuple[int, ...], str]:
         """Return the turn that a request continues, the tokens after it, and the text to complete.
@@ -255,7 +255,7 @@ class TurnTree:
         if parent is not None:
             parent.is_continued = True
         response: Generated | None = None
-        began_s = time.time()
+        start_s = time.time()
         try:
             response = await self._generate(context, sampling, self._choose_seed(context, is_first))
         finally:
@@ -266,7 +266,7 @@ class TurnTree:
                 if parent is not None:
                     parent.is_continued = was_continued or any(node.parent is parent for node in self._nodes)
         self._truncated |= response.finish == "length" and max_tokens != request.max_tokens
-        return self._record(request, parent, added, response, prompt, began_s)
+        return self._record(request, parent, added, response, prompt, start_s)
 
     async def _generate(self, context: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
         async def generate() -> Generated:
@@ -304,7 +304,7 @@ class TurnTree:
         added: tuple[int, ...],
         response: Generated,
         prompt: str,
-        began_s: float,
+        start_s: float,
     ) -> ChatReply:
         """Add a turn to the tree and return it as the client reads it."""
         tokenizer, ids = self._settings.tokenizer, response.token_ids
@@ -330,7 +330,7 @@ class TurnTree:
             prompt and prompt + text,
             num_answers,
             has_thought,
-            began_s,
+            start_s,
             time.time(),
         )
         self._nodes.append(node)

@@ -15,7 +15,7 @@ from mindspeed_rl.observability.agent_turns import describe_turns, write_spans
 
 
 def event(name: str, parent: int | None, place: tuple[int, int], times: tuple[float, float], **more: Any) -> dict[str, Any]:
-    base = {"name": name, "parent": parent, "start": place[0], "stop": place[1], "began_s": times[0], "ended_s": times[1]}
+    base = {"name": name, "parent": parent, "start": place[0], "stop": place[1], "start_s": times[0], "end_s": times[1]}
     return base | {"reward": None, "failed": False} | more
 
 
