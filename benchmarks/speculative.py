@@ -2,8 +2,8 @@
 
     python benchmarks/speculative.py --shape 30M --rounds 3
 
-A model with random weights generates groups of responses to a few prompts. At a low temperature it repeats itself and the
-responses of a group are alike; at temperature 1 its text is free. Each round runs every engine once, in turn, with the same
+A model with random weights generates groups of responses to a few prompts, at a low temperature and at temperature 1. Such a
+model hardly repeats itself, so the table shows what drafts cost where few are kept. Each round runs every engine once, in turn, with the same
 seeds; the table has the median of the rounds. The responses of all engines must be equal.
 """
 
@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, object] | None] = {
         "suffix_decoding_max_cached_requests": 0,
     },
 }
-TEXTS = {"repetitive": 0.3, "free": 1.0}
+TEXTS = {"temperature 0.3": 0.3, "temperature 1": 1.0}
 PROMPT_TOKENS, GROUP = 32, 8
 
 
