@@ -3,8 +3,8 @@
     python benchmarks/speculative.py --shape 30M --rounds 3
 
 A model with random weights generates groups of responses to a few prompts, at a low temperature and at temperature 1. Such a
-model hardly repeats itself, so the table shows what drafts cost where few are kept. Each round runs every engine once, in turn, with the same
-seeds; the table has the median of the rounds. The responses of all engines must be equal.
+model hardly repeats itself, so the table shows what drafts cost where few are kept. Each round runs every engine once, in turn,
+with the same seeds; the table has the median of the rounds. The responses of all engines must be equal.
 """
 
 from __future__ import annotations
