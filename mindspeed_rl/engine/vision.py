@@ -181,8 +181,8 @@ class VisionEncoder:
 
     def __init__(self, tower: nn.Module, vision: VisionConfig) -> None:
         self._tower, self._vision = tower, vision
-        self._kept: OrderedDict[str, list[Tensor]] = OrderedDict()
-        self._kept_bytes = 0
+        self._cached: OrderedDict[str, list[Tensor]] = OrderedDict()
+        self._cached_bytes = 0
 
     @property
     def is_trained(self) -> bool:
@@ -216,28 +216,28 @@ class VisionEncoder:
         """Return the features [tokens of all images, hidden size] of each level."""
         if self.is_trained:
             return self._compute(images)
-        missing = [image for image in images if image.key not in self._kept]
-        found = {image.key: self._kept[image.key] for image in images if image.key in self._kept}
+        missing = [image for image in images if image.key not in self._cached]
+        found = {image.key: self._cached[image.key] for image in images if image.key in self._cached}
         if missing:
             counts = [self._vision.count_tokens(image.grid) for image in missing]
             levels = [level.split(counts) for level in self._compute(missing)]
             found |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
         for key in (image.key for image in images):
-            self._keep(key, found[key])
+            self._cache(key, found[key])
         device = next(self._tower.parameters()).device
         return [
             torch.cat([found[image.key][level].to(device) for image in images]) for level in range(len(found[images[0].key]))
         ]
 
-    def _keep(self, key: str, levels: list[Tensor]) -> None:
+    def _cache(self, key: str, levels: list[Tensor]) -> None:
         """Keep features on the host; those that were not asked for the longest time go first."""
-        if key not in self._kept:
-            self._kept[key] = [level.cpu() for level in levels]
-            self._kept_bytes += sum(level.nbytes for level in self._kept[key])
-        self._kept.move_to_end(key)
-        while self._kept_bytes > _CACHE_BYTES and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= sum(level.nbytes for level in oldest)
+        if key not in self._cached:
+            self._cached[key] = [level.cpu() for level in levels]
+            self._cached_bytes += sum(level.nbytes for level in self._cached[key])
+        self._cached.move_to_end(key)
+        while self._cached_bytes > _CACHE_BYTES and len(self._cached) > 1:
+            _, oldest = self._cached.popitem(last=False)
+            self._cached_bytes -= sum(level.nbytes for level in oldest)
 
     def _compute(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         weight = next(self._tower.parameters())
