@@ -15,7 +15,8 @@ NUM_HELD_OUT = 40
 NUMBERS = (4, 5, 6, 7, 8)
 THINGS = (
     "cat dog river mountain city teacher train book garden winter kitchen ocean forest robot market school planet bridge "
-    "farmer doctor window letter piano engine island storm painter castle desert baker lake horse library summer lamp ship road clock"
+    "farmer doctor window letter piano engine island storm painter castle desert baker lake horse library summer lamp ship "
+    "road clock"
 ).split()
 
 

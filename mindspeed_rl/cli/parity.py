@@ -175,14 +175,15 @@ def _policy_batch(
     threshold: float | None,
     rows: slice,
 ) -> PolicyBatch:
-    optional = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+    optional: dict[str, Any] = {name: columns[name][rows] for name in names if name in columns}
     return PolicyBatch(
         log_probs[rows],
         advantages[rows],
         columns["response_mask"][rows],
         _loss_mask(objective, columns)[rows],
         entropy_threshold=threshold,
-        **{name: columns[name][rows] for name in optional if name in columns},
+        **optional,
     )
 
 

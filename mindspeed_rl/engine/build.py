@@ -192,8 +192,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
                 model.vision = vision
                 if model.pre_process:
-                    model.vision_model = build_tower(plan.hf_config)
-                    model.encoder = VisionEncoder(model.vision_model, vision)
+                    model.vision_model = tower = build_tower(plan.hf_config)
+                    model.encoder = VisionEncoder(tower, vision)
                     add_to_layers(model, layout.chunk_layers(pp_rank, stage), len(vision.deepstack_layers))
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = model_config.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -75,7 +76,8 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
     for rate, projects in rates:
         part = ParamWithNamePredicate(f"vision {rate} {projects}", partial(_is_of_tower, projects=projects))
         # the same schedule, at another height
-        overrides[ParamKey(with_name_predicate=part)] = {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr}
+        # its type asks for weight decay too, which is the group's where it is left out
+        overrides[ParamKey(with_name_predicate=part)] = cast(Any, {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr})
     return get_megatron_optimizer(settings, chunks, overrides)
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -94,15 +93,15 @@ class _ResponseAligned(GPTModel):
     vision: VisionConfig | None = None
     encoder: VisionEncoder | None = None
 
-    def forward(  # pyrefly: ignore[bad-override]  (what travels as `labels` is a request here)
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None,
-        decoder_input: Tensor | None = None,
+        attention_mask: Any,
+        decoder_input: Any = None,
         labels: Any = None,
         *args: Any,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Any = None,
         **named: Any,
     ) -> Any:
         """Run GPTModel, with the features of images in place of their tokens' embeddings."""

@@ -153,7 +153,8 @@ def build_tower(hf_config: HfConfig) -> nn.Module:
     """Build transformers' vision tower and projector of a model, with random weights."""
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.for_model(**hf_config).vision_config
+    keys: dict[str, Any] = dict(hf_config)
+    config = AutoConfig.for_model(**keys).vision_config
     tower = AutoModel.from_config(config, attn_implementation="sdpa")
     # all its modules read it from here; transformers would refuse a kernel that it does not know
     tower.config._attn_implementation = adaptors.tower_attention()

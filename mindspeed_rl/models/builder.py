@@ -410,7 +410,8 @@ def build_gpt_model(
     )
     if model_config.vision is not None:
         # Megatron's has no interleaved sections, and slices the positions, which are this rank's already
-        model.rotary_pos_emb = MultimodalRotary(model.rotary_pos_emb.inv_freq, model_config.vision)
+        rotary: Any = MultimodalRotary(model.rotary_pos_emb.inv_freq, model_config.vision)
+        model.rotary_pos_emb = rotary
     if scaling is not None and scaling.type != "yarn":
         # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling
         embedding = model.rotary_pos_emb

@@ -64,7 +64,7 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
             elements += view.numel()
             if view.dim() > 3:  # of a convolution, in full rows
                 tensor_slice, view = (tensor_slice[0], (0, view[0].numel())), view.flatten(1)
-            if view.dim() == 3:  # of a convolution of single channels, whose middle dimension is 1
+            elif view.dim() == 3:  # of a convolution of single channels, whose middle dimension is 1
                 tensor_slice, view = (tensor_slice[0], tensor_slice[2]), view.squeeze(1)
             compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)
             (by_loops if compiled else by_torch).add(group, tensor_slice, view)

@@ -89,7 +89,7 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
 
 
 def _describe(sample: Trajectory) -> dict[str, object]:
-    """Return a trajectory without its tokens; of a sequence: length of the prompt, length and origin of each segment, images."""
+    """Return a trajectory without its tokens; of a sequence: length of the prompt, length and origin of segments, images."""
     return {
         "sequences": [
             [

@@ -33,7 +33,8 @@ _FUSED = ("always fused on the NPU; elsewhere the plain form computes the same",
 #: class of a group -> name -> key
 IGNORED: dict[str, dict[str, IgnoredKey]] = {
     "RLConfig": {
-        "vit_forward_micro_batch_size": IgnoredKey(int | None, None, "images of one encoder pass", "编码器一次的图像数", _TOWER),
+        "vit_forward_micro_batch_size":
+            IgnoredKey(int | None, None, "images of one encoder pass", "编码器一次的图像数", _TOWER),
         "actor_image_embeds_dispatch_size": IgnoredKey(int | None, None, "rows encoded at once", "一次编码的行数", _TOWER),
         "require_max_age_all_finished": IgnoredKey(bool, True, "finish the oldest partial responses", "把最老的未完回答生成完",
             ("every response ends within partial_rollout_max_split rollouts",

@@ -57,8 +57,8 @@ class _DataKeys:
     data_path: str | list[str | float] | None = key(None,
         "prefix of the indexed dataset; a list alternates weights and prefixes. Prompts may also be a raw file, a folder or "
         "hf://owner/name (ms:// for ModelScope), each followed by [start:stop] or #count where a part is read",
-        "索引数据集的前缀；列表为权重与前缀交替。prompt 也可以是原始文件、文件夹或 hf://owner/name（ModelScope 为 ms://），其后可加 "
-        "[start:stop] 或 #count", elsewhere="dataset dataset_name prompt_data train_files",
+        "索引数据集的前缀；列表为权重与前缀交替。prompt 也可以是原始文件、文件夹或 hf://owner/name"
+        "（ModelScope 为 ms://），其后可加 [start:stop] 或 #count", elsewhere="dataset dataset_name prompt_data train_files",
         upstream=("reads indexed datasets only", "只读索引数据集"), on_resume="order")
     eval_data_path: str | None = key(None, "prefix of the held-out dataset; unset: the part that split holds back, if any",
         "留出集的前缀；不设时为 split 留出的部分（如有）", elsewhere="val_dataset eval_dataset val_files eval_prompt_data",
@@ -203,7 +203,8 @@ class _OptimizerKeys:
 class _CheckpointKeys:
     """Loading, saving, resuming."""
 
-    load: str | None = key(None, "folder with Megatron checkpoints or a Hugging Face model, or owner/name, ms://owner/name on a hub",
+    load: str | None = key(None,
+        "folder with Megatron checkpoints or a Hugging Face model, or owner/name, ms://owner/name on a hub",
         "含 Megatron 检查点或 Hugging Face 模型的文件夹，或 hub 上的 owner/name、ms://owner/name",
         elsewhere="model_name_or_path hf_checkpoint pretrain model.path resume_from_checkpoint",
         upstream=("reads Megatron checkpoints only", "只读 Megatron 检查点"), on_resume="exact")

@@ -300,7 +300,7 @@ def _drafts(cfg: RunConfig) -> Iterator[Violation]:
     has_files = (folder / "config.json").is_file() and any(folder.glob("*.[sb][ai][fn]*"))  # safetensors, bin
     if _DRAFT_METHODS[str(method)] and method != "mtp" and not has_files:
         yield wrong(f"{group}.model", f"is {model!r}, but must be the folder of the draft's config.json and weights")
-    sampling, off = generate.sampling_config, {group: None}
+    sampling, off = generate.sampling_config, dict[str, object]({group: None})
     for name, reason in (
         ("min_p", "vLLM does not apply it to drafts"),
         ("stop", "a text that ends a response may be in the middle of the tokens of a step"),

@@ -35,7 +35,10 @@ BLOCK = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}  # fmt: skip
 
 
 def build_model(family: str) -> transformers.PreTrainedModel:
@@ -58,7 +61,8 @@ def write(path: Path, family: str, kind: str = "F32", **changes: object) -> tran
     writer = gguf.GGUFWriter(str(path), family)
     values = {
         "block_count": SIZES["num_hidden_layers"], "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": getattr(config, "head_dim", None) or 16,
+        "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": getattr(config, "head_dim", None) or 16,
         **changes,
     }  # fmt: skip
     for name, value in values.items():
@@ -107,7 +111,8 @@ def test_a_file_becomes_the_folder_that_it_was_made_from(family: str, tmp_path: 
     folder = tmp_path / "hf"
     command = ["convert", "--load-dir", str(tmp_path / "model.gguf"), "--save-model-type", "hf", "--save-dir", str(folder)]
     assert main([*command, "--max-shard-size", "60KB"]) == 0
-    assert len(list(folder.glob("*.safetensors"))) > 2 and json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = model.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
@@ -153,7 +158,8 @@ def test_what_is_no_such_model_is_one_line(tmp_path: Path, capsys: pytest.Captur
     write(file, "llama", block_count=3)
     assert "has tensors of 2 layers, and states 3" in fails(*hf)
     (tmp_path / "other.gguf").touch()
-    assert "has 2 GGUF files; name one" in fails("--load-dir", str(tmp_path), "--load-model-type", "gguf", "--save-model-type", "hf")
+    command = ("--load-dir", str(tmp_path), "--load-model-type", "gguf", "--save-model-type", "hf")
+    assert "has 2 GGUF files; name one" in fails(*command)
     assert "is no GGUF file, nor a folder" in fails(
         "--load-dir", str(tmp_path / "no"), "--load-model-type", "gguf", "--save-model-type", "hf"
     )

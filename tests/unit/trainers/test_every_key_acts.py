@@ -77,25 +77,20 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
-    "config/objective.py": "distillation",  # tests/unit/config/test_distillation_keys.py has its keys
-    "config/placement.py": "teacher_resource",  # with a teacher
     "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
     "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
-    "workers/stages/instruction.py": "teacher_topk_rest",
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config",
-    # models with images alone
-    "engine/build.py": "freeze_vit freeze_aligner",
-    "engine/optimizer.py": "vit_lr aligner_lr",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
     "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
-    "critic_resource rollout_resource use_integrated_worker vllm_server_port infer_pipeline_parallel_size num_npus",
+    "critic_resource teacher_resource rollout_resource use_integrated_worker vllm_server_port "
+    "infer_pipeline_parallel_size num_npus",
     "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
@@ -103,16 +98,18 @@ ELSEWHERE: dict[str, str] = {
     "use_mlflow",
     "config/run.py": "max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
-    "rollout_importance_sampling_threshold_min",
+    # tests/unit/config/test_distillation_keys.py has the keys of distillation
+    "rollout_importance_sampling_threshold_min distillation",
     "config/loader.py": "model stage dropout_in_update",
     "config/keys/generate.py": "speculative_config",
     "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
     "config/resolve.py": "fault_tolerance threads_per_worker",
     "data/prompts.py": "prompt_type_path",
-    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
+    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 freeze_vit "
+    "freeze_aligner",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
-    "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer",
+    "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
@@ -158,15 +155,15 @@ ELSEWHERE: dict[str, str] = {
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
-    "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop structured_output "
-    "repetition_penalty presence_penalty frequency_penalty",
+    "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
+    "structured_output repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
     "serving/servers.py": "rollout_server_restarts vllm_server_token_file",
     "workers/scoring.py": "placeholder_token reward_tokens",
-    "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
+    "workers/stages/instruction.py": "teacher_topk_rest pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",
     "workers/supervised_worker.py": "no_pad_to_seq_lengths",
 }
