@@ -299,6 +299,11 @@ _K3_PLUS = KlEstimator(
     formula="value exp(d) - d - 1, gradient of d^2 / 2, d = log pi_ref - log pi",
 )
 
+#: the estimator of a stage with a critic where none is named
+CRITIC_ESTIMATOR = "gae"
+#: KL estimators whose gradient as a loss is 0 on average, and one of the same divergence that has a gradient
+KL_WITHOUT_GRADIENT, KL_WITH_GRADIENT = ("k1", "kl"), "k2"
+
 #: the long names are MindSpeed-RL's, the short ones the field's
 KL_ESTIMATORS: dict[str, KlEstimator] = {
     "kl": _K1,

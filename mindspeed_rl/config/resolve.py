@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.keys.generate import GenerateConfig
@@ -169,7 +170,7 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
     rl, set_keys, derived = cfg.rl_config, cfg.set_keys.get("rl_config", frozenset()), dict[str, Derivation]()
     assert rl is not None
     if cfg.stage == "ray_ppo" and "adv_estimator" not in set_keys:
-        derived["adv_estimator"] = Derivation("gae", "stage ray_ppo, which trains a critic")
+        derived["adv_estimator"] = Derivation(CRITIC_ESTIMATOR, "stage ray_ppo, which trains a critic")
     bounds = [name for name in ("clip_ratio_low", "clip_ratio_high") if name in set_keys]
     if bounds and "clip_higher_enable" not in set_keys:
         derived["clip_higher_enable"] = Derivation(True, f"{' and '.join(bounds)}, which it lets act")

@@ -135,7 +135,9 @@ def _open_run_prompts(
         max_prompt_length=run.rl.max_prompt_length,
         dataset_additional_keys=actor.dataset_additional_keys or None,
         settings=dataclasses.replace(
-            _prompt_settings(actor), tools=tuple(tools), image_rules=read_image_rules(run.models["actor"])
+            _prompt_settings(actor),
+            tools=tuple(tools),
+            image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
         ),
     )
     if key == "data_path" and run.rl.distillation.enabled:

@@ -53,7 +53,7 @@ from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
-from mindspeed_rl.workers.responses import read_image_rules, reads_images
+from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.reward_group import RewardGroup
 from mindspeed_rl.workers.teacher_servers import TeacherServers
 
@@ -293,7 +293,7 @@ def _open_data_plane(run: Run) -> DataPlane:
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     else:
         options = {"result_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": build_runtime_env({})}
-    users = {**DATA_PLANE_USERS, **list_worker_columns(run.config, images=reads_images(run))}
+    users = {**DATA_PLANE_USERS, **list_worker_columns(run.config, images=run.config.reads_images)}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 
 

@@ -25,7 +25,6 @@ from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.workers.fleet import Fleet
-from mindspeed_rl.workers.responses import reads_images
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: normalized scores are about 1; a sum below this is what adv_epsilon and rounding leave of scores that cancel
@@ -117,7 +116,7 @@ class FilteredRollout(Rollout):
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, synchronous, model_rewards
         self._filter = group_filter
         self._timeout_s = run.deadlines.rows_s
-        rollout = list_worker_columns(run.config, images=reads_images(run))["actor_rollout"]
+        rollout = list_worker_columns(run.config, images=run.config.reads_images)["actor_rollout"]
         # merged rows are put anew, so all columns that the rollout put have to be read back
         self._columns = [*SCORED_COLUMNS, *(name for name in rollout if name not in SCORED_COLUMNS)]
         self._next_rollout = 0

@@ -26,7 +26,6 @@ from mindspeed_rl.observability.run_files import EXAMPLES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
-from mindspeed_rl.workers.responses import reads_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +102,7 @@ class RolloutLogger(RunLogger):
         count = min(self._run.rl.log_completions_keep, len(batch.advantages))
         columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated", "trajectories"]
         columns += ["rollout_log_probs", "weight_versions", *(["old_log_probs"] if batch.has_old_log_probs else [])]
-        columns += [IMAGES] if reads_images(self._run) else []
+        columns += [IMAGES] if self._run.config.reads_images else []
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in rows["prompt_ids"]])
         if (vision := self._run.models["actor"].plan.model_config.vision) is not None:

@@ -24,7 +24,7 @@ from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
-from mindspeed_rl.workers.responses import get_sampling_seed, reads_images
+from mindspeed_rl.workers.responses import get_sampling_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,7 +209,7 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns
 
 def list_task_columns(run: Run, agents: AgentRunner) -> list[str]:
     """Return the columns of the data plane that tasks of this run are made of: all where something reads the rows."""
-    return list(TASK_COLUMNS if agents.loop.reads_rows or reads_images(run) else TASK_COLUMNS[:1])
+    return list(TASK_COLUMNS if agents.loop.reads_rows or run.config.reads_images else TASK_COLUMNS[:1])
 
 
 def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: int, sampling: Sampling) -> list[Task]:

@@ -25,11 +25,6 @@ def read_image_rules(model: RoleModel) -> ImageRules | None:
     return ImageRules.read(model.source.hf_folder, config.min_pixels, config.max_pixels)
 
 
-def reads_images(run: Run) -> bool:
-    """Return True where the actor is a model of images."""
-    return run.models["actor"].plan.model_config.vision is not None
-
-
 def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: bool = False) -> dict[str, list[Any]]:
     """Return the data plane's columns of complete trajectories, a row each; with those of a model of images.
 

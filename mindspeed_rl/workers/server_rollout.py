@@ -29,7 +29,7 @@ from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.remote_group import RemoteGroup
-from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, reads_images
+from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
 
 _Result = TypeVar("_Result")
 
@@ -190,7 +190,7 @@ class ServerRollout:
                 await asyncio.sleep(_COLLECT_S)  # those that end together travel together
                 done = {running.pop(task): task for task in list(running) if task.done()}
                 trajectories = [done[index].result() for index in sorted(done)]
-                rows = build_response_columns(trajectories, with_images=reads_images(run))
+                rows = build_response_columns(trajectories, with_images=run.config.reads_images)
                 await loop.run_in_executor(self._writer, self._plane.put, rows, sorted(done))
                 metrics.merge(compute_response_metrics(trajectories))
         finally:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
+from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, KL_WITH_GRADIENT, KL_WITHOUT_GRADIENT, POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import ROLE_TEACHERS, Objective
@@ -125,7 +125,7 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
             "ppo_critic",
             {"megatron_training.stage": cfg.stage, "rl_config.adv_estimator": rl.adv_estimator},
             f"megatron_training.stage ray_ppo trains a critic, and rl_config.adv_estimator {rl.adv_estimator} has none",
-            ({"rl_config.adv_estimator": "gae"}, {"megatron_training.stage": "ray_grpo"}),
+            ({"rl_config.adv_estimator": CRITIC_ESTIMATOR}, {"megatron_training.stage": "ray_grpo"}),
         )
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules report it, below 1 the range of the key
@@ -381,12 +381,12 @@ def _distillation(cfg: RunConfig) -> Iterator[Violation]:
         )
     if keys.teacher_weights and not any(keys.teacher_weights):
         yield violate("some_weight", "teacher_weights", "must not all be 0")
-    if keys.loss_mode in ("k1", "kl") and not keys.use_policy_gradient:
+    if keys.loss_mode in KL_WITHOUT_GRADIENT and not keys.use_policy_gradient:
         yield violate(
             "estimator_as_loss",
             "loss_mode",
             "as a loss has a gradient of 0 on average, whatever the teacher is; it is for use_policy_gradient",
-            loss_mode="k2",
+            loss_mode=KL_WITH_GRADIENT,
             use_policy_gradient=True,
         )
     is_server = [teacher.startswith(("http://", "https://")) for teacher in teachers]

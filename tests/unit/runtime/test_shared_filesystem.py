@@ -21,7 +21,7 @@ class _Config:
         model = str(folder / "model")
         self.actor_config = MegatronConfig(load=model, save=str(folder / "save"), tokenizer_name_or_path=model)
         self.megatron_training = self.actor_config
-        self.ref_config = self.reward_config = self.critic_config = self.rl_config = None
+        self.ref_config = self.reward_config = self.critic_config = self.teacher_config = self.rl_config = None
 
 
 class _Run:
