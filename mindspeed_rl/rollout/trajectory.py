@@ -86,7 +86,7 @@ class TurnEvent:
         name: "model", or that of the tool.
         parent: index of the event that it follows; None for the first of a conversation.
         start, stop: its tokens in the row's response; equal for a tool.
-        start_s, end_s: since the epoch.
+        start_s, end_s: since the epoch; not compared.
         reward: of the turn; None for none.
         failed: the call failed.
     """
@@ -95,8 +95,8 @@ class TurnEvent:
     parent: int | None
     start: int
     stop: int
-    start_s: float
-    end_s: float
+    start_s: float = field(compare=False)
+    end_s: float = field(compare=False)
     reward: float | None = None
     failed: bool = False
 

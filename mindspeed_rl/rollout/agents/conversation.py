@@ -160,7 +160,8 @@ class AgentConversation:
         self.num_turns += 1
         ended = response.finish == "stop"
         self._truncated = not ended
-        has_end = ended and response.token_ids[-1] in self._sampling.stop_token_ids  # else a text ended it
+        end_ids = (*self._sampling.stop_token_ids, self._tokenizer.eos_token_id)
+        has_end = ended and response.token_ids[-1] in end_ids  # else a stop text ended it, and its last token is text
         visible = response.token_ids[:-1] if has_end else response.token_ids
         # cleaning up would remove spaces that the model sampled
         text = self._tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
