@@ -53,7 +53,8 @@ def test_every_pointer_leads_to_an_anchor() -> None:
         assert link_reference(path).partition("#")[2] in anchors
     assert link_reference("actor_config.lr") == "docs/keys.md#megatron_training.lr"
     groups = {path.partition(".")[0] for path in GROUPS}
-    assert groups | {"actor_config", "ref_config", "reward_config", "critic_config", "vit_config"} == set(TOP_LEVEL)
+    role_groups = {f"{role}_config" for role in ("actor", "ref", "reward", "critic", "teacher", "vit")}
+    assert groups | role_groups == set(TOP_LEVEL)
 
 
 def test_a_row_says_type_default_bounds_names_and_readers() -> None:
@@ -69,7 +70,7 @@ def test_a_row_says_type_default_bounds_names_and_readers() -> None:
     assert english["rl_config.kl_ctrl_type"].kind == "`fixed` `adaptive`"
     assert english["megatron_training.lr"].kind == "number or null"
     assert "Only on npu" in english["megatron_training.swap_attention"].meaning
-    assert "**No effect**: text models only" in english["megatron_training.mm_model"].meaning
+    assert "**No effect**: config.json of the model describes it" in english["megatron_training.mm_model"].meaning
     assert "*MindSpeed-RL*: skips names" in english["rl_config.verifier_function"].meaning
 
 
