@@ -534,7 +534,7 @@ def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
     values: dict[str, object] = {f"{ACTOR}.micro_batch_size": sizes.micro}
     if sizes.rollout is None:
         values[f"{ACTOR}.global_batch_size"] = sizes.step
-    elif sizes.is_megatron or sizes.step % sizes.group:
+    elif (sizes.is_megatron and sizes.group > 1) or sizes.step % sizes.group:
         # counts of completions, with Megatron-SWIFT's own rules
         values |= {f"{ACTOR}.global_batch_size": sizes.step, f"{RL}.num_generations": sizes.group}
         values |= {f"{RL}.generation_batch_size": sizes.rollout, f"{RL}.epochs": sizes.iterations}
@@ -749,6 +749,9 @@ def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     if default is None:
         raise ConfigError([f"--advantage_estimator {estimator}: not available here"])
     scale = command.options.get("scale_rewards", default)
+    is_alone = command.has("teacher_model", "teacher_model_server") and not command.has("reward_funcs", "reward_model")
+    if estimator == "grpo" and is_alone and command.count("num_generations", 8) == 1:
+        scale = "none"  # rewards of 0, which no spread changes, and a group of one has none
     # it was true or false before, and none is no value elsewhere
     return estimator, {True: "group", False: "none", None: "none"}.get(cast("bool | None", scale), str(scale))
 

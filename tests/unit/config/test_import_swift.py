@@ -333,6 +333,14 @@ def test_a_teacher_of_grpo_enters_the_advantage_next_to_the_rewards() -> None:
     assert served.get(f"{key}.teacher_models") == ["http://host:8000/v1"]
 
 
+def test_a_teacher_alone_trains_on_single_responses() -> None:
+    alone = GRPO.replace(" --reward_funcs accuracy", "")
+    run = imported("--teacher_model models/teacher --num_generations 1", alone)
+    assert [run.get(f"rl_config.{name}") for name in ("n_samples_per_prompt", "scale_rewards")] == [1, "none"]
+    with pytest.raises(ConfigError, match="must be at least 2"):
+        imported("--teacher_model models/teacher --num_generations 1")
+
+
 def test_a_teacher_alone_needs_no_reward_function() -> None:
     run = imported("--teacher_model models/teacher", GRPO.replace(" --reward_funcs accuracy", ""))
     assert [run.get(f"rl_config.{name}") for name in ("rule_reward", "distillation.use_task_rewards")] == [False, False]
