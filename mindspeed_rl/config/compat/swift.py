@@ -32,6 +32,8 @@ from mindspeed_rl.config.errors import ConfigError
 _STAGES = {
     "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "rm": "orm", "sft": "sft", "pt": "pretrain",
 }  # fmt: skip
+#: kinds that read pairs of answers
+_PAIRS = ("dpo", "simpo", "rm")
 _MEGATRON = "megatron "
 _SERVING = {
     "rollout": "mindspeed-rl rollout --config-name",
@@ -67,10 +69,10 @@ _COLUMNS: dict[str, dict[str, str]] = {
 _MODELSCOPE = frozenset("AI-ModelScope swift modelscope iic LLM-Research ZhipuAI speech_asr llm-wizard liucong".split())
 _VISION = re.compile(
     r"(?i)[-_/.](vl|omni|audio|tts|ocr)[-_/.\d]|[-_]vl$|[-_/](omni)$|qwen\d?(\.\d)?-?(vl|omni|audio)|internvl|llava|minicpm-v|"
-    r"clevr_cogen|multimodal|latex_ocr|videochat|chartqa|geoqa|aishell|coco-en|mammoth-vl"
+    r"clevr_cogen|multimodal|latex_ocr|videochat|chartqa|geoqa|aishell|coco-en|mammoth-vl|rlaif-v"
 )
 #: models of images that there are, and data of images
-_IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl")
+_IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl|rlaif-v")
 _EXPERTS = re.compile(r"(?i)-a\d+b|moe|mixtral|deepseek-v[23]")
 #: reward function there -> here
 _FUNCTIONS = {
@@ -363,6 +365,8 @@ def _build(run: Import, command: SourceCommand) -> None:
         for text in command.list_texts(name):
             if _VISION.search(text) and not _IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
+            elif name != "model" and kind in _PAIRS and _IMAGES.search(text):
+                run.refuse(f"--{name} {text}", "images in preference data")
     if kind in _SERVING:
         _build_serving(run, command, kind)
         return
@@ -482,7 +486,7 @@ def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
         if is_hub and not path.startswith("hf://"):
             notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
         if kind not in ("grpo", "ppo"):
-            handler = "AlpacaStylePairwiseHandler" if kind in ("dpo", "simpo", "rm") else "AlpacaStyleInstructionHandler"
+            handler = "AlpacaStylePairwiseHandler" if kind in _PAIRS else "AlpacaStyleInstructionHandler"
             words = "" if kind == "pt" else f" --handler-name {handler} --prompt-type hf"
             rows = f" --max-samples {count}" if count and len(names) == 1 else ""
             notes.append(
@@ -749,11 +753,16 @@ def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     if default is None:
         raise ConfigError([f"--advantage_estimator {estimator}: not available here"])
     scale = command.options.get("scale_rewards", default)
-    is_alone = command.has("teacher_model", "teacher_model_server") and not command.has("reward_funcs", "reward_model")
+    has_rewards = command.has("reward_funcs", "reward_model") or _has_environment(command)
+    is_alone = command.has("teacher_model", "teacher_model_server") and not has_rewards
     if estimator == "grpo" and is_alone and command.count("num_generations", 8) == 1:
         scale = "none"  # rewards of 0, which no spread changes, and a group of one has none
     # it was true or false before, and none is no value elsewhere
     return estimator, {True: "group", False: "none", None: "none"}.get(cast("bool | None", scale), str(scale))
+
+
+def _has_environment(command: SourceCommand) -> bool:
+    return command.flag("use_gym_env", default=command.has("gym_env"))
 
 
 def _has_kl_in_reward(command: SourceCommand) -> bool:
@@ -797,7 +806,7 @@ def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
     plugins = command.list_texts("reward_model_plugin")
     if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
-    _set_teacher(run, command, has_rewards=bool(names or models))
+    _set_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
     if weights and len(weights) != len(names) + len(models):
         raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
     weights = weights or [1.0] * (len(names) + len(models))

@@ -341,6 +341,21 @@ def test_a_teacher_alone_trains_on_single_responses() -> None:
         imported("--teacher_model models/teacher --num_generations 1")
 
 
+def test_images_in_preference_data_are_refused() -> None:
+    command = (
+        "swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct --dataset swift/RLAIF-V-Dataset --max_length 2048 "
+        "--max_steps 10 --per_device_train_batch_size 1"
+    )
+    with pytest.raises(ConfigError, match="images in preference data"):
+        imported("", command)
+
+
+def test_rewards_of_an_environment_train_next_to_a_teacher() -> None:
+    environment = "--gym_env frozen --external_plugins p.py --multi_turn_scheduler gym_scheduler"
+    run = imported(f"--teacher_model models/teacher {environment}", GRPO.replace(" --reward_funcs accuracy", ""))
+    assert run.get("rl_config.distillation.use_task_rewards") is True
+
+
 def test_a_teacher_alone_needs_no_reward_function() -> None:
     run = imported("--teacher_model models/teacher", GRPO.replace(" --reward_funcs accuracy", ""))
     assert [run.get(f"rl_config.{name}") for name in ("rule_reward", "distillation.use_task_rewards")] == [False, False]
