@@ -18,6 +18,7 @@ _TOWER: HfConfig = {
     "intermediate_size": 4304,
     "num_heads": 16,
     "num_position_embeddings": 2304,
+    "out_hidden_size": 3584,
     "patch_size": 16,
 }
 _DEEPSTACK: HfConfig = {**_TOWER, "deepstack_visual_indexes": [8, 16, 24]}

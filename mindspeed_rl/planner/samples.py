@@ -12,10 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import ClassVar
 
-import numpy as np
-
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.data.indexed import column_prefix, read_index
 
 #: default mean lengths: of the limit of responses, of that of prompts
 _MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
@@ -176,9 +173,11 @@ def assume_row_length(cfg: RunConfig, max_len: int, micro_batch_size: int, known
     packs = config.reset_attention_mask or (cfg.rl_config is not None and cfg.rl_config.use_remove_padding)
     if cfg.stage == "pretrain" or not (packs or config.no_pad_to_seq_lengths) or not isinstance(config.data_path, str):
         return float(max_len), f"sequences of {max_len} tokens, the maximum; --mean-response sets their mean"
+    from mindspeed_rl.data.indexed import column_prefix, read_index  # with numpy, which other plans do without
+
     column = "input_ids" if cfg.stage in ("sft", "prm") else "chosen_input_ids"
     try:
-        lengths = np.minimum(read_index(column_prefix(Path(config.data_path).expanduser(), column)).lengths, max_len)
+        lengths = read_index(column_prefix(Path(config.data_path).expanduser(), column)).lengths.clip(max=max_len)
     except (ValueError, OSError):  # the data is elsewhere, or training will refuse it
         return float(max_len), f"sequences of {max_len} tokens, the maximum; --mean-response sets their mean"
     count = 1 if packs else max(1, min(micro_batch_size, len(lengths)))
