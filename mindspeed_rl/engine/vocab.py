@@ -82,9 +82,9 @@ class _VocabLogProbs(torch.autograd.Function):
             # one rank has the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            columns = [] if others is None else [_gather(shifted, others[chunk] - first)]
+            at = None if others is None else _gather(shifted, others[chunk] - first)  # before `shifted` is overwritten
             sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked], 1)
-            summed = _all_reduce(torch.cat([sums, *columns], 1), group)
+            summed = _all_reduce(sums if at is None else torch.cat([sums, at], 1), group)
             total, weighted, picked = summed[:, :3].unbind(1)
             log_total = total.log()
             if at_others is not None:

@@ -33,7 +33,8 @@ SMALLER["gspo_token"] = SMALLER["gspo"]
 def run_files() -> list[str]:
     """The tiny run files with rollouts."""
     names = sorted(path.stem for path in find_project_configs().glob("*_tiny_cpu.yaml"))
-    return [name.removesuffix("_tiny_cpu") for name in names if not load_run_config(name).is_supervised]
+    rewarded = [name for name in names if not load_run_config(name).is_supervised]
+    return [name.removesuffix("_tiny_cpu") for name in rewarded if name != "distill_tiny_cpu"]  # it learns from a teacher
 
 
 def accuracy(world: World, name: str, *, flip: bool) -> tuple[float, float]:
