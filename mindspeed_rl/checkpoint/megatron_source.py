@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from mindspeed_rl.checkpoint.jobs import Group
 from mindspeed_rl.checkpoint.mcore import MegatronFolder, iteration_folder
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from mindspeed_rl.checkpoint.dist import DistFolder
 
 #: Megatron's name of the one weight that a critic or reward model has and a language model does not
 SCORE_HEAD = "rm_head.weight"
@@ -56,13 +60,25 @@ def open_megatron(
     Raises:
         ValueError: the checkpoint is incomplete, damaged, or of another model.
     """
+    opened = open_layout(path, iteration, verified=verified).open(architecture, model_config, loosely)
+    return _MegatronTensors(list(opened.groups))
+
+
+def open_layout(path: Path, iteration: int | None, *, verified: bool) -> MegatronFolder | DistFolder:
+    """Open a checkpoint of Megatron in the layout that it has: `torch_dist`, or a file of each rank.
+
+    Args:
+        iteration: the newest when None.
+        verified: the files have been checked against their checksums already.
+
+    Raises:
+        ValueError: the checkpoint is incomplete or damaged.
+    """
     if (iteration_folder(path, iteration) / "metadata.json").is_file():
         from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
 
-        opened = DistFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
-    else:
-        opened = MegatronFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
-    return _MegatronTensors(list(opened.groups))
+        return DistFolder(path, iteration, verified=verified)
+    return MegatronFolder(path, iteration, verified=verified)
 
 
 def has_score_head(path: Path, iteration: int | None = None) -> bool:

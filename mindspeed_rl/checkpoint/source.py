@@ -6,23 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup
-from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder
+from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
+from mindspeed_rl.checkpoint.megatron_source import open_layout
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, read_group, read_quantization_block, read_size
 from mindspeed_rl.models.vision import read_text_config
-
-if TYPE_CHECKING:
-    from mindspeed_rl.checkpoint.dist import DistFolder
 
 # buffers that old releases of transformers saved: rotary frequencies and causal masks, which models compute
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
@@ -410,14 +408,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     """
     folder = iteration_folder(path, options.iteration)
     distributed = (folder / "metadata.json").is_file()
-    opened: MegatronFolder | DistFolder
-    if distributed:
-        # torch.distributed.checkpoint takes a second to load, which per-rank checkpoints do not need
-        from mindspeed_rl.checkpoint.dist import DistFolder
-
-        opened = DistFolder(path, options.iteration, verified=verified)
-    else:
-        opened = MegatronFolder(path, options.iteration, verified=verified)
+    opened = open_layout(path, options.iteration, verified=verified)
     companions = next(
         (place for place in (options.hf_folder, path / HF_FILES, fallback_hf) if place and (place / "config.json").is_file()),
         None,

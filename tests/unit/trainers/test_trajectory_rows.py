@@ -141,6 +141,8 @@ class Plain:
 class Letters:
     """A tokenizer of a kind."""
 
+    eos_token_id = None
+
     def decode(self, tokens: list[int], **options: Any) -> str:
         return " ".join(map(str, tokens))
 
