@@ -64,7 +64,7 @@ def source(operator: str) -> str:
 
 
 def compute(operator: str, a: int, b: int) -> int:
-    """What the function returns."""
+    """Return value of the function."""
     return {"+": a + b, "-": a - b, "*": a * b, "//": a // b, "%": a % b}[operator]
 
 

@@ -103,7 +103,7 @@ def score(response: str, label: str) -> float:
         return 1.0
     return 0.2 if response.strip().isdigit() else 0.0
 '''
-_ENVIRONMENT = '''"""The environment: the model guesses a number, and is told whether the number is higher or lower."""
+_ENVIRONMENT = '''"""Guess a number: after each guess the environment replies whether the number is higher or lower."""
 
 
 class GuessNumber:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, comparison.html for several")
     parser.add_argument(
         "--share", action="store_true",
-        help="leave out what is nobody else's: samples, paths, hosts, names of projects, texts of errors; default: share.html",
+        help="leave out private content: samples, paths, hosts, names of projects, texts of errors; default: share.html",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     try:

@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py
 
 
 class NotFetchedError(ValueError):
-    """What is named is not on this machine, and was not to be fetched."""
+    """The model or data set is not on this machine, and downloading it is not allowed."""
 
 
 @dataclass(frozen=True)

@@ -248,18 +248,18 @@ def _locate_images(rows: Rows, shape: BatchShape) -> list[_Located]:
     return located
 
 
-def _list_prefixes(rows: Rows, shape: BatchShape) -> list[bytes]:
+def _list_prefixes(rows: Rows, located: Sequence[_Located]) -> list[bytes]:
     """Return for each sequence the bytes of what it may share: its prompt without the last token, and the images there."""
     sequences = (ids for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths))
     prompts = (prompt for spans in rows.spans for prompt, _ in spans)
     keys = []
-    for ids, prompt, (starts, images) in zip(sequences, prompts, _locate_images(rows, shape)):
+    for ids, prompt, (starts, images) in zip(sequences, prompts, located):
         seen = [image.key for start, image in zip(starts, images) if start < prompt - 1]
         keys.append(ids[: prompt - 1].numpy().tobytes() + "/".join(seen).encode())
     return keys
 
 
-def _find_shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]]:
+def _find_shared_prefixes(rows: Rows, shape: BatchShape, located: Sequence[_Located]) -> list[tuple[int, int]]:
     """Return (index of an earlier sequence with the same prefix, shared tokens) of each sequence of a micro-batch.
 
     A sequence shares tokens before the last one of its prompt, which predicts: all of them, or at least _MIN_SHARED. The count
@@ -269,13 +269,12 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]
     if not shape.shares_prefixes:
         return [(index, 0) for index in range(len(prompts))]
     sequences = [ids.numpy() for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths)]
-    located, keys = _locate_images(rows, shape), _list_prefixes(rows, shape)
     longest = max(len(ids) for ids in sequences)
     powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
     by_prompt: dict[bytes, int] = {}
     by_blocks: dict[tuple[int, int], int] = {}  # (tokens, their digest) -> first sequence that begins with them
     found: list[tuple[int, int]] = []
-    for index, (ids, prompt, key) in enumerate(zip(sequences, prompts, keys)):
+    for index, (ids, prompt, key) in enumerate(zip(sequences, prompts, _list_prefixes(rows, located))):
         digests = (powers[: len(ids)] * (ids.astype(np.uint64) + np.uint64(1))).cumsum()[_MIN_SHARED - 1 :: _MIN_SHARED]
         blocks = [((number + 1) * _MIN_SHARED, digest) for number, digest in enumerate(digests.tolist())]
         candidates = {by_prompt.setdefault(key, index)} - {index}
@@ -312,7 +311,7 @@ def _count_computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:
 def measure_width(batch: Rows, indexes: Sequence[int], shape: BatchShape) -> int:
     """Return `BatchShape.width` of the micro-batch of the rows at these indexes."""
     rows = batch.select(indexes)
-    return shape.width(_count_computed(rows, _find_shared_prefixes(rows, shape)))
+    return shape.width(_count_computed(rows, _find_shared_prefixes(rows, shape, _locate_images(rows, shape))))
 
 
 def build_micro_batch(
@@ -331,7 +330,8 @@ def build_micro_batch(
     lengths = [length for one in rows.sequence_lengths for length in one]
     spans = [span for one in rows.spans for span in one]
     count = len(lengths)
-    shared = _find_shared_prefixes(rows, shape)
+    located = _locate_images(rows, shape)
+    shared = _find_shared_prefixes(rows, shape, located)
     computed = _count_computed(rows, shared)
     full_width = max(shape.width(computed), min_width)
     if shape.packed:
@@ -360,7 +360,7 @@ def build_micro_batch(
     placed = None
     if shape.vision is not None:
         sequences = torch.cat(rows.input_ids).split(lengths)
-        placed = PlacedImages.build(sequences, _locate_images(rows, shape), starts.tolist(), positions, shape.vision)
+        placed = PlacedImages.build(sequences, located, starts.tolist(), positions, shape.vision)
         positions = placed.positions
     if shape.packed:
         prefixes = SharedPrefixes.build(padded, shared, device) if any(count for _, count in shared) else None
@@ -435,7 +435,7 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         # rows with the same prompt take fewer tokens in one micro-batch than in several
         prompts = [spans[0][0] for spans in rows.spans]
         indices: dict[bytes, int] = {}
-        keys = _list_prefixes(rows, shape)
+        keys = _list_prefixes(rows, _locate_images(rows, shape))
         first_sequences = accumulate((len(spans) for spans in rows.spans[:-1]), initial=0)
         return pack_families(
             rows.lengths,

@@ -61,7 +61,7 @@ class CpuPlatform(Platform):
             Path("/proc/self/clear_refs").write_text("5")
 
     def worker_env(self) -> dict[str, str]:
-        # One thread, until whoever starts a process that computes says more (`Run.threads`).
+        # One thread; processes that compute are started with more (`Run.threads`).
         # TORCHDYNAMO_DISABLE: vLLM compiles a rank counter with inductor otherwise (15 s).
         return {
             **WAITING,

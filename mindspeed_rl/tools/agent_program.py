@@ -43,7 +43,7 @@ class ProgramError(RuntimeError):
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What a program, or its grader, reports.
+    """Report of a program, or of its grader.
 
     Attributes:
         reward: None for none.

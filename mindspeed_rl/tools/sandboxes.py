@@ -47,7 +47,7 @@ class SandboxError(ToolError):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command of a sandbox has left.
+    """Result of a command in a sandbox.
 
     Attributes:
         status: exit status; 124 where it took too long.

@@ -55,6 +55,12 @@ class Turn:
     log_probs: tuple[float, ...]
 
 
+def strip_end(token_ids: tuple[int, ...], sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens of a turn that has stopped, without the token that ended it; the last one of a stop text is text."""
+    end_ids = (*sampling.stop_token_ids, tokenizer.eos_token_id)
+    return token_ids[:-1] if token_ids[-1] in end_ids else token_ids
+
+
 def _turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a turn of the model, from that of its sample and from the turns before it.
 
@@ -160,9 +166,7 @@ class AgentConversation:
         self.num_turns += 1
         ended = response.finish == "stop"
         self._truncated = not ended
-        end_ids = (*self._sampling.stop_token_ids, self._tokenizer.eos_token_id)
-        has_end = ended and response.token_ids[-1] in end_ids  # else a stop text ended it, and its last token is text
-        visible = response.token_ids[:-1] if has_end else response.token_ids
+        visible = strip_end(response.token_ids, self._sampling, self._tokenizer) if ended else response.token_ids
         # cleaning up would remove spaces that the model sampled
         text = self._tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)

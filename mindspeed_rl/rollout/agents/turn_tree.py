@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
+from mindspeed_rl.rollout.agents.conversation import strip_end
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
@@ -223,9 +224,10 @@ class TurnTree:
         if parent is None:
             return None, tuple(tokenizer.encode(prompt)), prompt
         new = tuple(tokenizer.encode(prompt[len(parent.text) :], add_special_tokens=False))
-        if parent.tokens[-1] not in self._task.sampling.stop_token_ids:
+        before_end = strip_end(parent.tokens, self._task.sampling, tokenizer)
+        if before_end == parent.tokens:
             return parent, new, prompt
-        return None, parent.tokens[:-1] + new, prompt  # the text goes on where the turn had ended
+        return None, before_end + new, prompt  # the text goes on where the turn had ended
 
     async def _sample(self, request: TurnRequest, parent: _Node | None, added: tuple[int, ...], prompt: str) -> ChatReply:
         """Sample a turn and add it to the tree.
@@ -308,9 +310,9 @@ class TurnTree:
     ) -> ChatReply:
         """Add a turn to the tree and return it as the client reads it."""
         tokenizer, ids = self._settings.tokenizer, response.token_ids
-        has_end = response.finish == "stop" and ids[-1] in self._task.sampling.stop_token_ids
+        visible = strip_end(ids, self._task.sampling, tokenizer) if response.finish == "stop" else ids
         # cleaning up would remove spaces that the model sampled
-        text = tokenizer.decode(list(ids[:-1] if has_end else ids), clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         found = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
         stop = min(found)[1] if found else None

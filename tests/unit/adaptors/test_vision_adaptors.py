@@ -1,4 +1,4 @@
-"""What models of images need next to a CPU build of torch, and of an engine that starts with dummy weights."""
+"""torchvision next to a CPU build of torch, and buffers of an engine that starts with dummy weights."""
 
 from __future__ import annotations
 

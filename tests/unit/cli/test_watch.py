@@ -1,4 +1,4 @@
-"""`watch` serves the report of runs on loopback, follows them, and is of use to nobody else."""
+"""`watch` serves the report of runs on loopback, follows them, and refuses requests for other hosts."""
 
 from __future__ import annotations
 

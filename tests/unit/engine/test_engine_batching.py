@@ -309,6 +309,6 @@ def test_an_image_that_differs_ends_what_sequences_share() -> None:
 
 @dataclass
 class Picture:
-    """What prefix sharing compares of an image."""
+    """An image with the key that prefix sharing compares."""
 
     key: str

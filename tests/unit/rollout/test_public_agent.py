@@ -29,7 +29,7 @@ def call(command: str) -> str:
 
 
 def test_mini_swe_agent_repairs_a_file_and_its_turns_are_exact() -> None:
-    """What the model says is scripted; the program runs it, and the test grades what is left."""
+    """A scripted model plays the public agent program unchanged; the test grades its files."""
     command = [
         str(MINI),
         "-m",

@@ -76,7 +76,7 @@ class Talk:
 def held(
     conversation: Callable[[Talk], Awaitable[Any]], *texts: str, limits: TrajectoryLimits = LIMITS, engine: Writer | None = None
 ) -> tuple[Any, Trajectory, Writer]:
-    """What a conversation returns, the trajectory that it leaves, and the engine, which says these texts in turn."""
+    """(result of a conversation, its trajectory, the engine, which replies with these texts in order)."""
 
     async def run() -> tuple[Any, Trajectory, Writer]:
         writer = engine or Writer(texts)
