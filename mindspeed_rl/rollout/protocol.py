@@ -6,14 +6,13 @@ devices. No torch, so the driver may import it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.requests import Sampling, derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,9 +112,7 @@ def _continuation_seed(seed: int, num_tokens: int) -> int:
     """
     if not num_tokens:
         return seed
-    digest = hashlib.blake2b(f"{seed}+{num_tokens}".encode(), digest_size=8).digest()
-    # 31 bits, as in `sample_seed`
-    return int.from_bytes(digest, "big") >> 33
+    return derive_seed(f"{seed}+{num_tokens}")
 
 
 @dataclass(frozen=True)

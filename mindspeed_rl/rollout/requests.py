@@ -73,5 +73,9 @@ def sample_seed(run_seed: int, iteration: int, prompt: int, sample: int) -> int:
         prompt: index of the prompt in the rollout.
         sample: index of the response to that prompt.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{iteration}/{prompt}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33
+    return derive_seed(f"{run_seed}/{iteration}/{prompt}/{sample}")
+
+
+def derive_seed(text: str) -> int:
+    """Return a 31-bit seed that depends on the text and on nothing else; texts of other kinds have other separators."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 33

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
-from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
 
 if TYPE_CHECKING:
@@ -68,8 +67,7 @@ def _turn_seed(seed: int, turn: int) -> int:
     """
     if not turn:
         return seed
-    digest = hashlib.blake2b(f"{seed}#{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33
+    return derive_seed(f"{seed}#{turn}")
 
 
 class AgentConversation:

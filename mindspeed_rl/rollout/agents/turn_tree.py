@@ -23,7 +23,7 @@ from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.agents.conversation import strip_end
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
-from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
 from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
@@ -296,8 +296,7 @@ class TurnTree:
         self._contexts[digest] += 1
         if is_first and not index:  # as a single response would be sampled
             return self._task.seed
-        mixed = hashlib.blake2b(f"{self._task.seed}#{digest.hex()}#{index}".encode(), digest_size=8).digest()
-        return int.from_bytes(mixed, "big") >> 33
+        return derive_seed(f"{self._task.seed}#{digest.hex()}#{index}")
 
     def _record(
         self,
