@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -15,17 +14,9 @@ import pytest
 import torch
 import transformers
 from ports import find_free_port
+from scripts import load_script
 
 HERE = Path(__file__).resolve().parent
-
-
-def _load_example() -> Any:
-    path = HERE.parents[1] / "examples" / "vision" / "make_task.py"
-    spec = importlib.util.spec_from_file_location("vision_make_task", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _save_qwen3(example: Any, folder: Path) -> None:
@@ -63,7 +54,7 @@ def _save_qwen3(example: Any, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
 def test_the_engine_computes_with_the_trainers_tower(name: str, tmp_path: Path) -> None:
-    example = _load_example()
+    example = load_script("examples/vision/make_task.py")
     folder = tmp_path / "model"
     if name == "qwen3":
         _save_qwen3(example, folder)

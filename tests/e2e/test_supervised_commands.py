@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -11,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
+from scripts import load_script
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
@@ -28,24 +27,15 @@ adaptors.apply("train")
 
 from mindspeed_rl.engine.checkpoint import _find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
-
-
-def _script(name: str) -> ModuleType:
-    """A script of examples/quickstart as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "quickstart" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's folder: a random model and data for every stage, written by the scripts that users run."""
     folder = tmp_path_factory.mktemp("stages")
-    _script("make_task").main(folder)
-    _script("make_stage_data").main(folder)
+    for name in ("make_task", "make_stage_data"):
+        load_script(f"examples/quickstart/{name}.py").main(folder)
     (folder / "data").mkdir()
     common = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder / "model"), "--workers", "1"]
     kinds = {

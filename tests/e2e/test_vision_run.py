@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 #: rewards whether the answer is the colour that the picture has at the shape, which the text alone does not say
@@ -30,19 +29,11 @@ def colours(prompt, response, label, images=(), **columns):
 '''
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vision_make_task", ROOT / "examples" / "vision" / "make_task.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's task with fewer pictures, preprocessed for SFT."""
     folder = tmp_path_factory.mktemp("vision")
-    example = load_example()
+    example = load_script("examples/vision/make_task.py")
     example.NUM_SFT, example.NUM_TRAIN, example.NUM_HELD_OUT = 64, 32, 16
     example.main(folder)
     (folder / "data").mkdir()

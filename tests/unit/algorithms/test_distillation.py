@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sample_objectives import objective
+from teachers import TERM
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
@@ -17,21 +18,7 @@ from mindspeed_rl.algorithms.kl import estimate_divergence
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import Distillation, Objective
-
-SETTINGS = Distillation(
-    loss_mode="forward_kl_topk",
-    topk=3,
-    topk_rest="drop",
-    beta=0.5,
-    use_task_rewards=False,
-    coef=1.0,
-    loss_max_clamp=None,
-    log_prob_min_clamp=None,
-    use_policy_gradient=False,
-    weights=(1.0,),
-    estimator=None,
-)
+from mindspeed_rl.config.objective import Objective
 
 
 def draw(seed: int, vocab: int = 7, tokens: int = 5) -> tuple[Tensor, Tensor]:
@@ -120,7 +107,7 @@ def test_a_floor_bounds_what_a_single_token_can_add() -> None:
 
 
 def test_several_teachers_are_weighted_each_over_tokens_of_its_own() -> None:
-    settings = replace(SETTINGS, weights=(0.25, 0.75))
+    settings = replace(TERM, weights=(0.25, 0.75))
     logits, first = draw(5)
     second = draw(6)[1]
     student, tops, ats = logits.log_softmax(-1), [], []
@@ -138,7 +125,7 @@ def test_several_teachers_are_weighted_each_over_tokens_of_its_own() -> None:
 def test_estimates_over_all_tokens_average_to_the_reverse_kl() -> None:
     student, teacher = (values.log_softmax(-1) for values in draw(7))
     for name in ("k1", "k3"):
-        settings = replace(SETTINGS, loss_mode=name, estimator=KL_ESTIMATORS[name])
+        settings = replace(TERM, loss_mode=name, estimator=KL_ESTIMATORS[name])
         each = estimate_divergence(student, teacher[..., None], settings)
         torch.testing.assert_close((student.exp() * each).sum(-1), expected("reverse_kl", student, teacher))
 
@@ -147,7 +134,7 @@ def test_the_gradient_of_k2_averages_to_that_of_the_reverse_kl() -> None:
     logits, teacher = draw(8)
     mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     student = mine.log_softmax(-1)
-    settings = replace(SETTINGS, loss_mode="k2", estimator=KL_ESTIMATORS["k2"])
+    settings = replace(TERM, loss_mode="k2", estimator=KL_ESTIMATORS["k2"])
     each = estimate_divergence(student, teacher.log_softmax(-1)[..., None], settings)
     (student.detach().exp() * each).sum().backward()
     expected("reverse_kl", true, teacher).sum().backward()
@@ -155,7 +142,7 @@ def test_the_gradient_of_k2_averages_to_that_of_the_reverse_kl() -> None:
 
 
 def test_an_infinite_difference_on_both_sides_is_no_difference() -> None:
-    settings = replace(SETTINGS, loss_mode="k1", estimator=KL_ESTIMATORS["k1"])
+    settings = replace(TERM, loss_mode="k1", estimator=KL_ESTIMATORS["k1"])
     nothing = torch.tensor([[float("-inf")]])
     assert estimate_divergence(nothing, nothing[..., None], settings).item() == 0.0
 

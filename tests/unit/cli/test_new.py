@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from scripts import load_script
 
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new import _KINDS
@@ -28,11 +28,7 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     for name in ("my_task",):
         monkeypatch.setitem(REWARDS, name, None)
         monkeypatch.delitem(REWARDS, name)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)
+    return vars(load_script(path))
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from PIL import Image
-
-ROOT = Path(__file__).parents[3]
-
-
-def load_example() -> ModuleType:
-    """The module that makes the example's task."""
-    spec = importlib.util.spec_from_file_location("vision_make_task", ROOT / "examples" / "vision" / "make_task.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import load_script
 
 
 def make_folder(folder: Path) -> Path:
     """A folder with config, tokenizer and processor, and without weights."""
-    example = load_example()
+    example = load_script("examples/vision/make_task.py")
     tokenizer = example.make_tokenizer()
     tokenizer.save_pretrained(folder)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in example.SPECIAL}

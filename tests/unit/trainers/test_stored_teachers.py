@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from supervised_samples import VOCAB, answers, instruction_row, text, write_columns
+from teachers import TeacherHandler
 from torch.distributions import Categorical, kl_divergence
 from transformers import Qwen2ForCausalLM
 
@@ -41,28 +41,14 @@ def teach(logits: torch.Tensor) -> torch.Tensor:
 def server(model: Qwen2ForCausalLM) -> Iterator[str]:
     """The teacher as a server with vLLM's completions."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer({"data": [{"id": "teacher"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ids, entries = body["prompt"], list[Any]([None])
+    class Handler(TeacherHandler):
+        def complete(self, ids: list[int], count: int) -> list[dict[str, Any] | None]:
+            entries: list[dict[str, Any] | None] = [None]
             for token, row in zip(ids[1:], teach(logits_of(model, ids))):
-                chosen = dict.fromkeys([*row.topk(body["prompt_logprobs"]).indices.tolist(), token])
+                chosen = dict.fromkeys([*row.topk(count).indices.tolist(), token])
                 words = {item: text(item) if 3 <= item < 97 else "\ufffd" for item in chosen}
                 entries.append({str(item): {"logprob": row[item].item(), "decoded_token": words[item]} for item in chosen})
-            self.answer({"choices": [{"prompt_logprobs": entries}]})
-
-        def answer(self, value: object) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: object) -> None:
-            pass
+            return entries
 
     started = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=started.serve_forever, daemon=True).start()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
+from teachers import TERM, TeacherHandler
 
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.config.keys.rl import DistillationKeys
@@ -27,19 +27,13 @@ def log_prob(previous: int, token: int, shift: int) -> float:
     return logits[token] - math.log(sum(math.exp(value) for value in logits))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(TeacherHandler):
     shift, failures = 0, 0
 
-    def do_GET(self) -> None:
-        self._reply({"data": [{"id": "teacher"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def complete(self, ids: list[int], count: int) -> list[dict[str, Any] | None] | None:
         if type(self).failures:
             type(self).failures -= 1
-            self.send_error(503)
-            return
-        ids, count = body["prompt"], body["prompt_logprobs"]
+            return None
         entries: list[dict[str, Any] | None] = [None]
         for previous, token in zip(ids, ids[1:]):
             every = sorted(range(VOCAB), key=lambda item: -log_prob(previous, item, self.shift))
@@ -50,17 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
                     for item in chosen
                 }
             )
-        self._reply({"choices": [{"prompt_logprobs": entries}]})
-
-    def _reply(self, value: object) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
+        return entries
 
 
 @pytest.fixture
@@ -76,21 +60,8 @@ def servers() -> Iterator[list[str]]:
 
 
 def term_of(teachers: list[str], **changes: Any) -> Distillation:
-    term = Distillation(
-        loss_mode="k1",
-        topk=3,
-        topk_rest="drop",
-        beta=0.5,
-        use_task_rewards=False,
-        coef=1.0,
-        loss_max_clamp=None,
-        log_prob_min_clamp=None,
-        use_policy_gradient=True,
-        weights=(1.0,),
-        estimator=KL_ESTIMATORS["k1"],
-        teachers=tuple(teachers),
-    )
-    return replace(term, **changes)
+    sampled = {"loss_mode": "k1", "estimator": KL_ESTIMATORS["k1"], "use_policy_gradient": True, "teachers": tuple(teachers)}
+    return replace(TERM, **sampled | changes)
 
 
 #: prompt, response, prompt, response of each row; the second has two sequences
