@@ -17,11 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 #: sparse_mode of npu_fusion_attention: everything that the mask argument does not forbid
 _NO_MASK = 0
 #: sparse_mode: causal, aligned to the last query and key; wants the compressed mask
 _CAUSAL = 3
+
+#: boundaries of images or windows -> their ends on the host: the layers of a tower share the tensor, and reading it waits
+_ends_of_towers = WeakTensorKeyDictionary()
 
 #: `use_fused_ring_attention_update` of the role in this process
 _fuses_update = False
@@ -127,7 +131,9 @@ def _attend_in_windows(
     width = query.size(-1)
     # heads of towers have 72 or 80 numbers; the kernel takes multiples of 16
     padded = (torch.nn.functional.pad(x[0].transpose(0, 1), (0, -width % 16)).contiguous() for x in (query, key, value))
-    ends = cu_seq_lens_q[1:].tolist()
+    ends = _ends_of_towers.get(cu_seq_lens_q)
+    if ends is None:
+        ends = _ends_of_towers[cu_seq_lens_q] = cu_seq_lens_q[1:].tolist()
     out = torch_npu.npu_fusion_attention(
         *padded,
         query.size(1),
