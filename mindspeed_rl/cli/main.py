@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: mindspeed-rl <command> [options]\n\ncommands:")
         for name, (_, text) in COMMANDS.items():
-            print(f"  {name:<12}{text}")
+            print(f"  {name:<18} {text}")
         print("\nmindspeed-rl <command> --help shows the options of one.")
         return 0
     if argv[0] == "--version":
