@@ -104,9 +104,12 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (r"(?:\w+\.)*model\.override_config\.(?:attention_dropout|embd_pdrop|resid_pdrop)", refused("dropout")),
     (
-        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(?:disable_mm_preprocessor_cache|limit_mm_per_prompt|"
-        r"mm_processor_cache_gb)",
-        no_effect("text models only"),
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(?:disable_mm_preprocessor_cache|mm_processor_cache_gb)",
+        no_effect("a cache of vLLM's, which changes no response"),
+    ),
+    (
+        r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(limit_mm_per_prompt(?:\.\w+)?)",
+        by(lambda run, option, value: _limit_images(run, option, value), "limit_mm_image_per_prompt"),
     ),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(max_model_len|max_num_seqs|max_num_batched_tokens|enforce_eager|"
@@ -148,6 +151,17 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
 
 def _set_engine(run: Import, option: str, value: object, prefix: str) -> None:
     run.translate(option, {prefix + option.partition(".vllm.")[2]: value})
+
+
+def _limit_images(run: Import, option: str, value: object) -> None:
+    kind = option.rpartition("limit_mm_per_prompt")[2].removeprefix(".")
+    limits = value if isinstance(value, Mapping) else {kind: value}
+    if any(limits[name] for name in limits if name != "image"):
+        run.refuse(option, "video and sound")
+    elif "image" in limits:
+        run.translate(option, {f"{GENERATE}.limit_mm_image_per_prompt": limits["image"]})
+    else:
+        run.note(option, "images alone are read")
 
 
 def _find_record(name: str) -> Option | None:
@@ -549,6 +563,14 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     is_known = re.search(r"qwen-?(2\.5|3)-?vl", str(path).lower())
     if not is_known and {"vl", "omni", "vision"} & set(re.split(r"[^a-z0-9]+", str(path).lower())):
         run.refuse(f"{prefix}path", f"{path}: models with sound, and models of images but Qwen2.5-VL and Qwen3-VL")
+    freeze = f"{_ACTOR}freeze_vision_tower"
+    if is_known:
+        # verl trains all weights of a model without adapters; its tower includes the projector
+        frozen = command.flag(freeze) or bool(command.number(f"{prefix}lora_rank", 0) or command.number(f"{prefix}lora.rank", 0))
+        values = {f"{MEGATRON}.{name}": frozen for name in ("freeze_vit", "freeze_aligner")}
+        _put(run, command, [freeze], values, "verl's tower includes the projector")
+    elif command.has(freeze):
+        run.note(freeze, "the model reads no images")
     values = {f"{MEGATRON}.load": path}
     if run.get(f"{MEGATRON}.tokenizer_name_or_path") is None:
         values[f"{MEGATRON}.tokenizer_name_or_path"] = path

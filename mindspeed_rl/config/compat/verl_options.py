@@ -281,7 +281,10 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("lora.exclude_modules", refused("projections that adapters leave out", unless=([],))),
     ("lora.dropout_position lora.lora_A_init_method lora.lora_B_init_method", same("LoRA's form", "pre", "xavier", "zero")),
     ("lora.dtype lora.a2a_experimental lora.merge", _MEMORY),
-    (_put("freeze_language_model freeze_vision_model freeze_vision_projection", "lora."), no_effect("text models only")),
+    (
+        _put("freeze_language_model freeze_vision_model freeze_vision_projection", "lora."),
+        same("adapters train, and the rest of the model stays as it is", True),
+    ),
 )
 
 # ------------------------------------------------------------------------------------------------------------------ rollout
@@ -392,7 +395,7 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("calculate_entropy rollout_n", no_effect("the entropy is always logged, and the group is rollout.n")),
     ("calculate_sum_pi_squared", refused("the optimal token baseline")),
     ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
-    ("freeze_vision_tower", no_effect("text models only")),
+    ("freeze_vision_tower", with_others("freeze_vit and freeze_aligner, of a model of images")),
     (f"{_ENTROPY} pad_to_length use_torch_compile use_fused_kernels use_remove_padding", _MEMORY),
     (_put("clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio ppo_kl_coef", "policy_loss."), _BY_SWITCH),
     (_QAT, _QUANTIZED),

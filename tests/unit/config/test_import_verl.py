@@ -258,6 +258,18 @@ def test_models_of_images_are_those_that_there_are() -> None:
     assert run.get("actor_config.load") == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
+def test_the_tower_trains_where_verl_trains_it() -> None:
+    model, freeze = f"{M}.path=Qwen/Qwen3-VL-8B-Instruct", "actor_rollout_ref.actor.freeze_vision_tower"
+    keys = ("megatron_training.freeze_vit", "megatron_training.freeze_aligner")
+    assert values(imported(model), *keys) == [False, False]
+    assert values(imported(f"{model} {freeze}=True"), *keys) == [True, True]
+    assert values(imported(f"{model} {M}.lora_rank=8 {M}.lora_alpha=16"), *keys) == [True, True]
+    assert values(imported(f"{freeze}=True"), *keys) == [None, None]
+    limit = "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt"
+    assert imported(f"{model} {limit}.image=5").get("generate_config.limit_mm_image_per_prompt") == 5
+    assert "video and sound" in refusal(f"{model} {limit}.video=1")
+
+
 def test_the_length_is_verls() -> None:
     # 1,000 rows are 15 batches of 64, of which 40 are left over
     run = imported("trainer.total_epochs=3", rows=1000)
