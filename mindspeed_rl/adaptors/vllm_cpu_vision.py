@@ -6,18 +6,26 @@ it. So the module is imported while a stand-in of torchvision is there, which ha
 is gone, so that code which looks for torchvision does not find it. vLLM would inspect the class in a new process, which would
 lack the stand-in: here this process does it.
 
+A server's engine and its workers are spawned: such a process has the path of torchvision from its parent, and would import it
+before the operators are declared. Where this process has torchvision, the function of a new one is pickled as one that first
+prepares the process as this one was.
+
 It can go when the text classes are in a module of their own; `tests/unit/adaptors` fails once they import without torchvision.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from mindspeed_rl.adaptors import torchvision_cpu
 
 #: classes of text models, all of vLLM's module `qwen3_5`; then those of images, for which this process has torchvision itself
 _CLASSES = (
@@ -72,8 +80,39 @@ def _without_torchvision() -> Iterator[None]:
             del sys.modules[name]
 
 
+class _PreparedTarget:
+    """The function of a new process, whose module is imported there after torchvision."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object, **keywords: object) -> object:
+        return self._function(*args, **keywords)
+
+    def __reduce__(self) -> tuple[Callable[[str, str], object], tuple[str, str]]:
+        return _prepare_target, (self._function.__module__, self._function.__qualname__)
+
+
+def _prepare_target(module: str, name: str) -> object:
+    """Return a function by its name, in a new process: the first thing that is unpickled there."""
+    torchvision_cpu.apply()
+    apply()  # its workers are new processes too
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def _prepare_spawned() -> None:
+    """Prepare engines and workers that vLLM spawns for images."""
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    owner: Any
+    for owner, name in ((EngineCoreProc, "run_engine_core"), (WorkerProc, "worker_main")):
+        if not isinstance(getattr(owner, name), _PreparedTarget):
+            setattr(owner, name, _PreparedTarget(getattr(owner, name)))
+
+
 def apply() -> None:
-    """Let vLLM import these classes here, when a model needs one; idempotent."""
+    """Let vLLM import these classes here, when a model needs one, and in processes that it spawns; idempotent."""
     from vllm.model_executor.models import registry
 
     base: Any = registry._LazyRegisteredModel
@@ -92,3 +131,5 @@ def apply() -> None:
         known = registry.ModelRegistry.models.get(name)
         if type(known) is base:
             registry.ModelRegistry.models[name] = ImportedHere(known.module_name, known.class_name)
+    if _PACKAGE in sys.modules:
+        _prepare_spawned()

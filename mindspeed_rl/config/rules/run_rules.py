@@ -99,13 +99,6 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
             f"rl_config.is_multimodal is true, but {metadata.folder} is a model of text",
             ({"rl_config.is_multimodal": False},),
         )
-    if rl is not None and cfg.reads_images and cfg.platform == "cpu" and cfg.placement.disaggregated:
-        yield Violation(
-            "images_in_workers",
-            {"rl_config.use_integrated_worker": rl.use_integrated_worker},
-            "a model of images has its engine in the workers on the cpu: rollout servers start processes that import libraries "
-            "before torchvision is there; set rl_config.use_integrated_worker: true, without rollout_resource and servers",
-        )
     if rl is None or not rl.use_remove_padding:
         return
     if rl.use_prefix_grouper and actor.context_parallel_size > 1:
