@@ -7,7 +7,8 @@ import tiny_vision
 import torch
 from tiny_vision import END, IMAGE, START, NoiseImage
 
-from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, compute_axis_positions, find_images
+from mindspeed_rl.engine import vision as engine_vision
+from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, VisionEncoder, build_tower, compute_axis_positions, find_images
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.model_config import VisionConfig
 
@@ -63,3 +64,39 @@ def test_an_image_of_several_rows_is_computed_once_and_only_where_its_tokens_are
     # one feature of the small image, then ten of the wide one, which both rows use
     assert batch.features.tolist() == [0, *range(1, 11), *range(1, 11)]
     assert batch.tokens.tolist() == [3, *range(7, 17), *range(starts[1] + 3, starts[1] + 13)]
+
+
+def embed(encoder: VisionEncoder, vision: VisionConfig, *images: NoiseImage) -> torch.Tensor:
+    """The embeddings of a row of these images, zeros for text."""
+    ids = build_row(*images)
+    starts = find_images(ids, images, vision)
+    placed = PlacedImages.build([ids], [(starts, images)], [0], torch.arange(len(ids)), vision)
+    batch = ImageBatch.build(placed.images, placed.owners, placed.rows, vision)
+    return encoder.embed(torch.zeros(len(ids), 1, 64), batch)[0]
+
+
+def test_a_frozen_tower_computes_an_image_once_for_log_probs_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = read_vision("qwen3")
+    torch.manual_seed(1)
+    tower = build_tower({**tiny_vision.CONFIGS["qwen3"].to_dict(), "model_type": "qwen3_vl"})
+    encoder, seen = VisionEncoder(tower, vision), []
+    tower.register_forward_hook(lambda module, args, kwargs, output: seen.append(len(args[0]) // 4), with_kwargs=True)
+    encoder.set_trained(tower=False, projector=False)
+    with torch.no_grad():
+        log_probs = embed(encoder, vision, SMALL, WIDE)
+    update = embed(encoder, vision, SMALL, WIDE)
+    assert torch.equal(update, log_probs) and seen == [11]  # both images in one pass
+    embed(encoder, vision, WIDE, TALL)
+    assert seen == [11, 12]  # the new one alone
+    monkeypatch.setattr(engine_vision, "_CACHE_BYTES", 4 * 64 * 3 * 12)  # room for the last image and its two further levels
+    embed(encoder, vision, TALL)
+    embed(encoder, vision, SMALL)
+    embed(encoder, vision, TALL)
+    assert seen == [11, 12, 1, 12]
+    # one that trains computes each time, by its weights of that time
+    encoder.set_trained(tower=False, projector=True)
+    before = embed(encoder, vision, TALL)
+    with torch.no_grad():
+        next(parameter for parameter in tower.merger.parameters() if parameter.dim() == 2).mul_(2.0)
+    after = embed(encoder, vision, TALL)
+    assert seen == [11, 12, 1, 12, 12, 12] and not torch.equal(before, after)
