@@ -288,10 +288,34 @@ def make_thumbnail(reference: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def _read_size(reference: str) -> tuple[int, int]:
-    """Return height and width of an upright image from its header."""
+def _read_stored_size(reference: str) -> tuple[int, int]:
     with _open(reference) as image:
         return image.size if image.getexif().get(_ORIENTATION) in _TURNED else image.size[::-1]
+
+
+def _read_size(reference: str) -> tuple[int, int]:
+    """Return height and width of an upright image from its header."""
+    # an image that is part of its reference would stay in memory
+    return _read_stored_size.__wrapped__(reference) if is_embedded(reference) else _read_stored_size(reference)
+
+
+def check_images(references: Iterable[str]) -> None:
+    """Decode images.
+
+    Raises:
+        ImageError: one cannot be read or is broken.
+    """
+    for reference in references:
+        with _open(reference) as image:
+            image.draft("RGB", (image.width // 8, image.height // 8))  # a JPEG is decoded at an eighth of its size
+            image.load()
+
+
+def make_data_url(reference: str) -> str:
+    """Return an image as a data: URL that names its format, for programs that do not read references."""
+    with _open(reference) as image:
+        kind = (image.format or "png").lower()
+    return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
 
 
 def embed_image(data: bytes) -> str:
@@ -425,10 +449,7 @@ class ImageReader:
             messages[0] = replace(first, contents=contents, entries=entries)
         elif count != len(references):
             raise ImageError(f"has {len(references)} images, and {count} times {TAG} in its text")
-        for reference in references:
-            with _open(reference) as image:
-                image.draft("RGB", (image.width // 8, image.height // 8))  # a JPEG is decoded at an eighth of its size
-                image.load()
+        check_images(references)
         return replace(conversation, messages=messages, images=references)
 
     def expand(self, turns: Sequence[TurnIds], references: Sequence[str]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:

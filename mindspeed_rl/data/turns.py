@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 #: a message in OpenAI's form: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 ChatMessage = Mapping[str, Any]
 
-#: marks a special token in the text of others by its index; these characters are private
-_MARK = re.compile("\ue000(\\d+)\ue001")
+#: stands for an image in the content of a message
+IMAGE_MARK = "\ue000image\ue001"
+#: marks a special token in the text of others by its index, or an image; these characters are private
+_MARK = re.compile("\ue000(\\d+|image)\ue001")
 
 #: artificial contents, equally long; two of a kind start and end with different characters, so they share no token
 _QUESTIONS = ("question5041", "inquiring730")
@@ -91,11 +93,13 @@ class ChatTurns:
         *,
         thinking: Thinking = "none",
         has_tools: bool = False,
+        image_marker: str = "",
     ) -> None:
         """Find the tokens of the generation prompt.
 
         Args:
             has_tools: prompts have the schemas of tools: some templates then keep thoughts.
+            image_marker: text of an image, with one token of it; takes the place of IMAGE_MARK.
         """
         self.name = template.name
         self.tool_format = template.tool_format
@@ -103,7 +107,7 @@ class ChatTurns:
             _HfWriter(template, thinking) if isinstance(template, HfTemplate) else _FileWriter(template, thinking)
         )
         self._template, self._thinking = template, thinking
-        self.has_tools = has_tools
+        self.has_tools, self._image_marker = has_tools, image_marker
         self._encoder = TextEncoder(tokenizer)
         added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
@@ -125,7 +129,8 @@ class ChatTurns:
         """Return the turns of the same template for prompts with or without the schemas of tools."""
         if has_tools == self.has_tools:
             return self
-        return ChatTurns(self._template, self._encoder.tokenizer, thinking=self._thinking, has_tools=has_tools)
+        options: dict[str, Any] = {"thinking": self._thinking, "image_marker": self._image_marker}
+        return ChatTurns(self._template, self._encoder.tokenizer, has_tools=has_tools, **options)
 
     # ------------------------------------------------------------------ full conversations
 
@@ -261,9 +266,9 @@ class ChatTurns:
                 ids.append(self._encoder.special_id(part))
                 continue
             for index, text in enumerate(_MARK.split(part)):
-                ids += (
-                    self._encoder.encode_plain(self._special_names[int(text)]) if index % 2 else self._encoder.encode([text])[0]
-                )
+                is_name = index % 2 == 1 and text != "image"
+                name = self._special_names[int(text)] if is_name else self._image_marker if index % 2 else text
+                ids += self._encoder.encode_plain(name) if is_name else self._encoder.encode([name])[0]
         return tuple(ids)
 
 

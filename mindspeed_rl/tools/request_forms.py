@@ -1,9 +1,9 @@
 """Forms of requests for turns: OpenAI's chat completions, completions and responses, and Anthropic's messages.
 
-A form reads a request as messages in OpenAI's form, and writes the turns that were sampled, as one object or as server-sent
-events. A turn is recorded whole: events are written once it is complete. Sampling parameters of a request have no effect,
-because training needs samples of the policy's distribution; parameters that would need something else are refused, and so are
-unknown ones, each with a sentence.
+A form reads a request as messages in OpenAI's form, in which IMAGE_MARK stands for an image and `images` has the images as
+data: URLs, and writes the turns that were sampled, as one object or as server-sent events. A turn is recorded whole: events
+are written once it is complete. Sampling parameters of a request have no effect, because training needs samples of the
+policy's distribution; parameters that would need something else are refused, and so are unknown ones, each with a sentence.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.data.images import is_embedded
+from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
 
 #: parameters without effect: the run's sampling applies
@@ -162,7 +164,7 @@ class _ChatCompletions(Form):
                 raise ValueError(f"messages[{index}].role is {role!r}, but must be system, developer, user, assistant or tool")
             kept = {name: value for name, value in message.items() if name in ("tool_calls", "tool_call_id", "name") and value}
             role = "system" if role == "developer" else role
-            messages.append({**kept, "role": role, "content": _read_text(message.get("content"), f"messages[{index}]")})
+            messages.append(kept | _read_message(role, message.get("content"), f"messages[{index}]"))
         tools = _read_list(body, "tools")
         for index, tool in enumerate(tools):
             if tool.get("type") != "function" or not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
@@ -294,7 +296,7 @@ class _Responses(Form):
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _read_list(body, "input", filled=True)
         messages: list[JsonObject] = []
         if body.get("instructions"):
-            messages.append({"role": "system", "content": _read_text(body["instructions"], "instructions")})
+            messages.append(_read_message("system", body["instructions"], "instructions"))
         num_instructions, is_open = len(messages), False  # the last message may get the calls after it
         for index, item in enumerate(items):
             where, kind = f"input[{index}]", item.get("type", "message")
@@ -309,11 +311,10 @@ class _Responses(Form):
                 is_open = True
                 continue
             if kind == "function_call_output":
-                text = _read_text(item.get("output"), where)
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+                messages.append({"tool_call_id": item.get("call_id")} | _read_message("tool", item.get("output"), where))
             elif kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
                 role = "system" if item["role"] == "developer" else item["role"]
-                messages.append({"role": role, "content": _read_text(item.get("content"), where)})
+                messages.append(_read_message(role, item.get("content"), where))
             else:
                 raise ValueError(
                     f"{where} is of type {kind!r} and role {item.get('role')!r}, but must be a message, a function_call, a "
@@ -426,7 +427,7 @@ class _Messages(Form):
         """See `Form`."""
         messages: list[JsonObject] = []
         if body.get("system"):
-            messages.append({"role": "system", "content": _read_text(body["system"], "system")})
+            messages.append(_read_message("system", body["system"], "system"))
         for index, message in enumerate(_read_list(body, "messages", filled=True)):
             if message.get("role") not in ("user", "assistant", "system"):
                 raise ValueError(f"messages[{index}].role is {message.get('role')!r}, but must be user or assistant")
@@ -546,7 +547,7 @@ def _read_blocks(role: str, content: object, where: str) -> list[JsonObject]:
     if not isinstance(blocks, list):
         raise ValueError(f"{where}.content must be a text or a list of blocks")
     messages: list[JsonObject] = []
-    texts: list[str] = []
+    parts: list[object] = []
     calls: list[JsonObject] = []
     for index, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
@@ -556,38 +557,59 @@ def _read_blocks(role: str, content: object, where: str) -> list[JsonObject]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            if texts:
-                messages.append({"role": role, "content": "".join(texts)})
-                texts = []
-            text = _read_text(block.get("content"), f"{where}.content[{index}]")
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            if parts:
+                messages.append(_read_message(role, parts, where))
+                parts = []
+            result = _read_message("tool", block.get("content"), f"{where}.content[{index}]")
+            messages.append({"tool_call_id": block.get("tool_use_id")} | result)
         else:
-            texts.append(_read_text([block], f"{where}.content[{index}]"))
-    if texts or calls or not messages:
-        messages.append({"role": role, "content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
+            parts.append(block)
+    if parts or calls or not messages:
+        messages.append(_read_message(role, parts, where) | ({"tool_calls": calls} if calls else {}))
     return messages
 
 
-def _read_text(content: object, where: str) -> str:
-    """Return the text of a content, the parts of which are concatenated.
+def _read_message(role: str, content: object, where: str) -> JsonObject:
+    """Read a message; its parts are concatenated, with IMAGE_MARK for each of its `images`.
 
     Raises:
-        ValueError: it has something other than text.
+        ValueError: it has something other than text and images, or an image that the user or a tool did not send.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ValueError(f"{where}: a content is a text or a list of parts of text, not {type(content).__name__}")
-    texts = []
-    for part in content:
+    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise ValueError(f"{where}: a content is a text or a list of parts, not {type(content).__name__}")
+    texts: list[str] = []
+    images: list[str] = []
+    for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         text = (part.get("text") or part.get("refusal") or "") if isinstance(part, dict) else None
         if kind in _IMAGE_PARTS:
-            raise ValueError(f"{where}: images are not read at this address, only text")
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise ValueError(f"{where}: a part of type {kind!r} is unknown; there is text")
-        texts.append(text)
-    return "".join(texts)
+            images.append(_read_image(part, where))
+            texts.append(IMAGE_MARK)
+        elif kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise ValueError(f"{where}: a part of type {kind!r} is unknown; there are text and images")
+        else:
+            texts.append(text.replace(IMAGE_MARK, ""))
+    if images and role not in ("user", "tool"):
+        raise ValueError(f"{where}: an image in a message of the role {role!r}, but the user and tools alone send images")
+    return {"role": role, "content": "".join(texts)} | ({"images": images} if images else {})
+
+
+def _read_image(part: JsonObject, where: str) -> str:
+    """Return an image of OpenAI's or Anthropic's form as a data: URL.
+
+    Raises:
+        ValueError: it is not part of the request.
+    """
+    source, value = part.get("source"), part.get("image_url")
+    url = value.get("url") if isinstance(value, dict) else value
+    if isinstance(source, dict):
+        is_data = source.get("type") == "base64"
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}" if is_data else source.get("url")
+    url = "".join(url.split()) if isinstance(url, str) else ""
+    if not is_embedded(url):
+        raise ValueError(f"{where}: an image must be in the request, as base64 or a data: URL, not {url[:80]!r}")
+    return url
 
 
 def _read_list(body: JsonObject, name: str, *, filled: bool = False) -> list[JsonObject]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
-from mindspeed_rl.data.images import read_references
+from mindspeed_rl.data.images import ImageReader, read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -24,7 +24,7 @@ from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
-from mindspeed_rl.workers.responses import get_sampling_seed
+from mindspeed_rl.workers.responses import get_sampling_seed, read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,9 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
     name = rl.agent_loop_name
     if name == "single_turn":
         return AgentRunner(SingleTurn())
-    turns = _build_chat_turns(run, tokenizer)
+    rules = read_image_rules(run.models["actor"]) if run.config.reads_images else None
+    images = None if rules is None else ImageReader.build(rules, tokenizer)
+    turns = _build_chat_turns(run, tokenizer, "" if images is None else images.marker)
     toolbox = None if rl.tool_config_path is None else build_toolbox(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
@@ -62,6 +64,8 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         agent=rl.agent,
         folders=tuple(map(str, run.config.plugin_folders)),
         tool_parser=choose_parser(rl, turns),
+        images=images,
+        max_images=run.generate.limit_mm_image_per_prompt,
     )
     return AgentRunner(load_agent_loop(name)(settings), toolbox)
 
@@ -191,10 +195,15 @@ def _run_with_tools(
     return asyncio.run(run())
 
 
-def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
+def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker: str = "") -> ChatTurns:
     """Build the renderer of turns with the run's chat template.
 
     The template is the one of `prompt_type`, else the tokenizer's own, else that of raw prompts.
+
+    Args:
+        run: the resolved run.
+        tokenizer: of the actor.
+        image_marker: see `ChatTurns`.
 
     Raises:
         ValueError: there is no such template.
@@ -204,7 +213,8 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns
     name = actor.prompt_type or (HF_TEMPLATE if tokenizer.chat_template else PLAIN_TEMPLATE)
     template = load_template(name, tokenizer, path=path)
     thinking = "none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false"
-    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=run.rl.tool_config_path is not None)
+    has_tools = run.rl.tool_config_path is not None
+    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=has_tools, image_marker=image_marker)
 
 
 def list_task_columns(run: Run, agents: AgentRunner) -> list[str]:

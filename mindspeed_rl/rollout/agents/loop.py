@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
@@ -64,6 +65,8 @@ class LoopSettings:
         agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
+        images: reads those of a model of images; None for one of text.
+        max_images: of a context.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -76,6 +79,8 @@ class LoopSettings:
     agent: AgentKeys | None = None
     folders: tuple[str, ...] = ()
     tool_parser: str = DEFAULT_PARSER
+    images: ImageReader | None = None
+    max_images: int = 0
 
 
 class AgentLoop(ABC):

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.data.images import IMAGES, make_data_url, read_references
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.turn_tree import TurnTree
 from mindspeed_rl.rollout.protocol import RolloutEngine
@@ -43,7 +44,9 @@ class ProgramLoop(AgentLoop):
         tree = TurnTree(task, engine, self.settings)
         try:
             async with _open(tree, self._endpoint) as address:
-                result = await self._program.play(task.row, address, self._endpoint.model)
+                images = [make_data_url(image) for image in read_references(task.columns)]
+                row = task.row | ({IMAGES: images} if images else {})
+                result = await self._program.play(row, address, self._endpoint.model)
             _check_turns(tree)
         except Exception as error:  # noqa: BLE001  # a program may do anything: the sample has failed, not the run
             return tree.end(failure=f"agent: {type(error).__name__}: {error}", output="")

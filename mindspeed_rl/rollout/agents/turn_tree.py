@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.images import check_images
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.agents.conversation import strip_end
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
@@ -34,13 +35,34 @@ if TYPE_CHECKING:
     from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 
 
+@dataclass(frozen=True)
+class _Context:
+    """What the model reads for a turn.
+
+    Attributes:
+        parent: the turn whose tokens it continues; None for none.
+        added: tokens after the parent's.
+        images: of all these tokens, in their order.
+        text: a completion's prompt; "" for a chat.
+    """
+
+    parent: _Node | None
+    added: tuple[int, ...]
+    images: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.added if self.parent is None else self.parent.tokens + self.added
+
+
 @dataclass(eq=False)
 class _Node:
     """A turn of the model.
 
     Attributes:
-        parent: the turn whose tokens it continues; None for the first of a conversation.
-        added: tokens of context after the parent's.
+        context: that it was sampled in.
         tokens: all tokens up to the end of the turn.
         text: a completion's prompt and the text that the client received; "" for a chat.
         num_answers: turns of the model in the conversation so far, those of the client included.
@@ -50,8 +72,7 @@ class _Node:
     """
 
     id: str
-    parent: _Node | None
-    added: tuple[int, ...]
+    context: _Context
     tokens: tuple[int, ...]
     segment: Segment
     text: str
@@ -61,6 +82,11 @@ class _Node:
     end_s: float
     is_continued: bool = False
     reward: float | None = None
+
+    @property
+    def parent(self) -> _Node | None:
+        """The turn whose tokens it continues; None for the first of a conversation."""
+        return self.context.parent
 
 
 class TurnTree:
@@ -85,8 +111,8 @@ class TurnTree:
 
     async def complete(self, request: TurnRequest) -> Sequence[ChatReply]:
         """See `ChatSession`."""
-        parent, added, text = self._find_context(request)
-        choices = [asyncio.ensure_future(self._sample(request, parent, added, text)) for _ in range(request.num_choices)]
+        context = self._find_context(request)
+        choices = [asyncio.ensure_future(self._sample(request, context)) for _ in range(request.num_choices)]
         try:
             return await asyncio.gather(*choices)
         finally:
@@ -95,8 +121,7 @@ class TurnTree:
 
     def count_tokens(self, request: TurnRequest) -> int:
         """See `ChatSession`."""
-        parent, added, _ = self._find_context(request)
-        return len(added) + (0 if parent is None else len(parent.tokens))
+        return len(self._find_context(request).tokens)
 
     def add_reward(self, value: float, reply: str) -> None:
         """See `ChatSession`."""
@@ -144,19 +169,19 @@ class TurnTree:
                 node = node.parent
             segments: list[Segment] = []
             for one in path:
-                if segments and one.added:
-                    segments.append(Segment.from_context(one.added))
-                    num_tokens += len(one.added)
+                if segments and one.context.added:
+                    segments.append(Segment.from_context(one.context.added))
+                    num_tokens += len(one.context.added)
                 placed[one] = num_tokens
                 segments.append(one.segment)
                 num_tokens += len(one.segment.token_ids)
             first = path[0]
             start = first.tokens[: len(first.tokens) - len(first.segment.token_ids)]
-            sequences.append(TokenSequence(start, tuple(segments)))
+            sequences.append(TokenSequence(start, tuple(segments), leaf.context.images))
             rewards += [one.reward for one in path]
         given = [value for value in (final_reward, self.final_reward) if value is not None]
         return Trajectory(
-            sequences=tuple(sequences) or (TokenSequence(self._task.prompt_ids, ()),),
+            sequences=tuple(sequences) or (TokenSequence(self._task.prompt_ids, (), self._task.sampling.images),),
             finish="length" if self._truncated else "stop",
             turn_rewards=tuple(rewards),
             final_reward=sum(given) if given else None,
@@ -173,12 +198,12 @@ class TurnTree:
             stop = start + len(node.segment.token_ids)
             yield TurnEvent("model", parent, start, stop, node.start_s, node.end_s, node.reward)
 
-    def _find_context(self, request: TurnRequest) -> tuple[_Node | None, tuple[int, ...], str]:
-        """Return the turn that a request continues, the tokens after it, and the text to complete.
+    def _find_context(self, request: TurnRequest) -> _Context:
+        """Return what the model reads for a request.
 
         Raises:
             ContextFullError: the trajectory has ended.
-            ValueError: the chat template cannot render the messages.
+            ValueError: the chat template cannot render the messages, or the model cannot read their images.
         """
         if self._closed:
             raise ContextFullError("the episode has ended")
@@ -188,29 +213,46 @@ class TurnTree:
             raise ValueError("the last message is the model's, which it cannot answer")
         try:
             return self._find_messages(request, request.messages)
-        except MalformedRowError:  # Anthropic's clients add texts to results of tools, which not every template can write
-            merged = _merge_after_tools(request.messages)
+        except MalformedRowError:  # texts after results of tools or other texts, which not every template can write
+            merged = _merge_user_messages(request.messages)
             if len(merged) == len(request.messages):
                 raise
             return self._find_messages(request, merged)
 
-    def _find_messages(
-        self, request: TurnRequest, messages: Sequence[ChatMessage]
-    ) -> tuple[_Node | None, tuple[int, ...], str]:
+    def _find_messages(self, request: TurnRequest, messages: Sequence[ChatMessage]) -> _Context:
         """Return what `_find_context` does, for these messages."""
         turns = self._turns_of(request)
+        images = [tuple(message.get("images", ())) for message in messages]
+        plain = [{name: value for name, value in message.items() if name != "images"} for message in messages]
         last = max(index for index, message in enumerate([{"role": "assistant"}, *messages]) if message["role"] == "assistant")
         parent = self._known.get(_digest(messages[:last], request.tools))
         if parent is not None:
             added = turns.render_next(
-                messages[last:], parent.tokens[-1], num_before=parent.num_answers - 1, has_thought=parent.has_thought
+                plain[last:], parent.tokens[-1], num_before=parent.num_answers - 1, has_thought=parent.has_thought
             )
             if added is not None:
-                return parent, added, ""
+                return self._place_images(_Context(parent, added, parent.context.images), images[last:])
         # the template would write earlier turns otherwise, or the client has
-        return None, turns.render(messages, list(request.tools)), ""
+        return self._place_images(_Context(None, turns.render(plain, list(request.tools))), images)
 
-    def _find_prompt(self, prompt: str | tuple[int, ...]) -> tuple[_Node | None, tuple[int, ...], str]:
+    def _place_images(self, context: _Context, images: Sequence[tuple[str, ...]]) -> _Context:
+        """Return the context with all tokens of new images, those of each message.
+
+        Raises:
+            ValueError: the model reads none or not as many, or one is broken.
+        """
+        new, reader, limit = tuple(image for some in images for image in some), self._settings.images, self._settings.max_images
+        if not new:
+            return context
+        if reader is None:
+            raise ValueError("the model of this run reads no images: send text alone, or train a model of images")
+        if (count := len(context.images) + len(new)) > limit:
+            raise ValueError(f"the context has {count} images, and generate_config.limit_mm_image_per_prompt is {limit}")
+        check_images(new)
+        ((expanded, _),), _ = reader.expand([(list(context.added), [])], new)
+        return replace(context, added=tuple(expanded), images=(*context.images, *new))
+
+    def _find_prompt(self, prompt: str | tuple[int, ...]) -> _Context:
         """Return what `_find_context` does, for a text or tokens to complete."""
         tokenizer = self._settings.tokenizer
         if not isinstance(prompt, str):
@@ -218,18 +260,19 @@ class TurnTree:
                 node for node in self._nodes if prompt[: len(node.tokens)] == node.tokens and len(prompt) > len(node.tokens)
             ]
             parent = max(before, key=lambda node: len(node.tokens), default=None)
-            return parent, prompt if parent is None else prompt[len(parent.tokens) :], ""
+            images = () if parent is None else parent.context.images
+            return _Context(parent, prompt if parent is None else prompt[len(parent.tokens) :], images)
         texts = [node for node in self._nodes if node.text and prompt.startswith(node.text) and len(prompt) > len(node.text)]
         parent = max(texts, key=lambda node: len(node.text), default=None)
         if parent is None:
-            return None, tuple(tokenizer.encode(prompt)), prompt
+            return _Context(None, tuple(tokenizer.encode(prompt)), text=prompt)
         new = tuple(tokenizer.encode(prompt[len(parent.text) :], add_special_tokens=False))
         before_end = strip_end(parent.tokens, self._task.sampling, tokenizer)
         if before_end == parent.tokens:
-            return parent, new, prompt
-        return None, before_end + new, prompt  # the text goes on where the turn had ended
+            return _Context(parent, new, text=prompt)
+        return _Context(None, before_end + new, text=prompt)  # the text goes on where the turn had ended
 
-    async def _sample(self, request: TurnRequest, parent: _Node | None, added: tuple[int, ...], prompt: str) -> ChatReply:
+    async def _sample(self, request: TurnRequest, context: _Context) -> ChatReply:
         """Sample a turn and add it to the tree.
 
         Raises:
@@ -237,20 +280,21 @@ class TurnTree:
             ValueError: the first prompt is too long.
         """
         limits, sampling = self._settings.limits, self._task.sampling
-        is_first = not self._num_started
-        if is_first and len(added) > limits.max_prompt_tokens:
+        is_first, parent, num_added = not self._num_started, context.parent, len(context.added)
+        if is_first and num_added > limits.max_prompt_tokens:
             raise ValueError(
-                f"the first messages are {len(added)} tokens, and rl_config.max_prompt_length is {limits.max_prompt_tokens}"
+                f"the first messages are {num_added} tokens, and rl_config.max_prompt_length is {limits.max_prompt_tokens}"
             )
-        context = added if parent is None else parent.tokens + added
+        ids = context.tokens
         # a branch repeats its context
-        cost = 0 if is_first else len(added) if parent is not None and not parent.is_continued else len(context)
-        room = min(sampling.max_tokens, limits.max_tokens - self._num_used - cost, limits.max_context_tokens - len(context))
+        cost = 0 if is_first else num_added if parent is not None and not parent.is_continued else len(ids)
+        room = min(sampling.max_tokens, limits.max_tokens - self._num_used - cost, limits.max_context_tokens - len(ids))
         if room < 1 or (limits.max_turns is not None and self._num_started >= limits.max_turns):
             self._truncated = True
             raise ContextFullError("no tokens are left" if room < 1 else f"{limits.max_turns} turns are used")
         max_tokens = min(room, request.max_tokens or room)
-        sampling = replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *request.stop))
+        stop = (*sampling.stop, *request.stop)
+        sampling = replace(sampling, max_tokens=max_tokens, stop=stop, images=context.images)
         self._num_started += 1
         self._num_used += cost + max_tokens
         was_continued = parent is not None and parent.is_continued
@@ -259,7 +303,7 @@ class TurnTree:
         response: Generated | None = None
         start_s = time.time()
         try:
-            response = await self._generate(context, sampling, self._choose_seed(context, is_first))
+            response = await self._generate(ids, sampling, self._choose_seed(ids, is_first))
         finally:
             self._num_used -= max_tokens - (0 if response is None else len(response.token_ids))
             if response is None:
@@ -268,7 +312,7 @@ class TurnTree:
                 if parent is not None:
                     parent.is_continued = was_continued or any(node.parent is parent for node in self._nodes)
         self._truncated |= response.finish == "length" and max_tokens != request.max_tokens
-        return self._record(request, parent, added, response, prompt, start_s)
+        return self._record(request, context, response, start_s)
 
     async def _generate(self, context: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
         async def generate() -> Generated:
@@ -298,17 +342,9 @@ class TurnTree:
             return self._task.seed
         return derive_seed(f"{self._task.seed}#{digest.hex()}#{index}")
 
-    def _record(
-        self,
-        request: TurnRequest,
-        parent: _Node | None,
-        added: tuple[int, ...],
-        response: Generated,
-        prompt: str,
-        start_s: float,
-    ) -> ChatReply:
+    def _record(self, request: TurnRequest, context: _Context, response: Generated, start_s: float) -> ChatReply:
         """Add a turn to the tree and return it as the client reads it."""
-        tokenizer, ids = self._settings.tokenizer, response.token_ids
+        tokenizer, ids, parent = self._settings.tokenizer, response.token_ids, context.parent
         visible = strip_end(ids, self._task.sampling, tokenizer) if response.finish == "stop" else ids
         # cleaning up would remove spaces that the model sampled
         text = tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
@@ -319,16 +355,14 @@ class TurnTree:
         text = text[: min(found)[0]] if found else text
         parsed = self._parse(request, text, ids)
         self.num_turns += 1
-        context = added if parent is None else parent.tokens + added
         name = hashlib.blake2b(f"{self._task.seed}/{self.num_turns}".encode(), digest_size=6).hexdigest()
         num_answers = 1 + sum(message["role"] == "assistant" for message in request.messages)
         node = _Node(
             name,
-            parent,
-            added,
-            context + ids,
+            context,
+            context.tokens + ids,
             Segment.from_generated(response),
-            prompt and prompt + text,
+            context.text and context.text + text,
             num_answers,
             has_thought,
             start_s,
@@ -336,9 +370,9 @@ class TurnTree:
         )
         self._nodes.append(node)
         if request.prompt is None:
-            for messages in (request.messages, _merge_after_tools(request.messages)):
+            for messages in (request.messages, _merge_user_messages(request.messages)):
                 self._known[_digest((*messages, write_message(parsed)), request.tools)] = node
-        return ChatReply(parsed, response.finish == "stop", context, ids, response.log_probs, stop, name)
+        return ChatReply(parsed, response.finish == "stop", context.tokens, ids, response.log_probs, stop, name)
 
     def _parse(self, request: TurnRequest, text: str, ids: tuple[int, ...]) -> ParsedTurn:
         if request.prompt is not None:
@@ -363,19 +397,21 @@ class TurnTree:
         return self._turns[has_tools]
 
 
-def _merge_after_tools(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with those of the user that follow a tool's reply as the end of that reply."""
+def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with those of the user that follow another one, or a tool's reply, as the end of that."""
     merged: list[ChatMessage] = []
     for message in messages:
-        if message["role"] == "user" and merged and merged[-1]["role"] == "tool":
-            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n{message['content']}"}
+        if message["role"] == "user" and merged and merged[-1]["role"] in ("tool", "user"):
+            images = [*merged[-1].get("images", ()), *message.get("images", ())]
+            text = f"{merged[-1]['content']}\n{message['content']}"
+            merged[-1] = {**merged[-1], "content": text} | ({"images": images} if images else {})
         else:
             merged.append(message)
     return merged
 
 
 def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> bytes:
-    """Return a digest of what a client must not change: tools, and of messages role, text without outer blanks, and calls."""
+    """Return a digest of what a client must not change: tools, and of messages role, stripped text, calls and images."""
     found: list[object] = [list(tools)]
     for message in messages:
         calls: list[object] = []
@@ -386,5 +422,6 @@ def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> by
                 with contextlib.suppress(ValueError):  # a client may format JSON otherwise
                     arguments = json.loads(arguments)
             calls.append((function.get("name"), arguments))
-        found.append((message.get("role"), str(message.get("content") or "").strip(), calls))
+        images = list(message.get("images", ()))
+        found.append((message.get("role"), str(message.get("content") or "").strip(), calls, images))
     return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).digest()

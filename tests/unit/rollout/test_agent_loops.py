@@ -30,16 +30,19 @@ from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
 
 END = 1
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 SAMPLING = Sampling(1.0, 400, (END,))
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character a token, with the marks of a chat."""
+    """A character a token, with the marks of a chat and of images."""
+    marks = ("<|im_start|>", "<|im_end|>", *IMAGE_TOKENS)
     vocabulary = {"<pad>": 0, "<|im_end|>": END, "<|im_start|>": 2, "\n": 3} | {chr(code): code for code in range(32, 127)}
+    vocabulary |= {token: 4 + index for index, token in enumerate(IMAGE_TOKENS)}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     built.decoder = decoders.Fuse()
-    built.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    built.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<|im_end|>", pad_token="<pad>")
 
 

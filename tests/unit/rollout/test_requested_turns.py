@@ -74,13 +74,17 @@ class Talk:
 
 
 def held(
-    conversation: Callable[[Talk], Awaitable[Any]], *texts: str, limits: TrajectoryLimits = LIMITS, engine: Writer | None = None
+    conversation: Callable[[Talk], Awaitable[Any]],
+    *texts: str,
+    limits: TrajectoryLimits = LIMITS,
+    engine: Writer | None = None,
+    **changes: Any,
 ) -> tuple[Any, Trajectory, Writer]:
     """(result of a conversation, its trajectory, the engine, which replies with these texts in order)."""
 
     async def run() -> tuple[Any, Trajectory, Writer]:
         writer = engine or Writer(texts)
-        tree = TurnTree(Task(PROMPT, SAMPLING, 5), writer, settings(turns=ALONE, limits=limits))
+        tree = TurnTree(Task(PROMPT, SAMPLING, 5), writer, settings(**{"turns": ALONE, "limits": limits} | changes))
         endpoint = RecordingEndpoint()
         await endpoint.start()
         try:
@@ -315,6 +319,18 @@ def test_a_changed_history_and_a_sub_agent_open_branches_and_old_ones_stay_open(
     assert sum(trajectory.sampled) == sum(len(made) for _, made in writer.made)
 
 
+def test_messages_of_the_user_in_a_row_are_one_where_the_template_writes_no_others() -> None:
+    asked = [*QUESTION, {"role": "user", "content": "Be brief."}]
+
+    async def talk(talk: Talk) -> None:
+        first = (await talk.chat(asked)).choices[0].message.content
+        await talk.chat([*asked, {"role": "assistant", "content": first}, *asked])
+
+    _, trajectory, _ = held(talk, "42", "43")
+    (whole,) = text_of(trajectory)
+    assert whole.count("user\n6 times 7?\nBe brief.<|im_end|>") == 2 and whole.endswith("43<|im_end|>")
+
+
 def test_a_client_that_leaves_before_its_turn_leaves_nothing() -> None:
     writer = Writer(["41", "42"])
 
@@ -366,7 +382,7 @@ def test_room_is_shared_by_all_branches() -> None:
 
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
-PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +390,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
     [
         ("chat/completions", {"temprature": 1}, "unknown parameter 'temprature'; did you mean 'temperature'"),
         ("chat/completions", {"messages": []}, "messages must be a list of objects with one at least"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [PICTURE]}]}, "images are not read"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [PICTURE]}]}, "the model of this run reads no images"),
         ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
         ("chat/completions", {"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the model's"),
         ("chat/completions", {"n": 0}, "n is 0"),
