@@ -148,6 +148,44 @@ def orpo_loss(batch: PreferenceBatch, *, weight: float) -> LossOutput:
     return _build_pair_output(losses, weight * chosen, weight * rejected)
 
 
+@dataclass(frozen=True)
+class UnpairedBatch:
+    """N answers, each judged alone; log-probs are sums over the tokens of an answer, and the policy's carry the gradient.
+
+    Attributes:
+        log_probs, ref_log_probs: [N].
+        desirable: [N] bool.
+        kl: [N] the same number for all answers of a global batch, without a gradient: max(0, mean of log pi - log ref over
+            prompts with answers to other prompts). None: 0.
+    """
+
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    desirable: Tensor
+    kl: Tensor | None = None
+
+
+def kto_loss(batch: UnpairedBatch, *, beta: float, desirable_weight: float, undesirable_weight: float) -> LossOutput:
+    """Return the KTO loss (arXiv:2402.01306) summed over answers.
+
+    w_d (1 - sigmoid(beta (x - KL))) for a desirable answer, w_u (1 - sigmoid(beta (KL - x))) for another, x = log pi - log ref.
+    Without a KL it is the unpaired APO-zero, arXiv:2408.06266.
+    """
+    x, everywhere = batch.log_probs - batch.ref_log_probs, torch.ones_like(batch.desirable)
+    kl = torch.zeros_like(x) if batch.kl is None else batch.kl.to(x.dtype)
+    margins = beta * (x - kl)
+    # 1 - sigmoid(m) is sigmoid(-m), without a difference of close numbers
+    losses = torch.where(
+        batch.desirable, desirable_weight * torch.sigmoid(-margins), undesirable_weight * torch.sigmoid(margins)
+    )
+    metrics = {
+        "rewards/chosen": masked_mean(beta * x, batch.desirable),
+        "rewards/rejected": masked_mean(beta * x, ~batch.desirable),
+        "kl": masked_mean(kl, everywhere),
+    }
+    return LossOutput(losses.sum(), everywhere.sum(), PendingMetrics(metrics))
+
+
 def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
     """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
 

@@ -145,6 +145,12 @@ class Objective:
     fipo_clip_high_only: bool
     fipo_safety_threshold: float | None
     dro_beta: float
+    clip_cov_ratio: float
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: float
+    ppo_kl_coef: float
+    real_tau: float
     max_response_length: int | None
     entropy_coeff: float
     top_entropy_quantile: float
@@ -230,7 +236,7 @@ class Objective:
         Args:
             on_policy: each rollout makes one optimizer step, in which the old policy is the present one.
         """
-        return not on_policy or not self.needs.isdisjoint(("old_log_probs", "entropies"))
+        return not on_policy or not self.needs.isdisjoint(("old_log_probs", "entropies", "squared_probs"))
 
     @property
     def min_group_size(self) -> int:
@@ -344,6 +350,12 @@ def build_objective(
         fipo_clip_high_only=rl.fipo_clip_high_only,
         fipo_safety_threshold=rl.fipo_safety_threshold,
         dro_beta=rl.dro_beta,
+        clip_cov_ratio=rl.clip_cov_ratio,
+        clip_cov_lb=rl.clip_cov_lb,
+        clip_cov_ub=rl.clip_cov_ub,
+        kl_cov_ratio=rl.kl_cov_ratio,
+        ppo_kl_coef=rl.ppo_kl_coef,
+        real_tau=rl.real_tau,
         max_response_length=max_response_length,
         entropy_coeff=rl.entropy_coeff,
         top_entropy_quantile=rl.top_entropy_quantile,
@@ -488,6 +500,16 @@ def _masks(rl: RLConfig, objective: Objective) -> list[str]:
     return lines
 
 
+def _kto_formula(cfg: RunConfig) -> str:
+    train = cfg.actor_config
+    up, down = (f"{weight:g} * " for weight in (train.kto_desirable_weight, train.kto_undesirable_weight))
+    kl, note = " - KL", "\nKL = max(0, mean over the global batch of log pi - log ref of answers to other prompts)"
+    if train.kto_loss_type != "kto":
+        kl = note = ""
+    margin = f"m = {train.kto_beta:g} * (log pi(answer) - log ref(answer){kl})"
+    return f"{margin}\nloss = {up}(1 - sigmoid(m)) where the answer is desirable, {down}(1 - sigmoid(-m)) where not{note}"
+
+
 def _supervised_formula(cfg: RunConfig) -> str:
     train = cfg.actor_config
     z = "z = (log pi(chosen) - log pi(rejected)) - (log ref(chosen) - log ref(rejected))"
@@ -509,6 +531,7 @@ def _supervised_formula(cfg: RunConfig) -> str:
         "(-mean log pi(chosen))",
         "orpo": f"loss = -log p(chosen) + {train.orpo_lambda:g} * (-log sigmoid(log odds(chosen) - log odds(rejected))), "
         "odds = p / (1 - p), log p the mean log pi",
+        "kto": _kto_formula(cfg),
         "orm": "loss = -log sigmoid(score(chosen) - score(rejected))",
         "prm": "loss = cross entropy of the reward token at each placeholder",
     }

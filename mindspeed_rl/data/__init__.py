@@ -29,6 +29,8 @@ HANDLERS: dict[str, str] = {
     "StackOverflowPythonPretrainHandler": f"{_HANDLERS}.published:StackOverflowPythonPretrainHandler",
     "AlpacaStylePairwiseHandler": f"{_HANDLERS}.pairwise:AlpacaStylePairwiseHandler",
     "SharegptStylePairwiseHandler": f"{_HANDLERS}.pairwise:SharegptStylePairwiseHandler",
+    "AlpacaStyleUnpairedHandler": f"{_HANDLERS}.pairwise:AlpacaStyleUnpairedHandler",
+    "SharegptStyleUnpairedHandler": f"{_HANDLERS}.pairwise:SharegptStyleUnpairedHandler",
     "PPOAlpacaStyleInstructionHandler": f"{_HANDLERS}.prompt:PPOAlpacaStyleInstructionHandler",
     "R1AlpacaStyleInstructionHandler": f"{_HANDLERS}.prompt:R1AlpacaStyleInstructionHandler",
     "R1SharegptStyleInstructionHandler": f"{_HANDLERS}.prompt:R1SharegptStyleInstructionHandler",

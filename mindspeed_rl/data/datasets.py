@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages
-from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, IndexedColumns
+from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, UNPAIRED_COLUMNS, IndexedColumns, is_paired
 
 
 class _WithImages(TypedDict, total=False):
@@ -196,7 +196,8 @@ class _ShortRows:
     def __len__(self) -> int:
         return len(self._row_indices)
 
-    def _column(self, index: int, name: str) -> np.ndarray:
+    def column(self, index: int, name: str) -> np.ndarray:
+        """Return a column of a row that is left, [tokens] int64."""
         return self._rows.row(int(self._row_indices[index]), name).astype(np.int64)
 
 
@@ -214,7 +215,77 @@ class PreferenceDataset(_ShortRows):
         super().__init__(rows, np.maximum(rows.lengths("chosen_input_ids"), rows.lengths("rejected_input_ids")), seq_length)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        return PreferencePair(**{name: self._column(index, name) for name in PreferencePair.__annotations__})
+        return PreferencePair(**{name: self.column(index, name) for name in PreferencePair.__annotations__})
+
+
+class JudgedAnswer(TypedDict):
+    """One answer, judged alone; arrays are [tokens] int64, labels as in `PreferencePair`.
+
+    desirable: bool.
+    mismatched_input_ids, mismatched_labels: the same prompt with the answer to another one, cut at seq_length.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    desirable: bool
+    mismatched_input_ids: np.ndarray
+    mismatched_labels: np.ndarray
+
+
+class UnpairedDataset:
+    """Rows of `<prefix>_packed_{input_ids,labels,desirable}_document`, or both answers of each pair of a preference dataset.
+
+    Args:
+        prefix: the --output-prefix of preprocessing.
+        seq_length: longer answers (of pairs: pairs with one) are left out; `num_too_long` counts them. None keeps all.
+        seed: of the order in which answers are lent to other prompts.
+    """
+
+    def __init__(self, prefix: str | Path, *, seq_length: int | None = None, seed: int = 1234) -> None:
+        self._pairs: PreferenceDataset | None = None
+        self._seq_length = seq_length
+        if is_paired(prefix):
+            self._pairs = PreferenceDataset(prefix, seq_length=seq_length)
+            self.num_too_long, size = 2 * self._pairs.num_too_long, 2 * len(self._pairs)
+        else:
+            rows = IndexedColumns(prefix, UNPAIRED_COLUMNS, same_length=[UNPAIRED_COLUMNS[:2]])
+            self._singles = _ShortRows(rows, rows.lengths("input_ids"), seq_length)
+            self.num_too_long, size = self._singles.num_too_long, len(self._singles)
+        self._order = BatchSampler(size, seed=seed).permute(0) if size else np.empty(0, np.int64)
+        self._places = np.argsort(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray, bool, int]:
+        """Return input_ids, labels, the judgement, and the number of tokens of the prompt."""
+        if self._pairs is not None:
+            pair = self._pairs[index // 2]
+            ids, labels, is_desirable = pair["chosen_input_ids"], pair["chosen_labels"], True
+            if index % 2:
+                ids, labels, is_desirable = pair["rejected_input_ids"], pair["rejected_labels"], False
+        else:
+            ids, labels, judgement = (self._singles.column(index, name) for name in UNPAIRED_COLUMNS)
+            is_desirable = bool(judgement[0])
+        return ids, labels, is_desirable, int((labels != IGNORE_INDEX).argmax())
+
+    def __getitem__(self, index: int) -> JudgedAnswer:
+        ids, labels, is_desirable, first = self._read(index)
+        place = int(self._places[index])
+        # answers to the same prompt, such as the other one of a pair, are no mismatch
+        for step in range(1, len(self)):
+            other_ids, other_labels, _, start = self._read(int(self._order[place - step]))
+            if not np.array_equal(other_ids[:start], ids[:first]):
+                break
+        else:
+            raise ValueError("data_path: stage kto lends answers to other prompts, but all prompts of the data are equal.")
+        return JudgedAnswer(
+            input_ids=ids,
+            labels=labels,
+            desirable=is_desirable,
+            mismatched_input_ids=np.concatenate([ids[:first], other_ids[start:]])[: self._seq_length],
+            mismatched_labels=np.concatenate([labels[:first], other_labels[start:]])[: self._seq_length],
+        )
 
 
 class ProcessRewardSample(TypedDict):
@@ -243,9 +314,9 @@ class ProcessRewardDataset(_ShortRows):
         super().__init__(rows, rows.lengths("input_ids"), seq_length)
 
     def __getitem__(self, index: int) -> ProcessRewardSample:
-        labels = self._column(index, "labels")
+        labels = self.column(index, "labels")
         return ProcessRewardSample(
-            input_ids=self._column(index, "input_ids"), labels=labels, step_positions=np.flatnonzero(labels != IGNORE_INDEX)
+            input_ids=self.column(index, "input_ids"), labels=labels, step_positions=np.flatnonzero(labels != IGNORE_INDEX)
         )
 
 

@@ -29,6 +29,8 @@ TEXT_BYTES = "_utf8"
 IGNORE_INDEX = -100
 #: column of a pack: the lengths of its samples
 SAMPLE_LENGTHS = "sample_lengths"
+#: columns of answers that are judged alone
+UNPAIRED_COLUMNS = ("input_ids", "labels", "desirable")
 SUFFIXES = (".bin", ".idx")
 #: indexed columns of a dataset with images: encoded bytes of a row's images and a zero, and their number, bytes and grids
 IMAGE_BYTES, IMAGE_SIZES = "images", "image_sizes"
@@ -259,6 +261,12 @@ def list_packed_columns(prefix: str | Path) -> list[str]:
         if match:
             columns.append(match["column"])
     return sorted(columns)
+
+
+def is_paired(prefix: str | Path) -> bool:
+    """Return True for a dataset of pairs, which has no column with judgements of single answers."""
+    columns = list_packed_columns(Path(prefix).expanduser())
+    return UNPAIRED_COLUMNS[-1] not in columns and "chosen_input_ids" in columns
 
 
 class IndexedColumns:

@@ -156,6 +156,31 @@ class RunShape:
         replica_rows = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
         return min(rows, max(1.0, float(replica_rows))) * self.max_len
 
+    def count_image_tokens(self, model: Model, prompt: float | None = None) -> float:
+        """Return the most tokens that images take in a row; 0 for a model of text.
+
+        Args:
+            model: of any role.
+            prompt: tokens in which the images are; None: the longest prompt, or row of a supervised stage.
+        """
+        vision, config, rl, generate = model.plan.model_config.vision, model.config, self.cfg.rl_config, self.generate
+        if vision is None:
+            return 0.0
+        if rl is None or generate is None:
+            return prompt or float(self.max_len)
+        tokens = prompt or float(rl.max_prompt_length)
+        if config.max_pixels is None:
+            return tokens
+        one = config.max_pixels // (vision.patch_size * vision.merge_size) ** 2
+        return min(tokens, float(generate.limit_mm_image_per_prompt * one))
+
+    def count_batch_image_tokens(self, model: Model, use: str) -> float:
+        """Return the tokens of different images in the largest micro-batch of a pass; see `tokens`."""
+        rows = self.tokens(use) / self.max_len
+        # the samples of a prompt, which are adjacent rows, have its images
+        samples = 1.0 if self.generate is None else max(1.0, min(float(self.sizes.group_size), rows))
+        return rows / samples * self.count_image_tokens(model)
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an optimizer step on one replica."""
@@ -188,7 +213,7 @@ def read_shape(cfg: RunConfig, device: Device, num_nodes: int) -> RunShape:
     run = RunShape(cfg, replace(sizes, num_nodes=num_nodes), device, actor)
     objective, rl = cfg.objective, cfg.rl_config
     if objective is None or rl is None:
-        if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
+        if cfg.stage in ("dpo", "kto") and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
             frozen = replace(cfg.actor_config, lora_target_modules=None)
             run.others["reference"] = build("actor_config", frozen, world, trains=False)
         return run

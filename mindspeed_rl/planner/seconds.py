@@ -5,6 +5,8 @@
 - A pass of the trainer takes its operations (`models/costs.py`), the pipeline's bubble, and the host's work for each
   micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not overlap.
 - A weight sync moves a rank's part of the engine's weights (or the adapters), offloading moves the configured state both ways.
+- A vision tower computes the images of each prompt once a micro-batch, on every tensor rank of the first stage and before the
+  others start; a frozen one once for log-probs and update together. The engine computes them once a prompt.
 - A model on dedicated devices (reference, critic, reward model) makes its passes there, one after the other.
 """
 
@@ -17,7 +19,7 @@ from functools import lru_cache
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import ModelFlops
+from mindspeed_rl.models.costs import ModelFlops, TowerCosts
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
@@ -129,9 +131,14 @@ def plan_time(
         devices=cfg.placement.num_devices,
         efficiency=efficiency,
         lengths=assumed.lengths,
-        notes=(*assumed.notes, *_list_omissions(cfg)),
+        notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_omissions(cfg)),
         overlaps=cfg.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
     )
+
+
+def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
+    if tokens := run.count_image_tokens(run.actor, samples.prompt):
+        yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
 
 
 def _list_omissions(cfg: RunConfig) -> Iterator[str]:
@@ -166,6 +173,7 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
     if objective.needs_reference:
         parts[Phases.REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.REFERENCE_LOG_PROBS.timer] |= (reference or actor).tower_seconds(sizes.rollout_samples)
     for name in run.teachers:
         model = run.find_model(name)
         assert model is not None
@@ -173,11 +181,13 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         before = parts.get(Phases.TEACHER_LOG_PROBS.timer, {})
         parts[Phases.TEACHER_LOG_PROBS.timer] = {part: value + before.get(part, 0.0) for part, value in judged.items()}
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0)
+        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0) | actor.tower_seconds(sizes.train_samples)
     if critic is not None:
-        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0)
+        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0) | critic.tower_seconds(sizes.train_samples)
         parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
+        parts[Phases.UPDATE_CRITIC.timer] |= critic.tower_seconds(trained, trains=True)
     parts[Phases.UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
+    parts[Phases.UPDATE_ACTOR.timer] |= actor.tower_seconds(trained, trains=True)
     if moved := _offloaded_bytes(run):
         parts["offload"] = {"both ways": moved / (run.device.host * efficiency.host)}
     parts[Phases.PUSH_WEIGHTS.timer] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
@@ -194,6 +204,10 @@ class _Passes:
         lengths, prompt = samples.lengths, samples.prompt
         squared = lengths.mean_square + 2 * lengths.mean * prompt + prompt**2  # mean of a sequence's squared tokens
         self._operations = flops.per_token * self._mean + flops.per_squared_token * squared
+        self._tower = TowerCosts.count(model.plan.architecture, model.plan.model_config)
+        # a row of a supervised stage is taken for one half images
+        self._images = run.count_image_tokens(model, samples.prompt or samples.tokens / 2)
+        self._has_features = False
 
     @property
     def update_passes(self) -> float:
@@ -220,6 +234,21 @@ class _Passes:
         # the interleaved schedule's fraction of idle time, arXiv:2104.04473
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
         return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble}
+
+    def tower_seconds(self, samples: float, *, trains: bool = False) -> dict[str, float]:
+        """Return the seconds of a vision tower in a pass over so many samples, or in an update; calls are in their order."""
+        config, run = self._model.config, self._run
+        is_frozen = config.freeze_vit and config.freeze_aligner
+        if self._tower is None or is_frozen and self._has_features:
+            return {}
+        self._has_features = is_frozen
+        rl = run.cfg.rl_config
+        together = 1.0
+        if rl is not None and run.generate is not None:
+            together = max(1.0, min(float(rl.n_samples_per_prompt), run.tokens("update") / self._mean))
+        passes = 3.0 if trains and not config.freeze_vit else 1.0
+        operations = samples / together * passes * self._tower.forward(self._images, self._images)
+        return {"tower": operations / (self._model.replicas * run.device.flops * self._efficiency.train)}
 
     def _bytes_per_second(self, ranks: int) -> float:
         """Return the speed of a collective over so many neighbouring ranks: inside a node, or between nodes."""
@@ -315,6 +344,10 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
     again = 0.0 if generate.enable_prefix_caching else (samples.turns - 1) * (prompt + lengths.mean / 2)
     prefilled = count * (prompt / repeated + again)
     prefill = prefilled * flops.per_token / (tensor * run.device.flops * efficiency.prefill)
+    if (tower := TowerCosts.count(run.actor.plan.architecture, model_config)) is not None:
+        tokens = run.count_image_tokens(run.actor, prompt)
+        seen = count / run.sizes.group_size * tower.forward(tokens, tokens)
+        prefill += seen / (tensor * run.device.flops * efficiency.prefill)
 
     read_bytes = _read_bytes(run, engine.weights)
     host = model_config.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
@@ -376,9 +409,11 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency, known: SampleMeans) 
     assumed = Samples(Lengths(length, length), prompt=0.0)
     actor = _Passes(run, run.actor, efficiency, assumed)
     samples = run.sizes.global_batch_size * run.tokens("update") / run.max_len / run.sizes.micro_batch_size
-    # the reference makes one forward pass over the same samples
-    passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
+    # the reference makes one forward pass over the same samples; a KL needs one of both models over other answers
+    forwards = {"dpo": 1.0, "kto": 3.0 if run.cfg.actor_config.kto_loss_type == "kto" else 1.0}
+    passes = actor.update_passes + forwards.get(run.cfg.stage or "", 0.0)
     parts = {Phases.UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
+    parts[Phases.UPDATE_ACTOR.timer] |= actor.tower_seconds(samples, trains=True)
     phases = {Phases.UPDATE_ACTOR.timer: sum(parts[Phases.UPDATE_ACTOR.timer].values())}
     return TimePlan(
         run.device.name,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
 from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
     check_reward_start,
@@ -17,10 +18,12 @@ from mindspeed_rl.checkpoint.model_source import (
     rl_reference,
 )
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
+from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_its_save
@@ -29,7 +32,7 @@ from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_i
 _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
-_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path")
+_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
     **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
@@ -55,14 +58,19 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
         if role is None or (name != "actor_config" and role is cfg.actor_config):
             continue
         try:
-            folder = find_model(role, name).hf_folder
+            source = find_model(role, name)
         except ValueError:
             changes[name] = role
             continue
         try:
-            _, model_config, _ = read_model(folder)
+            architecture, model_config, _ = read_model(source.hf_folder)
             written = shared | cfg.set_keys.get(name, frozenset())
-            changes[name] = fill_model_keys(role, model_config, Path(folder, "config.json"), written)
+            role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
+            if source.adapter is not None and role.lora_target_modules:
+                adapter = open_peft(source.adapter, architecture.weight_ops(model_config))
+                ranks = adapter.count_ranks(architecture.weight_ops(model_config), list_adapted_modules(role.lora_target_modules))
+                role = _fill_adapter_keys(role, adapter, ranks, written)
+            changes[name] = role
         except ValueError as error:
             violations.append(f"{name}: {error}")
     if violations:
@@ -75,6 +83,24 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
         reward_config=changes.get("reward_config"),
         critic_config=changes.get("critic_config"),
     )
+
+
+def _fill_adapter_keys(role: MegatronConfig, adapter: PeftMerge, ranks: int, written: frozenset[str]) -> MegatronConfig:
+    """Return the role with rank and scale of the PEFT adapter that it trains on, where the run file has none.
+
+    Raises:
+        ValueError: the rank in the run file is too small for the adapter.
+    """
+    if "lora_r" not in written:
+        role = dataclasses.replace(role, lora_r=ranks)
+    elif role.lora_r < ranks:
+        raise ValueError(
+            f"lora_r: {role.lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are one "
+            "parameter here (query, key and value; gate and up) need the sum of their ranks; leave it out"
+        )
+    if "lora_alpha" in written:
+        return role
+    return dataclasses.replace(role, lora_alpha=max(1, round(adapter.scale * role.lora_r)))
 
 
 def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | None]) -> None:
@@ -118,6 +144,10 @@ def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
         values: dict[str, str] = {}
         for key in () if config is None else _HUB_KEYS:
             text = getattr(config, key)
+            if key == "base_model" and text is None:
+                # the base that an adapter names, which may have been fetched itself
+                named = (values.get(other, getattr(config, other)) for other in ("load", "pretrained_checkpoint", "ref_model"))
+                text = next(filter(None, map(find_adapter_base, named)), None)
             # a folder of checkpoints that are still to be written
             if key == "load" and (text == config.save or config.pretrained_checkpoint):
                 continue
@@ -185,7 +215,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     resumes_after = resume.iteration or None
     if cfg.is_supervised:
         # with adapters alone the reference is the policy without them
-        if cfg.stage == "dpo" and (actor.ref_model or not actor.lora_target_modules):
+        if cfg.stage in ("dpo", "kto") and (actor.ref_model or not actor.lora_target_modules):
             config, reference = reference_of(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
@@ -242,6 +272,11 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
+        if model.source.adapter is not None:
+            use = "trains on" if config.lora_target_modules else "is merged into it"
+            derived[f"{name}_config.base_model"] = Derivation(
+                str(model.source.weights), f"the base of the adapter in {model.source.adapter}, which {use}"
+            )
         written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
         if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
             kind, found = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
@@ -260,6 +295,9 @@ def _plan_role(
 ) -> RoleModel:
     try:
         plan = plan_model(config, source.hf_folder, head=head)
+        if source.adapter is not None:
+            open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
+            source = dataclasses.replace(source, adapter=source.adapter.resolve())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if source.is_start:

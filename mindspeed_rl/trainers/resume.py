@@ -111,7 +111,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
         "in_flight": bool(state.get("rollout", {}).get("in_flight")),
         "random": max(config.hidden_dropout, config.attention_dropout, config.lora_dropout) > 0,
         "kl": has_kl and run.rl.kl_ctrl_type == "adaptive",
-        "reference": has_kl or run.config.stage == "dpo",
+        "reference": has_kl or run.config.stage in ("dpo", "kto"),
     }
     resume = ResumePoint(source.weights, iteration, state, changes, describe_changes(changes, effects))
     check_remaining_iterations(run, resume)

@@ -22,10 +22,12 @@ from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.indexed import (
+    UNPAIRED_COLUMNS,
     IndexedColumns,
     check_columns,
     check_sample_lengths,
     column_prefix,
+    is_paired,
     list_packed_columns,
     read_index,
 )
@@ -181,6 +183,7 @@ _COLUMNS = {
     **dict.fromkeys(
         ("dpo", "simpo", "cpo", "orpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
     ),
+    "kto": UNPAIRED_COLUMNS,
     "orm": ("chosen_input_ids", "rejected_input_ids"),
     "prm": ("input_ids", "labels"),
 }
@@ -188,8 +191,10 @@ _COLUMNS = {
 
 def _count_rows(stage: str, data_path: object, split: str | None) -> int:
     """Return the rows that train: those of the first share of split."""
-    prefix = column_prefix(Path(str(data_path)).expanduser(), _COLUMNS[stage][0])
-    return round(len(read_index(prefix).lengths) * read_split(split)[0])
+    halves = 2 if stage == "kto" and is_paired(str(data_path)) else 1
+    column = _COLUMNS["dpo" if halves == 2 else stage][0]
+    num_rows = len(read_index(column_prefix(Path(str(data_path)).expanduser(), column)).lengths)
+    return round(halves * num_rows * read_split(split)[0])
 
 
 def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
@@ -213,7 +218,9 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
                 hint = "give the whole prefix, with _text_document"
             else:
                 columns = list_packed_columns(Path(str(prefix)).expanduser())
-                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in columns]
+                # both answers of a pair are judged alone, too
+                stage = "dpo" if config.stage == "kto" and is_paired(str(prefix)) else config.stage
+                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
             if missing:
                 raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")

@@ -10,7 +10,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
@@ -158,18 +161,29 @@ class SupervisedWorker(DeviceWorker):
     # ------------------------------------------------------------------ shared
 
     def _rows(self, items: list[object]) -> Rows:
-        """Return the engine's rows, with the reference's log-prob of each answer where the loss needs it."""
+        """Return the engine's rows, with the reference's log-prob of each answer and their KL where the loss needs them."""
         rows = self.stage.rows(items)
         if not self.stage.needs_reference:
             return rows
         with self.timers(Phases.REFERENCE_LOG_PROBS.timer):
-            # without a model of its own the reference is the policy without its adapters
-            with adapters_disabled(self.role.model) if self.reference is None else nullcontext():
-                result = (self.reference or self.role).engine.forward(rows, self.batching)
-        # only the last pipeline stage has them, and needs them
+            columns = {"ref_log_probs": self._sum_log_probs(rows, is_reference=True)}
+            mismatched = self.stage.mismatched_rows(items)
+            if mismatched is not None:
+                ours, theirs = (sum(self._sum_log_probs(mismatched, is_reference=which)) for which in (False, True))
+                # over the global batch, so that the loss is the same in every layout
+                total = torch.tensor([float(ours - theirs), len(mismatched)], device=self.role.engine.device)
+                dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+                columns["kl"] = [(total[0] / total[1]).clamp(min=0.0).cpu()] * len(rows)
+        return replace(rows, columns={**rows.columns, **columns})
+
+    def _sum_log_probs(self, rows: Rows, *, is_reference: bool) -> list[Tensor]:
+        """Return the log-prob of each answer under policy or reference; only the last pipeline stage has and needs it."""
+        # without a model of its own the reference is the policy without its adapters
+        shares = is_reference and self.reference is None
+        with adapters_disabled(self.role.model) if shares else nullcontext():
+            result = ((self.reference if is_reference else None) or self.role).engine.forward(rows, self.batching)
         log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
-        sums = [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
-        return replace(rows, columns={**rows.columns, "ref_log_probs": sums})
+        return [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
 
 
 def _name_metrics(prefix: str, losses: Iterable[LossOutput]) -> Metrics:

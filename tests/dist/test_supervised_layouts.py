@@ -79,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 STAGES: dict[str, dict[str, Any]] = {
     "dpo": {"data_path": "pairs", "dpo_beta": 0.5, "pref_ftx": 0.1, "no_pad_to_seq_lengths": True},
     "simpo": {"data_path": "pairs", "reset_attention_mask": True},
+    "kto": {"data_path": "pairs", "kto_beta": 0.5, "no_pad_to_seq_lengths": True},
     "orm": {"data_path": "pairs", "no_pad_to_seq_lengths": True},
     "prm": {"data_path": "steps", "reward_tokens": [chr(GOOD + 30), chr(BAD + 30)]},
     "sft": {"data_path": "packs", "pack": True, "neat_pack": True, "reset_attention_mask": True},
@@ -155,7 +156,7 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
 
 
 #: one stage a layout and one layout a stage; all the others are slow
-QUICK = {("dpo", "tp"), ("orm", "pp"), ("prm", "cp"), ("sft", "dp"), ("dpo adapters", "pp")}
+QUICK = {("dpo", "tp"), ("kto", "dp"), ("orm", "pp"), ("prm", "cp"), ("sft", "dp"), ("dpo adapters", "pp")}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.keys.schema import Range, key
 
 _RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
-_SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "cpo", "orpo", "orm", "prm"]
+_SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "cpo", "orpo", "kto", "orm", "prm"]
 RL_STAGES: tuple[_RLStage, ...] = get_args(_RLStage)
 SUPERVISED_STAGES: tuple[_SupervisedStage, ...] = get_args(_SupervisedStage)
 #: probabilities of dropout; in RL they act only with `rl_config.dropout_in_update`
@@ -70,7 +70,7 @@ class _DataKeys:
     dataset_additional_keys: list[str] = key([], "further dataset columns that travel with a sample, normally [labels]",
         "随样本一起走的其他数据列，通常为 [labels]", on_resume="exact")
     full_shuffle_instruction_dataset: bool = key(False, "shuffle over all epochs at once instead of inside each",
-        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo cpo orpo orm prm", on_resume="order")
+        "把所有轮次合在一起打乱，而不是每轮内部打乱", stages="sft dpo simpo cpo orpo kto orm prm", on_resume="order")
     no_shuffle: bool = key(False, "read the dataset in file order", "按文件顺序读取数据", on_resume="order")
     tokenizer_name_or_path: str | None = key(None, "folder of a Hugging Face tokenizer", "Hugging Face tokenizer 的文件夹",
         elsewhere="tokenizer_path", on_resume="order")
@@ -238,6 +238,9 @@ class _CheckpointKeys:
     no_save_rng: bool | None = key(None, "do not save the random state", "不保存随机状态", on_resume="exact")
     pretrained_checkpoint: str | None = key(None, "folder to start from when `load` holds no checkpoint yet",
         "`load` 中尚无检查点时的起点文件夹", on_resume="reference")
+    base_model: str | None = key(None,
+        "base model where load (pretrained_checkpoint, ref_model) is a PEFT adapter; unset: the one that the adapter names",
+        "load（pretrained_checkpoint、ref_model）为 PEFT 适配器时的基座模型；不设则用适配器自己写明的", on_resume="reference")
     load_checkpoint_loosely: bool = key(False,
         "weights missing in the checkpoint keep their initial values, unknown ones are skipped",
         "检查点中缺少的权重保持新建时的值，多出的权重略过", on_resume="exact")
@@ -354,10 +357,19 @@ class _PreferenceKeys:
         "cpo：对 chosen 回答的监督损失的权重", range=Bounds(0, 1e6), stages="cpo", on_resume="exact")
     orpo_lambda: float = key(0.1, "orpo: weight of the odds ratio", "orpo：几率比项的权重", range=Bounds(0, 1e6), stages="orpo",
         on_resume="exact")
-    ref_model: str = key("", "dpo: folder of the reference weights; the policy's initial weights when empty",
-        "dpo：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo", on_resume="reference")
-    refer_model_iter: int = key(1, "dpo: iteration of that checkpoint", "dpo：该检查点的迭代号", range=Range.ITERATIONS,
-        stages="dpo", on_resume="reference")
+    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key("kto",
+        "kto: form of the loss; apo_zero_unpaired has no KL of mismatched answers",
+        "kto：损失的形式；apo_zero_unpaired 没有错配回答的 KL", stages="kto", on_resume="exact")
+    kto_beta: float = key(0.1, "kto: strength of the tie to the reference", "kto：与参考模型联系的强度",
+        range=Range.POSITIVE, stages="kto", on_resume="exact")
+    kto_desirable_weight: float = key(1.0, "kto: weight of desirable answers", "kto：好回答的权重", range=Bounds(0, 1e6),
+        stages="kto", on_resume="exact")
+    kto_undesirable_weight: float = key(1.0, "kto: weight of undesirable answers", "kto：差回答的权重",
+        range=Bounds(0, 1e6), stages="kto", on_resume="exact")
+    ref_model: str = key("", "dpo, kto: folder of the reference weights; the policy's initial weights when empty",
+        "dpo、kto：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo kto", on_resume="reference")
+    refer_model_iter: int = key(1, "dpo, kto: iteration of that checkpoint", "dpo、kto：该检查点的迭代号",
+        range=Range.ITERATIONS, stages="dpo kto", on_resume="reference")
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ STAGES = {
     "simpo": "mindspeed_rl.workers.stages.preference:SimplePreference",
     "cpo": "mindspeed_rl.workers.stages.preference:ContrastivePreference",
     "orpo": "mindspeed_rl.workers.stages.preference:OddsRatioPreference",
+    "kto": "mindspeed_rl.workers.stages.preference:UnpairedPreference",
     "orm": "mindspeed_rl.workers.stages.reward_model:OutcomeReward",
     "prm": "mindspeed_rl.workers.stages.reward_model:ProcessReward",
 }

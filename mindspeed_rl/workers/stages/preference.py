@@ -1,9 +1,10 @@
-"""Stages dpo, simpo, cpo and orpo: pairs of a chosen and a rejected answer to one prompt."""
+"""Stages dpo, simpo, cpo and orpo learn from pairs of a chosen and a rejected answer to one prompt, kto from single answers."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +16,15 @@ from mindspeed_rl.algorithms.preference_losses import (
     DPOSettings,
     PreferenceBatch,
     SimPOSettings,
+    UnpairedBatch,
     cpo_loss,
     dpo_loss,
+    kto_loss,
     orpo_loss,
     simpo_loss,
 )
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.data.datasets import PreferenceDataset, PreferencePair
+from mindspeed_rl.data.datasets import JudgedAnswer, PreferenceDataset, PreferencePair, UnpairedDataset
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import build_labelled_rows
 from mindspeed_rl.workers.stages.stage import Stage
@@ -109,3 +112,33 @@ class OddsRatioPreference(_Preference):
     @staticmethod
     def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
         return partial(orpo_loss, weight=config.orpo_lambda)
+
+
+class UnpairedPreference(Stage[JudgedAnswer]):
+    """KTO: each answer is desirable or not, with a reference model."""
+
+    unit = "answers"
+    needs_reference = True
+
+    def open(self, prefix: str | Path) -> UnpairedDataset:
+        dataset = UnpairedDataset(prefix, seq_length=self.config.seq_length, seed=self.config.seed)
+        self.num_too_long += dataset.num_too_long
+        return dataset
+
+    def rows(self, items: Sequence[JudgedAnswer]) -> Rows:
+        rows = build_labelled_rows([(item["input_ids"], item["labels"]) for item in items])
+        desirable = [torch.tensor(item["desirable"]) for item in items]
+        return replace(rows, columns={**rows.columns, "desirable": desirable})
+
+    def mismatched_rows(self, items: Sequence[JudgedAnswer]) -> Rows | None:
+        if self.config.kto_loss_type != "kto":
+            return None
+        return build_labelled_rows([(item["mismatched_input_ids"], item["mismatched_labels"]) for item in items])
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss from the sums of policy and reference over the answers."""
+        config, columns = self.config, inputs.columns
+        sums = torch.where(columns["loss_mask"] & inputs.mask, inputs.outputs[0], 0.0).sum(1)
+        batch = UnpairedBatch(sums, columns["ref_log_probs"], columns["desirable"], columns.get("kl"))
+        weights = config.kto_desirable_weight, config.kto_undesirable_weight
+        return kto_loss(batch, beta=config.kto_beta, desirable_weight=weights[0], undesirable_weight=weights[1])

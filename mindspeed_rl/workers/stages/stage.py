@@ -78,6 +78,10 @@ class Stage(ABC, Generic[_Item]):
         losses = -log_probs if self.config.sft_loss_type == "nll" else -log_probs.detach().exp() * log_probs
         return LossOutput(losses.sum(), mask.sum())
 
+    def mismatched_rows(self, items: Sequence[_Item]) -> Rows | None:
+        """Return prompts with answers to other prompts, whose log-ratios to the reference are the loss's KL; None without."""
+        return None
+
     def num_tokens(self, item: _Item) -> int:
         """Return the tokens that the engine computes for an item."""
         return sum(self.rows([item]).lengths)

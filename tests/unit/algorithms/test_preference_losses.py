@@ -10,7 +10,9 @@ from mindspeed_rl.algorithms.preference_losses import (
     DPOSettings,
     PreferenceBatch,
     SimPOSettings,
+    UnpairedBatch,
     dpo_loss,
+    kto_loss,
     pairwise_reward_loss,
     process_reward_loss,
     simpo_loss,
@@ -207,3 +209,33 @@ def test_the_process_reward_loss_is_cross_entropy_at_the_placeholders():
     assert output.count.item() == mask.sum()
     assert output.metrics["rewards/accuracies"].result() == pytest.approx(right / mask.sum())
     assert torch.autograd.gradcheck(lambda x: process_reward_loss(x, marked, torch.tensor(mask)).loss_sum, (point,))
+
+
+@pytest.mark.parametrize("kl", [None, 0.0, 1.7])
+def test_kto_equals_the_value_function_of_the_paper_and_its_gradient_the_derivative(kl):
+    generator = torch.Generator().manual_seed(3)
+    log_probs, reference = (-20 * torch.rand(6, generator=generator, dtype=torch.float64) for _ in range(2))
+    desirable, beta, weights = torch.tensor([True, False, True, True, False, False]), 0.3, (1.5, 0.7)
+    log_probs.requires_grad_()
+    column = None if kl is None else torch.full((6,), kl, dtype=torch.float64)
+    batch = UnpairedBatch(log_probs, reference, desirable, column)
+    output = kto_loss(batch, beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
+    output.loss_sum.backward()
+    losses, gradients = [], []
+    for x, is_desirable in zip((log_probs - reference).tolist(), desirable.tolist()):
+        # lambda_y - v(x, y), v = lambda_y sigmoid(beta (r - z0)) or lambda_y sigmoid(beta (z0 - r)): equations 7 and 8
+        weight, sign = (weights[0], 1) if is_desirable else (weights[1], -1)
+        value = 1 / (1 + math.exp(-sign * beta * (x - (kl or 0.0))))
+        losses.append(weight - weight * value)
+        gradients.append(-weight * sign * beta * value * (1 - value))
+    assert output.loss_sum.item() == pytest.approx(sum(losses), rel=1e-12) and output.count == 6
+    assert log_probs.grad.tolist() == pytest.approx(gradients, rel=1e-12)
+
+
+def test_kto_of_extreme_log_ratios_is_finite():
+    x = torch.tensor([1e4, -1e4], dtype=torch.float32, requires_grad=True)
+    for desirable in (torch.tensor([True, True]), torch.tensor([False, False])):
+        batch = UnpairedBatch(x, torch.zeros(2), desirable)
+        output = kto_loss(batch, beta=1.0, desirable_weight=1.0, undesirable_weight=1.0)
+        output.loss_sum.backward()
+        assert output.loss_sum.item() == 1.0 and bool(torch.isfinite(x.grad).all())

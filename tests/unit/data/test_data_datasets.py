@@ -12,7 +12,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import indexed
-from mindspeed_rl.data.datasets import BatchSampler, InstructionDataset, PreferenceDataset, ProcessRewardDataset
+from mindspeed_rl.data.datasets import (
+    BatchSampler,
+    InstructionDataset,
+    PreferenceDataset,
+    ProcessRewardDataset,
+    UnpairedDataset,
+)
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, check_sample_lengths, check_token_ids, open_indexed
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
@@ -521,3 +527,44 @@ def test_the_system_prompt_stands_before_prompts_that_bring_none(tokenizer, writ
     first, second = (tokenizer.decode(prompts[index]["prompt_ids"]) for index in (0, 1))
     assert "be brief" in first and "own" not in first
     assert "own" in second and "be brief" not in second
+
+
+def test_answers_judged_alone_are_lent_to_other_prompts_each_once(write_packed):
+    rows = [([10 + number, 5], [50 + number, 1]) for number in range(9)]
+    prefix = write_packed(
+        input_ids=[prompt + answer for prompt, answer in rows],
+        labels=[[-100, -100, *answer] for _, answer in rows],
+        desirable=[[number % 2] for number in range(9)],
+    )
+    dataset = UnpairedDataset(prefix, seed=4)
+    items = [dataset[index] for index in range(len(dataset))]
+    assert [item["desirable"] for item in items] == [bool(number % 2) for number in range(9)]
+    lent = []
+    for index, item in enumerate(items):
+        assert item["mismatched_input_ids"][:2].tolist() == [10 + index, 5]
+        assert item["mismatched_labels"].tolist() == [-100, -100, *item["mismatched_input_ids"][2:].tolist()]
+        lent.append(int(item["mismatched_input_ids"][2]) - 50)
+        assert lent[-1] != index
+    assert sorted(lent) == list(range(9))
+
+
+def test_answers_of_pairs_are_judged_alone_and_never_lent_to_their_own_prompt(write_packed):
+    pairs = [([20 + number], [60 + number, 1], [80 + number, 7, 1]) for number in range(5)]
+    prefix = write_packed(
+        chosen_input_ids=[prompt + chosen for prompt, chosen, _ in pairs],
+        chosen_labels=[[-100, *chosen] for _, chosen, _ in pairs],
+        rejected_input_ids=[prompt + rejected for prompt, _, rejected in pairs],
+        rejected_labels=[[-100, *rejected] for _, _, rejected in pairs],
+    )
+    dataset = UnpairedDataset(prefix, seq_length=4)
+    items = [dataset[index] for index in range(10)]
+    assert [item["input_ids"].tolist() for item in items] == [[p[0], *answer] for p, *both in pairs for answer in both]
+    assert [item["desirable"] for item in items] == [True, False] * 5
+    for item in items:
+        assert item["mismatched_input_ids"][1] % 20 != item["input_ids"][0] - 20
+
+
+def test_answers_to_one_prompt_alone_cannot_be_lent(write_packed):
+    prefix = write_packed(input_ids=[[5, 9], [5, 8]], labels=[[-100, 9], [-100, 8]], desirable=[[1], [0]])
+    with pytest.raises(ValueError, match="all prompts of the data are equal"):
+        UnpairedDataset(prefix)[0]

@@ -342,6 +342,36 @@ def test_pairs_with_efficient_eos_end_with_one_trained_end_token(preprocess, exp
     assert pairs(columns) == [(expected(prompt, Trained("good</s>")), expected(prompt, Trained("bad</s>")))]
 
 
+def test_answers_with_a_label_are_read_in_the_forms_of_other_projects(preprocess, expected):
+    rows = [
+        {"prompt": "Q", "completion": [{"role": "assistant", "content": "good"}], "label": True},
+        {"prompt": "Q", "completion": "bad", "label": 0},
+        {"prompt": "Q", "completion": " ", "label": False},
+    ]
+    keys = '{"prompt": "prompt", "query": "", "response": "completion"}'
+    columns = preprocess("AlpacaStyleUnpairedHandler", rows, "--map-keys", keys)
+    prompt = "Human: Q\nAssistant:"
+    wanted = [expected(prompt, Trained("good</s>")), expected(prompt, Trained("bad</s>"))]
+    assert list(zip(columns["input_ids"], columns["labels"], strict=True)) == wanted
+    assert columns["desirable"] == [[1], [0]] and "dropped, empty answer: 1" in columns["summary"]
+    turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "good"}]
+    columns = preprocess(
+        "SharegptStyleUnpairedHandler", [{"conversations": turns, "kto_tag": False}], "--map-keys", '{"label": "kto_tag"}'
+    )
+    assert [(columns["input_ids"][0], columns["labels"][0])] == wanted[:1] and columns["desirable"] == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"instruction": "Q", "output": "A", "label": "maybe"}, "column 'label' must be true or false, not 'maybe'"),
+        ({"instruction": "Q", "output": "A"}, "has no column 'label'"),
+    ],
+)
+def test_answers_without_a_clear_label_are_refused(preprocess, row, problem):
+    assert problem in preprocess("AlpacaStyleUnpairedHandler", [row])
+
+
 def test_equal_or_empty_answers_are_dropped_and_counted(preprocess):
     rows = [
         {"instruction": "Q", "chosen": "same", "rejected": "same"},

@@ -81,7 +81,8 @@ ELSEWHERE: dict[str, str] = {
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
-    "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda",
+    "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda kto_loss_type kto_beta "
+    "kto_desirable_weight kto_undesirable_weight",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config",
@@ -151,7 +152,8 @@ ELSEWHERE: dict[str, str] = {
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path",
     "workers/remote_group.py": "num_cpus_for_placement_group",
-    "checkpoint/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
+    "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path ref_model "
+    "integrated_mode_config",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",

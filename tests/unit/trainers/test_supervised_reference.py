@@ -13,6 +13,7 @@ from supervised_samples import adamw, answers, instruction_row, log_probs, pair_
 from torch.nn.functional import logsigmoid
 from transformers import Qwen2ForCausalLM
 
+from mindspeed_rl.data.datasets import UnpairedDataset
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 STEPS, BATCH, LR, MIN_LR, DECAY = 30, 8, 1e-3, 1e-4, 0.1
@@ -156,3 +157,38 @@ def test_other_preference_losses_start_and_move_as_their_formulas_say(
         found = trained.train().metrics.results()
         assert found["train/loss"] == pytest.approx(value.item(), rel=1e-4)
         assert found["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto_moves_as_its_formula_says(start: Callable, tiny_model: Path, tmp_path: Path, loss_type: str) -> None:
+    samples = answers(16, seed=6)
+    judged = [(*sample, bool(index % 3)) for index, sample in enumerate(samples)]
+    rows = [{**instruction_row(prompt, answer), "desirable": [int(good)]} for prompt, answer, good in judged]
+    prefix = write_columns(tmp_path / "judged", rows)
+    items = UnpairedDataset(prefix, seed=1234)
+    lent = [items[index]["mismatched_input_ids"].tolist() for index in range(16)]
+    model = Qwen2ForCausalLM.from_pretrained(tiny_model).float()
+    reference, beta = copy.deepcopy(model).eval(), 0.4
+
+    def ratio(prompt: list[int], ids: list[int]) -> torch.Tensor:
+        ours, theirs = (log_probs(one, ids)[len(prompt) - 1 :].sum() for one in (model, reference))
+        return ours - theirs.detach()
+
+    trained = start("kto", prefix, weight_decay=0.0, kto_loss_type=loss_type, kto_beta=beta, kto_undesirable_weight=0.6)
+    optimizer = adamw(model, 1e-3, 0.0)
+    for first in (0, 8, 0):
+        batch = list(zip(judged, lent))[first : first + 8]
+        optimizer.zero_grad()
+        kl = sum(ratio(prompt, ids).item() for (prompt, _, _), ids in batch) / 8 if loss_type == "kto" else 0.0
+        kl, losses = max(kl, 0.0), []
+        for (prompt, answer, good), _ in batch:
+            r = ratio(prompt, prompt + answer)
+            losses.append(1 - torch.sigmoid(beta * (r - kl)) if good else 0.6 * (1 - torch.sigmoid(beta * (kl - r))))
+        value = torch.stack(losses).mean()
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found = trained.train().metrics.results()
+        assert found["train/loss"] == pytest.approx(value.item(), rel=1e-4)
+        assert found["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert found["train/kl"] == pytest.approx(kl, rel=1e-3, abs=2e-5)
