@@ -54,7 +54,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "torch_dtype": "megatron_training.bf16: false is fp32 for training, generate_config.dtype the rollout's format",
     "fp16": "megatron_training.bf16 is true or false (fp32); there is no fp16",
     "attn_implementation": "the platform has one attention; there is no choice",
-    "rlhf_type": "megatron_training.stage: ray_grpo, ray_dapo, ray_ppo, dpo, simpo, orm, prm",
+    "rlhf_type": "megatron_training.stage: ray_grpo, ray_dapo, ray_ppo, dpo, simpo, cpo, orpo, kto, orm, prm",
     "train_type": "megatron_training.stage selects what is trained; megatron_training.lora_target_modules switches LoRA on",
     "tuner_type": "megatron_training.stage selects what is trained; megatron_training.lora_target_modules switches LoRA on",
     "use_peft": "megatron_training.lora_target_modules switches LoRA on",
@@ -101,6 +101,9 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "grpo_passk": "pass_at_k",
         "grpo_vectorized": "group_norm",
         "rloo_vectorized": "rloo",
+        "tir_optimal_token_baseline": "optimal_token_baseline",
+        "otb": "optimal_token_baseline",
+        "maxrl": "max_rl",
     },
     "loss_type": {
         "token-mean": "dapo",

@@ -186,7 +186,7 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
     data = actor.data_path if isinstance(actor.data_path, list) else [actor.data_path]
     rates = read_schedule(actor, iters or 0, steps).over(total, steps)
     # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
-    losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "orm": "ranking"}
+    losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type, "orm": "ranking"}
     shared = SourcePlan(
         stage=cfg.stage or "",
         step_samples=plan.mini_batch_size,
@@ -197,7 +197,7 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
         loss=losses.get(cfg.stage or "", "cross_entropy"),
-        beta={"dpo": actor.dpo_beta, "simpo": actor.simpo_beta}.get(cfg.stage or ""),
+        beta={"dpo": actor.dpo_beta, "simpo": actor.simpo_beta, "kto": actor.kto_beta}.get(cfg.stage or ""),
         sequence_length=actor.seq_length,
         tp=actor.tensor_model_parallel_size,
         pp=actor.pipeline_model_parallel_size,

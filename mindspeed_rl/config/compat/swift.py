@@ -30,7 +30,7 @@ from mindspeed_rl.config.errors import ConfigError
 
 #: program -> stage here; others only generate
 _STAGES = {
-    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "rm": "orm", "sft": "sft", "pt": "pretrain",
+    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "kto": "kto", "rm": "orm", "sft": "sft", "pt": "pretrain",
 }  # fmt: skip
 #: kinds that read pairs of answers
 _PAIRS = ("dpo", "simpo", "rm")
@@ -42,9 +42,8 @@ _SERVING = {
 }
 #: kinds of `rlhf` without a counterpart
 _OTHER_KINDS = {
-    "kto": "KTO",
-    "cpo": "CPO; simpo is available",
-    "orpo": "ORPO",
+    "cpo": "commands of CPO; stage cpo has its loss (docs/supervised.md)",
+    "orpo": "commands of ORPO; stage orpo has its loss (docs/supervised.md)",
     "gkd": "commands of GKD; rl_config.distillation has its losses (docs/distillation.md)",
 }
 #: programs that train nothing and serve nothing
@@ -92,6 +91,7 @@ _LOSSES = {
     "cispo": ("cispo_cap", "cispo_cap", "token"),
     "sapo": ("sapo", "sapo", "sequence"),
     "fipo": ("fipo", "fipo", "token"),
+    "real": ("real", "real", "sequence"),
 }
 #: longest prompt where the command has no limit
 _PROMPT_LENGTH = 2048
@@ -365,7 +365,7 @@ def _build(run: Import, command: SourceCommand) -> None:
         for text in command.list_texts(name):
             if _VISION.search(text) and not _IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
-            elif name != "model" and kind in _PAIRS and _IMAGES.search(text):
+            elif name != "model" and kind in (*_PAIRS, "kto") and _IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "images in preference data")
     if kind in _SERVING:
         _build_serving(run, command, kind)
@@ -486,7 +486,8 @@ def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
         if is_hub and not path.startswith("hf://"):
             notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
         if kind not in ("grpo", "ppo"):
-            handler = "AlpacaStylePairwiseHandler" if kind in _PAIRS else "AlpacaStyleInstructionHandler"
+            form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
+            handler = f"AlpacaStyle{form}Handler"
             words = "" if kind == "pt" else f" --handler-name {handler} --prompt-type hf"
             rows = f" --max-samples {count}" if count and len(names) == 1 else ""
             notes.append(
@@ -654,6 +655,23 @@ def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Size
         run.added["megatron_training.seq_length"] = (
             f"{_read_length(command)}: set the longest row; ms-swift has the model's limit"
         )
+    if kind == "kto":
+        form, weight = command.text("loss_type", "kto"), f"{ACTOR}.kto_{{}}desirable_weight"
+        if form not in ("kto", "apo_zero_unpaired"):
+            run.refuse("--loss_type", f"the preference loss {form}; kto and apo_zero_unpaired are available")
+        elif command.flag("calculate_KL", default=form == "kto") != (form == "kto"):
+            run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
+        run.translate("--loss_type", {f"{ACTOR}.kto_loss_type": form})
+        run.translate(
+            "--beta",
+            {f"{ACTOR}.kto_beta": command.number("beta", 0.1)},
+            "the KL is of the batch of an optimizer step, there of a pass",
+        )
+        for name in ("", "un"):
+            run.translate(f"--{name}desirable_weight", {weight.format(name): command.number(f"{name}desirable_weight", 1.0)})
+        if command.has("ref_model"):
+            run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
+        return
     if kind not in ("dpo", "simpo"):
         if command.has("loss_type"):
             run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
@@ -709,11 +727,11 @@ def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
         run.translate("--loss_type", {f"{RL}.loss_type": _LOSSES[form][0]}, "averaged over an optimizer step")
     low = command.number("epsilon", 0.2)
     high = command.number("epsilon_high", low)
-    if form == "sapo":
+    if form in ("sapo", "real"):
         clips: dict[str, object] = {}
     else:
         clips = {f"{RL}.clip_higher_enable": True, f"{RL}.clip_ratio_low": low, f"{RL}.clip_ratio_high": high}
-    run.translate("--epsilon", clips, "" if clips else "sapo clips nothing")
+    run.translate("--epsilon", clips, "" if clips else f"{form} clips nothing")
     if command.has("epsilon_high"):
         run.translated["--epsilon_high"] = "see --epsilon"
     estimator, scale = _read_estimator(command)
@@ -732,6 +750,8 @@ def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
         if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
             run.translated[f"--{name}"] = f"rl_config.scale_rewards: {scale}"
     beta, in_reward = command.number("beta", 0.04), _has_kl_in_reward(command)
+    if form == "real" and beta and not in_reward:
+        run.refuse("--loss_type", "the loss real next to a KL that is averaged over tokens; it is available with --beta 0")
     run.translate("--beta", {f"{RL}.init_kl_coef": beta})
     if beta:
         run.set(f"{RL}.kl_penalty", "k1" if in_reward else "k3")
@@ -749,6 +769,8 @@ def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
 def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     """Return estimator and spread, with the default that follows from the estimator."""
     estimator = command.text("advantage_estimator", "grpo")
+    if command.text("loss_type", "grpo") == "real" and estimator == "grpo":
+        return estimator, "none"  # ms-swift sets it, whatever the command has
     default = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}.get(estimator)
     if default is None:
         raise ConfigError([f"--advantage_estimator {estimator}: not available here"])
@@ -986,7 +1008,7 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
     total = sizes.count_steps(command, _read_rows(command, rows)[0])
     rates = _read_schedule(command, total).over(total, sizes.steps)
     forms = command.list_texts("loss_type")
-    losses = {"dpo": (forms or ["sigmoid"])[0], "simpo": "simpo_sigmoid", "rm": "ranking"}
+    losses = {"dpo": (forms or ["sigmoid"])[0], "kto": (forms or ["kto"])[0], "simpo": "simpo_sigmoid", "rm": "ranking"}
     plan = SourcePlan(
         stage=_STAGES[kind],
         step_samples=sizes.step,
@@ -997,7 +1019,7 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
         loss=losses.get(kind, "cross_entropy"),
-        beta={"dpo": command.number("beta", 0.1), "simpo": command.number("beta", 2.0)}.get(kind),
+        beta={"dpo": command.number("beta", 0.1), "kto": command.number("beta", 0.1), "simpo": command.number("beta", 2.0)}.get(kind),
         sequence_length=None if sizes.rollout else _read_length(command),
         tp=sizes.tp,
         pp=sizes.pp,
@@ -1035,8 +1057,8 @@ def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> So
         rollout_completions=sizes.rollout,
         loss=_LOSSES[form][1],
         level=level,
-        clip_low=None if form in ("cispo", "sapo") else low,
-        clip_high=None if form == "sapo" else high,
+        clip_low=None if form in ("cispo", "sapo", "real") else low,
+        clip_high=None if form in ("sapo", "real") else high,
         delta=None if command.get("delta") is None else command.number("delta", 0.0),
         aggregation=_name_average(form, sizes),
         kl_coef=beta,

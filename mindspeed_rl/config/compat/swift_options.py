@@ -251,7 +251,7 @@ _KEYS: dict[str, Option] = {
     "tau_neg": to(f"{RL}.tau_neg"),
     **{
         name: to(f"{RL}.{name}")
-        for name in "fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold dynamic_sample "
+        for name in "fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold real_tau dynamic_sample "
         "max_resample_times "
         "overlong_filter "
         "rollout_importance_sampling_threshold log_rollout_offpolicy_metrics log_completions sync_ref_model "
@@ -299,7 +299,8 @@ _TOGETHER: dict[str, Option] = {
     **_each("advantage_estimator scale_rewards", with_others("adv_estimator and scale_rewards")),
     **_each("reward_funcs reward_weights reward_model reward_model_plugin", _REWARDS),
     **_each("vllm_mode vllm_server_host vllm_server_port async_generate", with_others("trainer_mode, servers")),
-    **_each("label_smoothing rpo_alpha simpo_gamma cpo_alpha ref_model", with_others("keys of the preference loss")),
+    **_each("label_smoothing rpo_alpha simpo_gamma cpo_alpha ref_model desirable_weight undesirable_weight "
+        "calculate_KL", with_others("keys of the preference loss")),
     **_each("packing packing_length", with_others("packed rows")),
     **_each("max_new_tokens response_length", with_others("max_completion_length by an earlier name")),
     "max_epochs": with_others("num_train_epochs by an earlier name"),
@@ -526,8 +527,7 @@ _NONE: dict[str, Option] = {
     **_each(
         "chord_mu_decay_steps chord_mu_peak chord_mu_valley chord_mu_warmup_steps chord_sft_per_device_train_batch_size "
         "rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range "
-        "sdar_gate_beta gkd_logits_topk lmbda real_tau discopop_tau desirable_weight "
-        "undesirable_weight calculate_KL",
+        "sdar_gate_beta gkd_logits_topk lmbda discopop_tau",
         no_effect("it belongs to a loss that is refused by its own option"),
     ),
     "vf_coef": no_effect("the critic has an optimizer of its own, whose steps do not depend on a factor of the loss"),

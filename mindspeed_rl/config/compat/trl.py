@@ -1,4 +1,4 @@
-"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo` and `reward`, and their scripts under accelerate."""
+"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo`, `kto` and `reward`, and their scripts under accelerate."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from mindspeed_rl.config.errors import ConfigError
 _ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
 _SAMPLING = f"{_ENGINE}.sampling_config"
 #: program -> stage here
-_STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "reward": "orm"}
+_STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
 #: trainers of TRL without a counterpart, and commands that start no training
 _OTHER_PROGRAMS = {
-    "kto": "KTO is not available",
     "gkd": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "distillation": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "online_dpo": "online DPO is not available",
@@ -105,7 +104,7 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
             stem = name.removesuffix(".py")
             known = stem if stem in _STAGES or stem in _OTHER_PROGRAMS else None
             return place, known or next(
-                (key for key in ("grpo", "rloo", "dpo", "sft", "reward") if key in stem.split("_")), None
+                (key for key in ("grpo", "rloo", "dpo", "kto", "sft", "reward") if key in stem.split("_")), None
             )
         if word.startswith("trl.scripts."):
             return place, word.rpartition(".")[2]
@@ -178,7 +177,7 @@ def _guess_program(options: Mapping[str, object]) -> str:
         found = ["grpo"]
     if len(found) != 1:
         raise ConfigError(
-            ["the file of options fits several trainers of TRL; write trl grpo --config FILE (or sft, dpo, reward)"]
+            ["the file of options fits several trainers of TRL; write trl grpo --config FILE (or sft, dpo, kto, reward)"]
         )
     return found[0]
 
@@ -515,6 +514,21 @@ _DPO: dict[str, Option] = {
     "ref_model_sync_steps": no_effect("only sync_ref_model reads it"),
 }
 
+_KTO: dict[str, Option] = {
+    **{name: record for name, record in _SUPERVISED.items() if name != "pad_token"},
+    **{
+        name: _DPO[name]
+        for name in "disable_dropout router_aux_loss_coef precompute_ref_log_probs precompute_ref_batch_size "
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps".split()
+    },
+    "train_sampling_strategy": with_others("no_shuffle"),
+    "pad_to_multiple_of": no_effect("rows are packed, or padded by a mask"),
+    "loss_type": to(f"{_ACTOR}.kto_loss_type"),
+    "beta": to(f"{_ACTOR}.kto_beta", default=0.1, formula="the KL is of the batch of an optimizer step, there of a pass"),
+    "desirable_weight": to(f"{_ACTOR}.kto_desirable_weight"),
+    "undesirable_weight": to(f"{_ACTOR}.kto_undesirable_weight"),
+}
+
 _REWARD: dict[str, Option] = {
     **_SUPERVISED,
     **_CHATS,
@@ -527,6 +541,7 @@ _TABLES: dict[str, dict[str, Option]] = {
     "rloo": _SHARED | _RLOO,
     "sft": _SHARED | _SFT,
     "dpo": _SHARED | _DPO,
+    "kto": _SHARED | _KTO,
     "reward": _SHARED | _REWARD,
 }
 
@@ -635,7 +650,7 @@ def _read_schedule(command: SourceCommand) -> tuple[str, float]:
 
 
 #: program -> learning rate without --learning_rate
-_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "sft": 2e-5, "reward": 1e-4}
+_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
 
 
 def _build(run: Import, command: SourceCommand) -> None:
@@ -663,6 +678,12 @@ def _build(run: Import, command: SourceCommand) -> None:
             run.translate("--loss_type", {f"{_ACTOR}.dpo_loss_type": kinds[0]})
         else:
             run.refuse("--loss_type", f"the preference loss {', '.join(str(kind) for kind in kinds)}; sigmoid, hinge, ipo are")
+    elif command.program == "kto":
+        order = command.text("train_sampling_strategy", "sequential")
+        if order in ("sequential", "random"):
+            run.translate("--train_sampling_strategy", {f"{_ACTOR}.no_shuffle": order == "sequential"})
+        else:
+            run.refuse("--train_sampling_strategy", "batches of equal lengths")
     if run.get(f"{_ACTOR}.load") is None:
         raise ConfigError(["the command names no model: --model_name_or_path is missing"])
 
@@ -701,6 +722,9 @@ def _set_data(run: Import, command: SourceCommand) -> None:
         note = f"--handler-name {handler} --prompt-type hf{columns}"
     elif command.program in ("dpo", "reward"):
         note = "--handler-name AlpacaStylePairwiseHandler --prompt-type hf"
+    elif command.program == "kto":
+        columns = """--map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
+        note = f"--handler-name AlpacaStyleUnpairedHandler --prompt-type hf {columns}"
     if note:
         model = command.get("model_name_or_path")
         head = f"mindspeed-rl preprocess --input {name} --output-prefix {path} --tokenizer-name-or-path {model}"
@@ -969,7 +993,7 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan:
     style, floor = _read_schedule(command)
     schedule = Schedule(peak, style, decay=total, warmup=sizes.warmup(command, total), floor=peak * floor)
     rates = schedule.over(total, sizes.steps)
-    form = (command.list_texts("loss_type") or ["sigmoid"])[0]
+    form = (command.list_texts("loss_type") or ["kto" if command.program == "kto" else "sigmoid"])[0]
     plan = SourcePlan(
         stage=stage,
         step_samples=sizes.step,
@@ -979,8 +1003,8 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan:
         lr_10=rates.rates[1],
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
-        loss={"sft": "cross_entropy", "reward": "ranking", "dpo": form}.get(command.program, "grpo"),
-        beta=command.number("beta", 0.1) if command.program == "dpo" else None,
+        loss={"sft": "cross_entropy", "reward": "ranking", "dpo": form, "kto": form}.get(command.program, "grpo"),
+        beta=command.number("beta", 0.1) if command.program in ("dpo", "kto") else None,
         sequence_length=command.count("max_length", 1024) if stage != "ray_grpo" else None,
         dp=command.devices,
         lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,

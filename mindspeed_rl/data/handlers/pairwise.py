@@ -121,6 +121,27 @@ def _read_answer(value: object, name: str) -> str:
     return value
 
 
+#: messages of TRL and of OpenAI's interface
+_MESSAGE_TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system",
+    "observation_tag": "tool", "function_tag": "function_call",
+}  # fmt: skip
+
+
+def _read_prompt(handler: Handler, row: Row) -> Conversation:
+    """Read the prompt of an Alpaca row, which may also be a list of messages with role and content.
+
+    Raises:
+        MalformedRowError: a column is missing or has the wrong form.
+    """
+    value = handler.column(row, "prompt", required=True)
+    if isinstance(value, (list, tuple)):
+        system, turns = sharegpt_messages(value, _MESSAGE_TAGS)
+        return Conversation(turns, system)
+    messages, system, question = alpaca_question(handler, row)
+    return Conversation([*messages, user(question)], system)
+
+
 class AlpacaStylePairwiseHandler(PairwiseHandler):
     """instruction (+ input), chosen, rejected; optional system and history."""
 
@@ -134,11 +155,10 @@ class AlpacaStylePairwiseHandler(PairwiseHandler):
     }
 
     def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
-        messages, system, question = alpaca_question(self, row)
         chosen, rejected = (
             assistant(_read_answer(self.column(row, key, required=True), self.map[key])) for key in ("chosen", "rejected")
         )
-        return Conversation([*messages, user(question)], system), chosen, rejected
+        return _read_prompt(self, row), chosen, rejected
 
 
 class SharegptStylePairwiseHandler(PairwiseHandler):
@@ -210,9 +230,8 @@ class AlpacaStyleUnpairedHandler(UnpairedHandler):
     }
 
     def answer(self, row: Row) -> tuple[Conversation, Message]:
-        messages, system, question = alpaca_question(self, row)
         answer = _read_answer(self.column(row, "response", required=True), self.map["response"])
-        return Conversation([*messages, user(question)], system), assistant(answer)
+        return _read_prompt(self, row), assistant(answer)
 
 
 class SharegptStyleUnpairedHandler(UnpairedHandler):
