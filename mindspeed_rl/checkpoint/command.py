@@ -113,10 +113,7 @@ def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lor
     """Return the source with its adapter merged as it is read, and the PEFT adapter to merge in HF's terms."""
     path, r, alpha = options.lora_load, options.lora_r, options.lora_alpha
     if path is not None and lora.is_peft_folder(path):
-        shapes = {
-            name: shape for op in source.architecture.weight_ops(source.model_config) for name, shape in zip(op.hf, op.shapes)
-        }
-        return source, lora.open_peft(path, shapes, r, alpha)
+        return source, lora.open_peft(path, source.architecture.weight_ops(source.model_config), r, alpha)
     source = _with_loaded_adapters(options, source)
     if not source.adapters:
         if r is not None or alpha is not None:

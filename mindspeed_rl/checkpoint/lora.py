@@ -6,17 +6,20 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
 from mindspeed_rl.checkpoint.jobs import LoraShards, add_delta
 from mindspeed_rl.checkpoint.mcore import Adapters
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
+from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
+from mindspeed_rl.models.weights import TensorSource, WeightOp
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -47,7 +50,7 @@ def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: 
 
 def is_peft_folder(path: Path) -> bool:
     """Return whether a folder holds a PEFT adapter."""
-    return (path / "adapter_config.json").is_file()
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class PeftMerge:
     """A transform that adds a PEFT adapter to the HF weights it belongs to, in float32.
 
     Args:
+        path: its folder.
         pairs: HF tensor name -> records of A [r, in] and B [out, r].
         scale: alpha / r (or alpha / sqrt(r) with rank-stabilized LoRA).
     """
 
+    path: Path
     pairs: Mapping[str, tuple[TensorRecord, TensorRecord]]
     scale: float
 
@@ -68,26 +73,96 @@ class PeftMerge:
         a, b = (record.read() for record in self.pairs[name])
         return add_delta(tensor, a, b, self.scale)
 
+    def fuse(self, op: WeightOp) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return the adapter of one Megatron parameter; None without one.
 
-def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | None, alpha: float | None) -> PeftMerge:
-    """Open a PEFT LoRA folder for merging.
+        Adapters of tensors that Megatron has in one parameter (query, key and value) keep their own rows of A, one after the
+        other, and their own columns of B, which changes nothing; where they are equal, as in exports of this project, A is
+        there once.
+
+        Returns:
+            A [R, in], and for each HF tensor B [rows, R], zero where the tensor has no adapter.
+        """
+        pairs = {name: self.pairs[name] for name in op.hf if name in self.pairs}
+        if not pairs:
+            return None
+        matrices = [(name, a.read(), b.read()) for name, (a, b) in pairs.items()]
+        first = matrices[0][1]
+        shares = all(torch.equal(a, first) for _, a, _ in matrices)
+        full = first if shares else torch.cat([a for _, a, _ in matrices])
+        outputs = {name: torch.zeros(shape[0], len(full)) for name, shape in zip(op.hf, op.shapes)}
+        start = 0
+        for name, a, b in matrices:
+            outputs[name][:, start : start + len(a)] = b
+            start += 0 if shares else len(a)
+        return full.float(), outputs
+
+    def count_ranks(self, ops: Iterable[WeightOp], modules: Sequence[str]) -> int:
+        """Return the rank that Megatron's parameters need to go on training the adapter.
+
+        Args:
+            modules: names of the Megatron modules that train adapters.
+
+        Raises:
+            ValueError: the adapter belongs to other modules too.
+        """
+        ranks = 0
+        for op in ops:
+            fused = self.fuse(op)
+            if fused is None:
+                continue
+            module = op.mcore.removesuffix(".weight").rpartition(".")[2]
+            if module not in modules:
+                raise ValueError(
+                    f"lora_target_modules: {self.path} adapts {op.hf[0]}, which is {module} of Megatron and not among them; "
+                    "add it, or leave out lora_target_modules to merge the adapter"
+                )
+            ranks = max(ranks, len(fused[0]))
+        return ranks
+
+
+@dataclass(frozen=True)
+class MergedSource:
+    """Tensors of a base model with a PEFT adapter added as they are read."""
+
+    base: TensorSource
+    adapter: PeftMerge
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.base.shape(name)
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        tensor = self.base.read(name, dim, start, stop)
+        if name not in self.adapter.pairs:
+            return tensor
+        a, b = (record.read() for record in self.adapter.pairs[name])
+        if stop is not None:
+            a, b = (a, b[start:stop]) if dim == 0 else (a[:, start:stop], b)
+        return add_delta(tensor, a, b, self.adapter.scale)
+
+
+def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: float | None = None) -> PeftMerge:
+    """Open a PEFT LoRA folder for merging, or for training on.
 
     Args:
-        hf_shapes: shapes of the base's HF tensors.
+        ops: weights of the base.
         r, alpha: the user's values; checked against adapter_config.json.
 
     Raises:
         ValueError: it is no plain LoRA, r or alpha contradicts it, or it does not fit the base.
     """
-    config = read_json(path / "adapter_config.json")
+    config = read_json(path / ADAPTER_CONFIG)
+    hf_shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA can be merged")
+        raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")
     for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
         if config.get(key):
-            raise ValueError(f"{path}: adapter_config.json sets {key}, which cannot be merged")
+            raise ValueError(f"{path}: adapter_config.json sets {key}, which is not supported")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; only 'none' can be merged")
-    rank, own_alpha = int(config["r"]), float(config["lora_alpha"])
+        raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; supported is 'none'")
+    rank, own_alpha = (config.get(key) for key in ("r", "lora_alpha"))
+    if not isinstance(rank, int) or not isinstance(own_alpha, (int, float)) or rank < 1 or own_alpha <= 0:
+        raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {own_alpha!r}; expected numbers above 0")
     if r is not None and r != rank:
         raise ValueError(f"--lora-r {r} does not match {path}, whose r is {rank}")
     if alpha is not None and alpha != own_alpha:
@@ -114,7 +189,7 @@ def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | Non
         raise ValueError(f"{path} holds {strange[0]!r}, which is no LoRA weight")
     if not pairs:
         raise ValueError(f"{path} holds no LoRA weights")
-    return PeftMerge(pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return PeftMerge(path, pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def get_staging_path(path: Path) -> Path:
@@ -164,7 +239,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if path.exists():
         path.rmdir()
     os.replace(partial, path)

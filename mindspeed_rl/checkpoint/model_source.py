@@ -12,7 +12,7 @@ from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.plan import ModelSource
@@ -29,6 +29,8 @@ _REFERENCE_FOLDER = "reference"
 def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
     """Find a role's weights in `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
 
+    A PEFT adapter among them is found with its base (`base_model`, else the one that it names).
+
     `load` may name a folder that holds no checkpoint yet (the `save` folder of a run that may have to resume):
     `pretrained_checkpoint` is then the start.
 
@@ -43,16 +45,19 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     if not candidates:
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
     weights: tuple[Path, _WeightsKind, int | None] | None = None
-    is_start = False
+    is_start, adapter = False, None
     for key, value in candidates:
         # the number is of `load`'s checkpoints, and means nothing in another folder
         asked = config.load_iteration if key == "load" else None
+        folder = Path(value).expanduser()
         try:
-            kind = weights_kind(Path(value).expanduser(), asked)
+            if find_adapter_base(folder) is not None:
+                folder, adapter = _find_base(folder, config), folder
+            kind = weights_kind(folder, asked)
         except ValueError as error:
             raise ValueError(f"{role}.{key}: {error}") from None
         if kind is not None:
-            weights = (Path(value).expanduser(), kind, asked)
+            weights = (folder, kind, asked)
             is_start = key == "pretrained_checkpoint"
             break
         if key == candidates[-1][0]:
@@ -68,10 +73,23 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     folders.append(weights[0] / HF_FILES)
     for folder in folders:
         if (folder / "config.json").is_file():
-            return ModelSource(folder, *weights, is_start)
+            return ModelSource(folder, *weights, is_start, adapter)
     raise ValueError(
         f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
     )
+
+
+def _find_base(adapter: Path, config: MegatronConfig) -> Path:
+    """Return the folder of a PEFT adapter's base model; ValueError where it has no weights to add an adapter to."""
+    base = find_adapter_base(adapter, config.base_model)
+    if not base:
+        raise ValueError(f"{adapter} is an adapter that names no base model; name the folder of its base in base_model.")
+    if weights_kind(Path(base).expanduser()) not in ("hf", "megatron"):
+        raise ValueError(
+            f"{adapter} is an adapter of {base}, which is no folder with Hugging Face or Megatron weights; name the folder of "
+            "its base in base_model."
+        )
+    return Path(base).expanduser()
 
 
 def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrainedTokenizerBase:
@@ -86,6 +104,8 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
         ValueError: the key is not set, or names another checkpoint of ours.
     """
     start = config.pretrained_checkpoint
+    if start and find_adapter_base(start) is not None:
+        start = str(_find_base(Path(start).expanduser(), config))
     kind = weights_kind(Path(start).expanduser()) if start else None
     if start is None or kind not in ("hf", "megatron"):
         raise ValueError(
@@ -221,7 +241,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
     config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
     # it has no optimizer, and draws nothing
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
-    same = path is not None and Path(path).expanduser() == actor.weights
+    same = path is not None and Path(path).expanduser() == actor.weights and actor.adapter is None
     if resume_iteration is not None:
         moved = actor.weights / _REFERENCE_FOLDER
         # one that has moved goes on where it was when the actor was saved

@@ -23,7 +23,15 @@ from mindspeed_rl.checkpoint.options import (
     SourceForm,
     TransformerImpl,
 )
-from mindspeed_rl.cli.options import Parser, add_silent, build_options, get_flag, note_without_effect, print_status
+from mindspeed_rl.cli.options import (
+    Parser,
+    add_silent,
+    build_options,
+    get_flag,
+    note_without_effect,
+    print_status,
+    take_adapter,
+)
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.conversion_plan import Plan
@@ -226,6 +234,7 @@ class _Bar(Progress):
 
 def _convert(args: argparse.Namespace) -> int:
     _check_flags(args)
+    take_adapter(args, "--load-dir")
     if args.load_model_type == "gguf" or args.load_dir.suffix == ".gguf":
         return _convert_gguf(args)
     options = build_options(ConvertOptions, args)

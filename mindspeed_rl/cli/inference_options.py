@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status
+from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status, take_adapter
 from mindspeed_rl.config.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.fork_server import build_local_ray_environment
@@ -233,11 +236,13 @@ def open_session(args: argparse.Namespace) -> Session:
     """
     os.environ.update({**WAITING, **os.environ, **build_quiet_environment(os.environ)})
     os.environ.update(build_local_ray_environment(os.environ))
-    # imports torch, which must find this environment, and which --help and wrong options do not need
-    from mindspeed_rl.inference import session
+    with collecting_seldom():
+        # imports torch, which must find this environment, and which --help and wrong options do not need
+        from mindspeed_rl.inference import session
 
     name = parse_hub_name(args.load)
     args.load = Path(args.load) if name is None else fetch(name, "--load")
+    take_adapter(args, "--load")
     opened = session.open_session(build_options(session.SessionOptions, args))
     for notice in opened.model.source.warnings:
         print_status(f"note: {notice}")
@@ -251,6 +256,8 @@ def running_engine(
     """Build and load the engine and the agents around it; it ends with the block. See `Session.running_engine`."""
     print_status(f"loading {session.model.describe()} ...")
     with session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs) as engine:
+        # before vLLM's own end, which is registered by now: it searches for garbage several times, a second of processor time
+        atexit.register(gc.freeze)
         yield engine if agents is None else agents.wrap(engine)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
+from mindspeed_rl.config.model_metadata import find_adapter_base
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.observability.logging import clean_text
 
 
@@ -86,6 +89,27 @@ def build_options(kind: type[OptionsT], args: argparse.Namespace) -> OptionsT:
     """Build the record whose fields have the names of flags."""
     make: Callable[..., OptionsT] = kind
     return make(**{name: getattr(args, name) for name in kind.__dataclass_fields__})
+
+
+def take_adapter(args: argparse.Namespace, flag: str) -> None:
+    """Where a flag names a PEFT adapter, load the base model that it names, and the adapter by ``--lora-load``.
+
+    Raises:
+        ValueError: it names none, or none that can be found, or there is another adapter.
+    """
+    name = flag.removeprefix("--").replace("-", "_")
+    folder = vars(args)[name]
+    base = find_adapter_base(folder)
+    if base is None:
+        return
+    if args.lora_load is not None:
+        raise ValueError(f"{flag} {folder} is an adapter, and --lora-load names another one; give the base as {flag}")
+    hub_name = parse_hub_name(base) if base else None
+    path = Path(base).expanduser() if hub_name is None else fetch(hub_name, flag)
+    if not base or not path.is_dir():
+        named = base or "not named"
+        raise ValueError(f"{flag} {folder} is an adapter: pass it as --lora-load, and its base ({named}) as {flag}")
+    vars(args).update({name: path, "lora_load": Path(folder).expanduser()})
 
 
 def print_status(text: str) -> None:

@@ -12,6 +12,8 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
 
+#: file of a PEFT adapter
+ADAPTER_CONFIG = "adapter_config.json"
 #: "1" in the environment of all processes of a run whose model reads images: libraries are imported by it
 VISION_VARIABLE = "MINDSPEED_RL_VISION"
 #: width of a head where config.json has no head_dim and the model type does not derive it from hidden_size
@@ -70,12 +72,23 @@ class ModelMetadata:
     reads_images: bool = False
 
 
+def find_adapter_base(folder: str | Path | None, base_model: str | None = None) -> str | None:
+    """Return the base model of the PEFT adapter in a folder: `base_model`, else the one that the adapter names ("" for none).
+
+    None for a folder without an adapter.
+    """
+    path = Path(folder or "", ADAPTER_CONFIG).expanduser()
+    if not folder or not path.is_file():
+        return None
+    return base_model or str(_read(path).get("base_model_name_or_path") or "")
+
+
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
     """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
         if not name:
             continue
-        start = Path(name).expanduser()
+        start = Path(find_adapter_base(name, role.base_model) or name).expanduser()
         for folder in (start, start / HF_FILES):
             if config := _read(folder / "config.json"):
                 reads_images = "vision_config" in config and "image_token_id" in config

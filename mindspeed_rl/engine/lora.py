@@ -35,7 +35,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from mindspeed_rl.checkpoint.lora import export_peft
+from mindspeed_rl.checkpoint.lora import PeftMerge, export_peft
 from mindspeed_rl.engine.lora_layers import (
     AdaptedColumnParallelLinear,
     AdaptedModule,
@@ -48,7 +48,7 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.specs import Part
-from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.models.weights import MemorySource, WeightOp
 
 if TYPE_CHECKING:  # build.py imports this module
     from mindspeed_rl.engine.build import BuiltModel
@@ -194,6 +194,33 @@ def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]
             )
             if owner:
                 yield op, adapter
+
+
+@torch.no_grad()
+def load_peft(model: BuiltModel, settings: LoraSettings, adapter: PeftMerge) -> None:
+    """Set this rank's adapters to those of a PEFT folder.
+
+    The ranks of a matrix that the folder does not fill stay as a fresh adapter begins, with B zero: the model computes what it
+    does with the folder merged.
+
+    Args:
+        adapter: opened for this model; `settings` has the ranks that it needs (`PeftMerge.count_ranks`).
+    """
+    ops, scale = _map_ops(model), adapter.scale / settings.scale
+    for stage, chunk in enumerate(model.models):
+        for local in _list_adapters(chunk):
+            op = ops[_get_global_name(model.plan.layout, local.weight, stage)]
+            fused = adapter.fuse(op)
+            if fused is None:
+                continue
+            a, outputs = fused
+            num_shards, shard, ranks = local.group.size(), local.group.rank(), len(a)
+            if local.splits_input:
+                local.a[:ranks] = op.read_shard(MemorySource({op.hf[0]: a}), num_shards, shard)
+                local.b[:, :ranks] = outputs[op.hf[0]] * scale
+            else:
+                local.a[:ranks] = a
+                local.b[:, :ranks] = op.read_shard(MemorySource(outputs), num_shards, shard) * scale
 
 
 def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, base_model: str) -> None:

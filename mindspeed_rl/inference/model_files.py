@@ -177,8 +177,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
     if is_peft_folder(path):
         if settings.lora_target_modules:
             raise ValueError("--lora-target-modules checks Megatron adapters; a PEFT folder says its modules itself")
-        ops = source.architecture.weight_ops(source.model_config)
-        return source, open_peft(path, {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}, r, alpha)
+        return source, open_peft(path, source.architecture.weight_ops(source.model_config), r, alpha)
     if not path.is_dir():
         raise ValueError(f"--lora-load {path} is not a folder")
     adapters, stated = _megatron_adapters(path, source)

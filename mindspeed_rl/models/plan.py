@@ -67,6 +67,7 @@ class ModelSource:
         kind: "hf" for a Hugging Face folder, "training" for a checkpoint of ours, "megatron" for a checkpoint in another
             Megatron layout.
         iteration: which checkpoint of the folder; None for the newest.
+        adapter: PEFT folder whose adapter belongs to the weights: a role with adapters trains it on, the others merge it.
         is_start: `pretrained_checkpoint` names it: a run takes its weights alone, also where it has the state of a run.
     """
 
@@ -75,6 +76,7 @@ class ModelSource:
     kind: Literal["hf", "training", "megatron"]
     iteration: int | None = None
     is_start: bool = False
+    adapter: Path | None = None
 
     def is_resumed(self, config: MegatronConfig) -> bool:
         """Return True where a role with these keys resumes from the checkpoint, instead of taking its weights alone."""

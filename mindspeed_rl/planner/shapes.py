@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
@@ -56,7 +56,8 @@ def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
         ValueError: neither gives the shape, they contradict each other, or the layout does not fit.
     """
     hf_config = {}
-    folder = find_model_folder(config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
+    names = (config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
+    folder = find_model_folder(*(find_adapter_base(name, config.base_model) or name for name in names))
     if folder is not None:
         architecture, model_config, hf_config = read_model(folder)
         check_model_keys(config, model_config, folder / "config.json")

@@ -67,8 +67,9 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
             if source.adapter is not None and role.lora_target_modules:
-                adapter = open_peft(source.adapter, architecture.weight_ops(model_config))
-                ranks = adapter.count_ranks(architecture.weight_ops(model_config), list_adapted_modules(role.lora_target_modules))
+                ops = architecture.weight_ops(model_config)
+                adapter = open_peft(source.adapter, ops)
+                ranks = adapter.count_ranks(ops, list_adapted_modules(role.lora_target_modules))
                 role = _fill_adapter_keys(role, adapter, ranks, written)
             changes[name] = role
         except ValueError as error:
@@ -95,8 +96,8 @@ def _fill_adapter_keys(role: MegatronConfig, adapter: PeftMerge, ranks: int, wri
         role = dataclasses.replace(role, lora_r=ranks)
     elif role.lora_r < ranks:
         raise ValueError(
-            f"lora_r: {role.lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are one "
-            "parameter here (query, key and value; gate and up) need the sum of their ranks; leave it out"
+            f"lora_r: {role.lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are "
+            "one parameter here (query, key and value; gate and up) need the sum of their ranks; leave it out"
         )
     if "lora_alpha" in written:
         return role

@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json
+from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
     base_of,
@@ -37,7 +38,7 @@ from mindspeed_rl.engine.checkpoint import (
     verify_files,
 )
 from mindspeed_rl.engine.disks import gather_objects
-from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora import load_peft, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.policy_model import PolicyModel
@@ -207,7 +208,15 @@ class Role:
             stored = replace(plan.model_config, head="lm") if fresh_head else plan.model_config
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
+        settings = LoraSettings.from_config(self.config)
+        adapter = None
+        if source.adapter is not None:
+            adapter = open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
+        if adapter is not None and settings is None:
+            tensors = MergedSource(tensors, adapter)
         load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+        if adapter is not None and settings is not None:
+            load_peft(self.model, settings, adapter)
         if self._moves_slowly:
             self.engine.float32_weights = Float32Weights(self.model)
 

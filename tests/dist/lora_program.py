@@ -25,12 +25,13 @@ from safetensors.torch import save_file
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
-from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora import load_peft, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
@@ -125,6 +126,18 @@ def main(rank: int, port: str, folder: Path) -> None:
         for name in ("whole", "adapters"):
             engine = make_engine(folder / kind, no_load_optim=True, **layouts[loader])
             load_checkpoint(engine, folder / f"{kind}-{name}")
+            found = dict(WeightStream(engine.model).named_tensors())
+            if rank == 0:
+                save_file(found, folder / f"{kind}-{name}-loaded.safetensors")
+        for name in ("trained", "merged"):
+            engine = make_engine(folder / kind, **layouts[loader])
+            base, settings = HfFolder(folder / kind), LoraSettings.from_config(engine.config)
+            plan = engine.model.plan
+            adapter = open_peft(folder / f"{kind}-adapter", plan.architecture.weight_ops(plan.model_config))
+            if name == "trained":
+                load_peft(engine.model, settings, adapter)
+            else:
+                load_weights(engine.model, MergedSource(base, adapter))
             found = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
                 save_file(found, folder / f"{kind}-{name}-loaded.safetensors")

@@ -89,7 +89,7 @@ def test_training_is_the_same_under_every_layout(folder: Path, kind: str, layout
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("parts", ["whole", "adapters"])
+@pytest.mark.parametrize("parts", ["whole", "adapters", "trained", "merged"])
 def test_a_checkpoint_loads_under_another_layout(folder: Path, kind: str, parts: str) -> None:
     saved = load_file(folder / f"{kind}-{SAVED_UNDER[kind]}.safetensors")
     del saved["norms"]

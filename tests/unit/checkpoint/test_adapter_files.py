@@ -61,6 +61,9 @@ def test_a_peft_adapter_is_merged_on_the_way_to_mcore_and_to_hf(base: Path, adap
     assert run(*back, tmp_path / "mg", "--save-dir", tmp_path / "hf") == 0
     expected = merged_by_peft(base, adapter)
     assert_close(load_file(tmp_path / "hf/model.safetensors"), expected)
+    assert run("--load-dir", adapter, "--save-dir", tmp_path / "mg2") == 0, "the base is the one that the adapter names"
+    assert run(*back, tmp_path / "mg2", "--save-dir", tmp_path / "hf3") == 0
+    assert_close(load_file(tmp_path / "hf3/model.safetensors"), expected)
     assert run("--load-dir", base, "--save-dir", tmp_path / "plain") == 0
     assert run(*back, tmp_path / "plain", "--save-dir", tmp_path / "hf2", "--lora-load", adapter) == 0
     assert_close(load_file(tmp_path / "hf2/model.safetensors"), expected)

@@ -12,10 +12,13 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
+from mindspeed_rl.checkpoint.model_source import find_model
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
@@ -25,13 +28,15 @@ from mindspeed_rl.engine.lora import adapters_disabled, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_local_weights, load_weights
-from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.models import find_architecture
+from mindspeed_rl.models.plan import RoleModel, plan_model, read_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError, compute_chunk_sums
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.workers.roles import PassSettings, Role
 
 pytestmark = pytest.mark.usefixtures("training_world")
 
@@ -48,6 +53,7 @@ SIZES: dict[str, Any] = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22), torch.arange(30, 36), torch.arange(1, 13)], [3, 2, 1, 4])
 EACH = MicroBatching(2)
+WEIGHTS = "adapter_model.safetensors"
 
 
 def save_model(folder: Path, name: str, **sizes: Any) -> Path:
@@ -153,6 +159,51 @@ def test_adapters_equal_the_merged_model(kind: str, grouped: bool, request: pyte
     merged = MemorySource(dict(WeightStream(engine.model).named_tensors()))
     plain = make_engine(folder, weights=merged, lora_target_modules=None)
     torch.testing.assert_close(log_probs(engine), log_probs(plain), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_peft_folder_starts_a_model_merged_or_trained_on(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    targets = ["q_proj", "v_proj", "o_proj"] + (["gate_proj", "down_proj"] if kind == "dense" else [])
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, use_rslora=kind == "moe"))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = make_engine(folder, weights=HfFolder(tmp_path / "merged"), lora_target_modules=None)
+
+    keys = {"bf16": False, "load": str(tmp_path / "adapter"), "base_model": str(folder), "lr": 1e-2, "train_iters": 4}
+    merged, trained = MegatronConfig(**keys), MegatronConfig(**keys, lora_target_modules=ALL, lora_r=5, lora_alpha=7)
+    for config in (merged, trained):
+        source = find_model(config, "actor_config")
+        assert (source.weights, source.adapter) == (folder, tmp_path / "adapter")
+        role = Role(
+            "actor", RoleModel(config, source, plan_model(config, folder)), PassSettings(True, 0, 1.0), steps_per_iteration=1
+        )
+        torch.testing.assert_close(log_probs(role.engine), log_probs(expected), atol=2e-5, rtol=0)
+    with adapters_disabled(role.model):
+        torch.testing.assert_close(
+            log_probs(role.engine), log_probs(make_engine(folder, lora_target_modules=None)), atol=1e-5, rtol=0
+        )
+
+
+def test_a_merged_source_reads_slices_of_the_merged_weights(dense: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    a, b = torch.randn(3, SIZES["intermediate_size"]), torch.randn(SIZES["hidden_size"], 3)
+    save_file({f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}, tmp_path / WEIGHTS)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    _, model_config, _ = read_model(dense)
+    base = hf_weights(dense)
+    source = MergedSource(base, open_peft(tmp_path, find_architecture("qwen2").weight_ops(model_config)))
+    full = base.read(f"{name}.weight") + 2 * b @ a
+    torch.testing.assert_close(source.read(f"{name}.weight"), full)
+    torch.testing.assert_close(source.read(f"{name}.weight", 1, 8, 20), full[:, 8:20])
+    torch.testing.assert_close(source.read(f"{name}.weight", 0, 4, 9), full[4:9])
 
 
 def test_merging_is_w_plus_scale_times_b_a(dense: Path) -> None:

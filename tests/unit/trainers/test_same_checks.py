@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from supervised_samples import text
 
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.cli.train import resolve_run
 from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.trainers.model_plans import plan_models
 from mindspeed_rl.trainers.rl_setup import check_rl
 
 _PROMPT = "".join(text(number) for number in (5, 6, 7))
@@ -76,6 +79,25 @@ def _adapter(task: Path, folder: Path) -> list[str]:
     return [f"actor_config.load={model}"]
 
 
+def _lora(*changes: str, width: int | None = None) -> Callable[[Path, Path], list[str]]:
+    """An adapter of rank 2 on queries and values of the first layer, which is trained on."""
+
+    def write(task: Path, folder: Path) -> list[str]:
+        config = json.loads((task / "model" / "config.json").read_text())
+        hidden, head = width or config["hidden_size"], config["head_dim"]
+        tensors = {}
+        for name, heads in (("q", config["num_attention_heads"]), ("v", config["num_key_value_heads"])):
+            module = f"base_model.model.model.layers.0.self_attn.{name}_proj"
+            tensors[f"{module}.lora_A.weight"] = torch.rand(2, hidden)
+            tensors[f"{module}.lora_B.weight"] = torch.rand(heads * head, 2)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        adapter = {"peft_type": "LORA", "base_model_name_or_path": str(task / "model"), "r": 2, "lora_alpha": 6}
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        return [f"actor_config.load={folder}", "actor_config.lora_target_modules=[linear_qkv]", *changes]
+
+    return write
+
+
 def _narrow_head(task: Path, folder: Path) -> list[str]:
     return _name(_copy_model(task / "model", folder / "m", head_dim=48))
 
@@ -101,7 +123,10 @@ _FILTER = ("rl_config.filter_groups_enable=true", "rl_config.filter_groups_metri
 #: what is wrong -> changes of the run, and words of the refusal
 REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "architecture": (_unsupported, "WhisperForX"),
-    "adapter in place of a model": (_adapter, "actor_config.load|model.safetensors"),
+    "adapter of no base": (_adapter, "actor_config.load: .* is an adapter of x, .* base_model"),
+    "adapter of another model": (_lora(width=48), "does not fit"),
+    "rank below that of the adapter": (_lora("actor_config.lora_r=3"), "lora_r: 3 is too small .* needs 4"),
+    "adapter of other layers": (_lora("actor_config.lora_target_modules=[linear_proj]"), "linear_qkv .* not among them"),
     "width of a head": (_narrow_head, "is 48 in"),
     "three heads over two devices": (_three_heads, "tensor_model_parallel_size"),
     "no model": (_keys("actor_config.load=/nowhere/model"), "/nowhere/model"),
@@ -183,6 +208,23 @@ def test_explain_refuses_what_train_refuses(task: Path, tmp_path: Path, name: st
     assert any(re.search(words, text) for text in refused), refused
     assert all(text in output for text in refused[:1]) or "tensor_model_parallel_size" in words
     assert not (task / "run").exists(), "a check writes nothing"
+
+
+def test_an_adapter_is_trained_on_with_the_rank_that_it_needs_and_merged_for_the_reference(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = _lora()(task, tmp_path)
+    run, _ = plan_models(resolve_run(load_run_config(str(task / "run.yaml"), None, changes), 1))
+    actor, reference = run.models["actor"], run.models["ref"]
+    # two adapters of rank 2 with scale 3, which are one of rank 4
+    assert (actor.config.lora_r, actor.config.lora_alpha) == (4, 12)
+    assert actor.source.adapter == reference.source.adapter == tmp_path
+    assert actor.source.weights == reference.source.weights == task / "model"
+    assert reference.config.lora_target_modules is None
+    capsys.readouterr()
+    assert explain(["--config-name", str(task / "run.yaml"), *changes]) == 0
+    words = capsys.readouterr().out
+    assert f"the base of the adapter in {tmp_path}, which trains on" in words and "which is merged into it" in words
 
 
 def test_without_the_files_of_a_run_its_keys_are_checked(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
