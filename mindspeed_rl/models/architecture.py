@@ -64,6 +64,7 @@ class Architecture:
         read_copies: model_config -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
         text_prefix: of the language model's weights in an HF checkpoint; `read_layer_ops` and the like name them with "model.".
         read_tower_ops: model_config -> rows of the vision tower and its projector, if the family has one.
+        add_published_tower: a language model -> the same with the tower of the published models, for plans without config.json.
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
     """
 
@@ -78,6 +79,7 @@ class Architecture:
     read_copies: Callable[[ModelConfig], dict[str, str]] | None = None
     text_prefix: str = "model."
     read_tower_ops: Callable[[ModelConfig], list[WeightOp]] | None = None
+    add_published_tower: Callable[[ModelConfig], ModelConfig] | None = None
     expert_names: ExpertNames = ExpertNames()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:

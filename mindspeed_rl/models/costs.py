@@ -11,6 +11,7 @@ from pathlib import Path
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.model_config import LinearAttention, ModelConfig
+from mindspeed_rl.models.vision import PROJECTORS, TOWER
 
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
@@ -59,6 +60,55 @@ class ModelFlops:
         """Return the operations of forward and backward over these sequences; backward costs twice forward."""
         lengths = list(lengths)
         return 3.0 * (self.per_token * sum(lengths) + self.per_squared_token * sum(length**2 for length in lengths))
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """Costs of a vision tower with its projector, by tokens of images; a token is merge_size^2 patches.
+
+    Two operations a weight and patch (the projector's: and token), and attention over the patches of the image or of a window:
+    4 * patches * hidden size for each patch and block.
+
+    Attributes:
+        per_token, per_squared_token: operations of a forward pass over an image of n tokens: a * n + b * n^2.
+        block: numbers of a token that backward needs of one block; a forward pass has those of one block at a time.
+        depth: blocks.
+        ends: numbers of a token before the first block and after the last: pixels, and features of all levels.
+    """
+
+    per_token: float
+    per_squared_token: float
+    block: float
+    depth: int
+    ends: float
+
+    @classmethod
+    def count(cls, architecture: Architecture, model_config: ModelConfig) -> TowerCosts | None:
+        """Count those of a model; None for one of text."""
+        vision = model_config.vision
+        if vision is None:
+            return None
+        patches, hidden = vision.merge_size**2, vision.hidden_size
+        operations, matrices = 0.0, 0
+        for op in architecture.weight_ops(model_config):
+            name = op.mcore.removeprefix(TOWER)
+            if name != op.mcore and not name.startswith("pos_embed"):
+                weights = sum(math.prod(shape) for shape in op.shapes if len(shape) > 1)
+                operations += 2.0 * weights * (1 if name.startswith(PROJECTORS) else patches)
+                matrices += name.startswith("blocks.0.mlp.") and name.endswith(".weight")
+        full = len(vision.full_layers) if vision.window_size else vision.depth
+        window = (vision.window_size // vision.patch_size) ** 2
+        operations += 4.0 * patches * window * hidden * (vision.depth - full)
+        # inputs of both norms and of all first projections, query, key, value and output; outputs of the MLP's projections
+        # and of its activation, where three matrices are a gated one
+        block = patches * (8.0 * hidden + matrices * vision.ffn_hidden_size)
+        features = model_config.hidden_size * (1 + len(vision.deepstack_layers))
+        ends = float(patches * (vision.patch_dim + hidden) + features)
+        return cls(operations, 4.0 * patches**2 * hidden * full, block, vision.depth, ends)
+
+    def forward(self, tokens: float, image: float) -> float:
+        """Return the operations of a forward pass over so many tokens, of images of `image` tokens each."""
+        return tokens * (self.per_token + self.per_squared_token * image)
 
 
 def measure_head_share(architecture: Architecture, model_config: ModelConfig, product_cost: float) -> float:

@@ -113,6 +113,8 @@ def _expected(config: MegatronConfig, model_config: ModelConfig) -> dict[str, _V
 
 def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> dict[str, _Value]:
     expected: dict[str, _Value] = {}
+    if model_config.vision is not None or config.model_type is not None:
+        expected["model_type"] = model_config.architecture
     if model_config.num_moe_experts is None:
         expected["ffn_hidden_size"] = model_config.ffn_hidden_size
     else:
@@ -219,4 +221,9 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
         qk_pos_emb_head_dim=config.qk_pos_emb_head_dim if latent else None,
         v_head_dim=config.v_head_dim if latent else None,
     )
-    return find_architecture(family), model_config
+    if config.model_type is None or config.model_type == family:
+        return find_architecture(family), model_config
+    architecture = find_architecture(config.model_type)
+    if architecture.add_published_tower is None:
+        raise ValueError(f"model_type {config.model_type}: the other model keys describe a model of family {family}")
+    return architecture, architecture.add_published_tower(model_config)

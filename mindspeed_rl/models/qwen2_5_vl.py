@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.qwen2 import QWEN2, read_qwen
 from mindspeed_rl.models.vision import add_vision, list_block_shapes, list_linear_shapes, read_text_config, read_vision
@@ -19,11 +21,21 @@ _TOWER: HfConfig = {
 }
 
 
+_SECTIONS = (16, 24, 24)
+
+
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a Qwen2.5-VL."""
     ids: HfConfig = {"image_token_id": 151655, "video_token_id": 151656, **hf_config}
     common = read_qwen(read_text_config(hf_config), "qwen2_5_vl")
-    return read_vision(ids, common, _TOWER, (16, 24, 24), interleaved=False)
+    return read_vision(ids, common, _TOWER, _SECTIONS, interleaved=False)
+
+
+def _add_published_tower(text: ModelConfig) -> ModelConfig:
+    """Return the model with the tower of all published sizes, which are not transformers' defaults."""
+    sizes: HfConfig = {"hidden_size": 1280, "out_hidden_size": text.hidden_size}
+    config: HfConfig = {"image_token_id": 151655, "video_token_id": 151656, "vision_config": sizes}
+    return read_vision(config, replace(text, architecture="qwen2_5_vl"), _TOWER, _SECTIONS, interleaved=False)
 
 
 def _list_tower_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -48,6 +60,7 @@ QWEN2_5_VL = add_vision(
     ("qwen25vl", "qwen2.5-vl"),
     _read_model_config,
     _list_tower_shapes,
+    _add_published_tower,
     # as published, and as transformers saves it
     text_prefix="model.",
     tower_prefix="visual.",

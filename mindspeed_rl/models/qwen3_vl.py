@@ -60,7 +60,11 @@ def _build_family(
         common = text.read_model_config({**read_text_config(hf_config), "norm_topk_prob": True})
         return replace(read_vision({**ids, **hf_config}, common, tower, sections, interleaved=True), architecture=name)
 
-    return add_vision(text, name, hf_class, upstream_names, read_model_config, _list_tower_shapes)
+    def add_published_tower(common: ModelConfig) -> ModelConfig:
+        config: HfConfig = {**ids, "vision_config": {"out_hidden_size": common.hidden_size}}
+        return replace(read_vision(config, common, tower, sections, interleaved=True), architecture=name)
+
+    return add_vision(text, name, hf_class, upstream_names, read_model_config, _list_tower_shapes, add_published_tower)
 
 
 QWEN3_VL = _build_family(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3-vl"))

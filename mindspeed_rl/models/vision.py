@@ -146,6 +146,7 @@ def add_vision(
     upstream_names: tuple[str, ...],
     read_model_config: Callable[[HfConfig], ModelConfig],
     list_tower_shapes: Callable[[ModelConfig], dict[str, tuple[int, ...]]],
+    add_published_tower: Callable[[ModelConfig], ModelConfig],
     *,
     text_prefix: str = "model.language_model.",
     tower_prefix: str = "model.visual.",
@@ -155,6 +156,7 @@ def add_vision(
     Args:
         name, hf_class, upstream_names, read_model_config: of the new family.
         list_tower_shapes: name -> shape of each weight of the tower and its projectors.
+        add_published_tower: as of `Architecture`.
         text_prefix, tower_prefix: of the weights in an HF checkpoint.
     """
     return replace(
@@ -165,6 +167,7 @@ def add_vision(
         upstream_names=upstream_names,
         read_model_config=read_model_config,
         legacy=False,
+        add_published_tower=add_published_tower,
         text_prefix=text_prefix,
         read_tower_ops=lambda model_config: tower_ops(tower_prefix, list_tower_shapes(model_config)),
     )

@@ -8,8 +8,15 @@ from functools import lru_cache
 
 from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token, read_draft_bytes, state_bytes_per_sequence
+from mindspeed_rl.models.costs import (
+    TowerCosts,
+    cpu_cache_bytes,
+    kv_bytes_per_token,
+    read_draft_bytes,
+    state_bytes_per_sequence,
+)
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.vision import TOWER
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
 from mindspeed_rl.planner.run_shape import RunShape
@@ -66,20 +73,26 @@ def plan_engine(run: RunShape) -> Engine | None:
         return None
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture
     itemsize, tensor = 2 if generate.dtype == "bfloat16" else 4, engines.tensor
-    weights = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks) * itemsize
+    elements = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks)
+    weights, matrix_itemsize = elements * itemsize, itemsize
+    if generate.quantization is not None:
+        # embedding and head keep their format; scales are below a hundredth
+        kept = model_config.vocab_size * model_config.hidden_size * (1 + model_config.untie_embeddings_and_output_weights)
+        matrix_itemsize = 1
+        weights -= (elements - kept // tensor) * (itemsize - 1)
     if model_config.multi_latent_attention:
         # the engine stores what its absorbed products need in addition to the projection itself
         widths = (model_config.qk_head_dim or 0) + (model_config.v_head_dim or 0)
         elements = model_config.num_attention_heads // tensor * widths * (model_config.kv_lora_rank or 0)
         weights += model_config.num_layers * elements * itemsize
-    packed = 0 if run.device.sleeps else _count_packed_elements(architecture, model_config, tensor) * itemsize
+    packed = 0 if run.device.sleeps else _count_packed_elements(architecture, model_config, tensor) * matrix_itemsize
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
         adapters = _count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
-    draft, draft_token = read_draft_bytes(generate, itemsize)
+    draft, draft_token = read_draft_bytes(generate, itemsize)[0], read_draft_bytes(generate, generate.cache_itemsize)[1]
     draft //= tensor
-    token = kv_bytes_per_token(model_config, itemsize, tensor) + draft_token // tensor
+    token = kv_bytes_per_token(model_config, generate.cache_itemsize, tensor) + draft_token // tensor
     linear = model_config.linear_attention
     sequence = token * generate.max_model_len + state_bytes_per_sequence(linear, itemsize, tensor)
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
@@ -92,10 +105,14 @@ def plan_engine(run: RunShape) -> Engine | None:
     step += min(generate.max_num_seqs * sampled, rows) * model_config.vocab_size * 12
     if itemsize == 2 and (generate.fp32_lm_head or run.cfg.actor_config.fp32_lm_head):
         step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
+    if (tower := TowerCosts.count(architecture, model_config)) is not None:
+        # images of a step, at most its tokens or those of one prompt; their features wait for the prompt's tokens
+        images = min(max(rows, run.count_image_tokens(run.actor)), generate.max_num_seqs * run.count_image_tokens(run.actor))
+        step += int(images * (tower.block / tensor + tower.ends) * itemsize)
     problem = ""
     if not run.device.sleeps:
         states = state_bytes_per_sequence(linear, itemsize)
-        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize) + draft_token, states)
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, generate.cache_itemsize) + draft_token, states)
     else:
         room = int(generate.gpu_memory_utilization * run.device.visible) - weights - adapters - draft - step
         if room < sequence:
@@ -134,7 +151,9 @@ def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int
     has_key_heads = linear is not None and op.layer in linear.layers and ".self_attention." in op.mcore
     for shape, split in zip(op.shapes, op.splits):
         size = math.prod(shape)
-        if split.dim is None or "_down_proj" in op.mcore:
+        if op.mcore.startswith(TOWER) and len(shape) == 2 and "pos_embed" not in op.mcore:
+            total += size // tensor  # the trainer has it whole, the engine by heads and columns
+        elif split.dim is None or "_down_proj" in op.mcore:
             total += size
         elif shape[0] == model_config.vocab_size:
             total += size // shape[0] * (vocab // tensor)
@@ -158,7 +177,7 @@ def _count_packed_elements(architecture: Architecture, model_config: ModelConfig
     ops = list_grouped_ops(architecture, model_config.pad_vocab(1, 1))
     tied = any(op.copy_of_tied for op in ops)
     for op in ops:
-        is_lookup = op.section == "pre" and not tied
+        is_lookup = op.section == "pre" and not tied and not op.mcore.startswith(TOWER)
         if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or is_lookup or any(len(s) != 2 for s in op.shapes):
             continue
         size = _on_engine_rank(op, model_config, tensor)

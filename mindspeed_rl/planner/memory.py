@@ -7,7 +7,8 @@ Bytes of activations are a model, not a count. For each token of a layer backwar
 with attention that saves no scores): the inputs of both norms and of both first projections (4 hidden; divided by TP with
 sequence parallelism), query, key, value and the output of attention (divided by TP), and three widths of the gated MLP
 (divided by TP). An expert layer saves, for each token that its rank receives, the input of its expert and four of the expert's
-widths. Recomputed layers save their input alone.
+widths. Recomputed layers save their input alone. A vision tower saves as much for each patch of the images of a micro-batch
+where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.models.costs import TowerCosts
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
@@ -180,6 +182,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     }
     start = _make_phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(elements, stepped=False)}, fresh)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
+    activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
         return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
     generate, objective = run.generate, run.cfg.objective
@@ -207,7 +210,9 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         )
     if "critic" in others:
         critic = run.others["critic"]
-        update = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
+        own_stage = stage * len(critic.elements) // stages
+        update = {"activations": _update_activations(run, critic, own_stage)}
+        update |= {"tower": _tower_bytes(run, critic, own_stage, "update", trains=True)}
         phases.append(
             _make_phase(Phases.UPDATE_CRITIC.memory, fixed, resident, weights, {"critic": totals["critic"]}, also, update)
         )
@@ -249,12 +254,14 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
         for stage, elements in enumerate(model.elements):
             owners, logits = asdict(_ModelBytes.count(model, elements)), {"logits": _head(run, model, stage, "ref", False)}
             forward = {"activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            forward |= {"tower": _tower_bytes(run, model, stage, "ref", trains=False)}
             for other in others if name == first else ():
                 more = run.dedicated[other]
                 owners[other] = _ModelBytes.count(more, more.stage(stage, len(model.elements))).total
             phases = [_make_phase(f"{name} pass", fixed, owners, forward, logits)]
             if model.trains:
                 update = {"activations": _update_activations(run, model, stage)}
+                update |= {"tower": _tower_bytes(run, model, stage, "update", trains=True)}
                 phases.append(_make_phase(f"update {name}", fixed, owners, update, logits))
             devices = model.dp * layout.tp
             label = name if layout.pp == 1 else f"{name} stage {stage}"
@@ -268,7 +275,7 @@ def _make_phase(name: str, *parts: dict[str, int]) -> Phase:
     for part in parts:
         for owner, count in part.items():
             owners[owner] = max(owners.get(owner, 0), count)
-    transient = sum(owners.get(owner, 0) for owner in ("activations", "logits", "engine step", "push buckets"))
+    transient = sum(owners.get(owner, 0) for owner in ("activations", "tower", "logits", "engine step", "push buckets"))
     owners["fragmentation"] = int(FRAGMENTATION * transient)
     return Phase(name, {owner: count for owner, count in owners.items() if count})
 
@@ -320,8 +327,23 @@ def _pass_bytes(run: RunShape, model: Model, stage: int, use: str) -> dict[str, 
     model_stage = stage * len(model.elements) // run.actor.plan.layout.pp
     return {
         "activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens(use))),
+        "tower": _tower_bytes(run, model, model_stage, use, trains=False),
         "logits": _head(run, model, model_stage, use, False),
     }
+
+
+def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: bool) -> int:
+    """Return the bytes of a vision tower's pass over the images of a micro-batch, on the first stage."""
+    config, layout = model.config, model.plan.layout
+    costs = TowerCosts.count(model.plan.architecture, model.plan.model_config)
+    if costs is None or stage != layout.first_chunk[0]:
+        return 0
+    # of one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
+    blocks, in_flight = 1, 1
+    if trains and model.trains and not config.freeze_vit:
+        blocks, in_flight = costs.depth, min(run.micro_batches, layout.pp)
+    numbers = (costs.block * blocks + costs.ends) * run.count_batch_image_tokens(model, use)
+    return int(numbers * in_flight * model.itemsize)
 
 
 def _bucket_bytes(run: RunShape) -> int:

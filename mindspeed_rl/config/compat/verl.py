@@ -53,6 +53,13 @@ _ESTIMATORS = {
     "opo": "opo",
     "grpo_passk": "pass_at_k",
     "gpg": "gpg",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+}
+#: losses that mark tokens by a covariance -> their numbers under policy_loss, with verl's defaults
+_OF_COVARIANCE = {
+    "clip_cov": {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
 }
 #: aggregation of verl -> ours, and the clipped loss that has it
 _AGGREGATIONS = {
@@ -435,8 +442,8 @@ class _Loss:
             return cls("sapo", "sapo", "token", "sequence", None, None, None)
         if mode == "geo_mean":
             return cls("gmpo", "gmpo", "token", "sequence", low, high, None)
-        if mode in ("cispo", "dppo_tv", "dppo_kl", "gpg", "dro") and normalizer == "token":
-            clips = mode in ("cispo", "dppo_tv", "dppo_kl")
+        if mode in ("cispo", "dppo_tv", "dppo_kl", "gpg", "dro", *_OF_COVARIANCE) and normalizer == "token":
+            clips = mode in ("cispo", "dppo_tv", "dppo_kl", "clip_cov")
             return cls(
                 mode,
                 mode,
@@ -445,7 +452,7 @@ class _Loss:
                 *((low, high) if clips else (None, None)),
                 dual if mode[0] == "d" and clips else None,
             )
-        feature = "this policy loss" if mode in ("clip_cov", "kl_cov", "bypass_mode") else f"with {aggregation}"
+        feature = "this policy loss" if mode == "bypass_mode" else f"with {aggregation}"
         raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={mode}: not available here: {feature}"])
 
 
@@ -479,6 +486,10 @@ def _read_estimator(command: SourceCommand) -> str:
     name = command.text("algorithm.adv_estimator", "gae")
     if name not in _ESTIMATORS:
         raise ConfigError([f"algorithm.adv_estimator={name}: not available here; available are {', '.join(_ESTIMATORS)}"])
+    if name.endswith("token_baseline") and command.get(f"{_CORRECTION}rollout_is") is not None:
+        raise ConfigError(
+            [f"{_CORRECTION}rollout_is: not available here: weights of the correction in the baseline of {name}"]
+        )
     return _ESTIMATORS[name]
 
 
@@ -566,7 +577,8 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     freeze = f"{_ACTOR}freeze_vision_tower"
     if is_known:
         # verl trains all weights of a model without adapters; its tower includes the projector
-        frozen = command.flag(freeze) or bool(command.number(f"{prefix}lora_rank", 0) or command.number(f"{prefix}lora.rank", 0))
+        has_adapters = any(command.number(f"{prefix}{name}", 0) for name in ("lora_rank", "lora.rank"))
+        frozen = command.flag(freeze) or has_adapters
         values = {f"{MEGATRON}.{name}": frozen for name in ("freeze_vit", "freeze_aligner")}
         _put(run, command, [freeze], values, "verl's tower includes the projector")
     elif command.has(freeze):
@@ -794,13 +806,16 @@ def _set_objective(run: Import, command: SourceCommand, *, has_critic: bool) -> 
         shapes |= {f"{RL}.{name}": command.number(f"{_ACTOR}{name}", value) for name, value in taus}
     if loss.loss_type == "dro":
         shapes[f"{RL}.dro_beta"] = command.number(f"{_ACTOR}policy_loss.dro_beta", 0.0)
+    numbers = _OF_COVARIANCE.get(loss.loss_type, {})
+    shapes |= {f"{RL}.{name}": command.number(f"{_ACTOR}policy_loss.{name}", value) for name, value in numbers.items()}
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
     if loss.loss_type in ("sapo", "gmpo") and adds_terms and aggregation != "seq-mean-token-mean":
         run.refuse(
             f"{_ACTOR}loss_agg_mode", f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"
         )
-    names = ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor", "tau_pos", "tau_neg", "policy_loss.dro_beta")
+    names = ["policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor", "tau_pos", "tau_neg", "policy_loss.dro_beta"]
+    names += [f"policy_loss.{name}" for name in numbers]
     _put(run, command, [f"{_ACTOR}{name}" for name in names], shapes, f"{loss.aggregation} mean, ratio of a {loss.level}")
     if loss.low is not None:
         bounds = {

@@ -19,6 +19,9 @@ _EXPERTS = ("num_experts", "set")
 class ModelKeys:
     """Shape of a decoder-only transformer."""
 
+    model_type: str | None = key(None, "family of the model, as in config.json; a model block of images needs it, because no "
+        "other key describes the tower", "模型族，同 config.json 中的写法；图像模型的模型块需要它，因为没有别的键描述视觉塔",
+        on_resume="fixed")
     num_layers: int | None = key(None, "transformer layers, noop layers included", "transformer 层数，含 noop 层",
         range=Range.LAYERS, on_resume="fixed")
     hidden_size: int | None = key(None, "width of the residual stream", "残差流的宽度", range=Range.WIDTH,

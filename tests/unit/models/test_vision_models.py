@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import tiny_vision
 import torch
+from published import MODELS
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.costs import TowerCosts
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.planner.shapes import count_stage_elements
 
@@ -185,3 +189,28 @@ def test_the_plan_counts_a_tower_on_the_first_stage_and_its_gradients_where_it_t
     assert (frozen, elsewhere) == (sum(parts.values()), 0)
     assert count(freeze_vit=False) == (parts["merger"], text + parts["visual"], 0)
     assert count(freeze_vit=False, freeze_aligner=False) == (0, text + sum(parts.values()), 0)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_operations_of_a_tower_are_those_that_torch_counts(name: str, folders: dict[str, Path]) -> None:
+    plan, tower = plan_model(MegatronConfig(), folders[name]), tiny_vision.build(name).model.visual
+    costs, image = TowerCosts.count(plan.architecture, plan.model_config), tiny_vision.NoiseImage(1, 12, 8)
+    assert costs is not None and plan.model_config.vision is not None
+    with FlopCounterMode(display=False) as counter:
+        output = tower(image.read(), grid_thw=torch.tensor([image.grid]))
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    tokens = plan.model_config.vision.count_tokens(image.grid)
+    assert {len(level) for level in levels} == {tokens}
+    assert costs.forward(tokens, tokens) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    # two images of half the size do half of the work in layers that see the image
+    assert costs.forward(tokens, tokens / 2) < costs.forward(tokens, tokens)
+
+
+def test_a_model_block_of_images_has_the_tower_of_its_family() -> None:
+    block = {"num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18944, "num_attention_heads": 28, "num_query_groups": 4}
+    block |= {"group_query_attention": True, "padded_vocab_size": 152064, "add_qkv_bias": True, "norm_epsilon": 1e-6}
+    block |= {"untie_embeddings_and_output_weights": True, "rotary_base": 1000000}
+    _, found = infer_model_config(MegatronConfig(model_type="qwen2_5_vl", **block))
+    assert found.vision == read(MODELS["Qwen2.5-VL-7B-Instruct"]).vision
+    with pytest.raises(ValueError, match="model_type qwen3: the other model keys describe a model of family qwen2"):
+        infer_model_config(MegatronConfig(model_type="qwen3", **block))

@@ -29,7 +29,7 @@ from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops
 
-#: parameters that the publishers and transformers give; embeddings that are tied count once, towers of images do not count
+#: parameters that the publishers and transformers give; embeddings that are tied count once
 PARAMETERS = {
     "deepseekv3_671b": 671_026_404_352,
     "llama32_1b": 1_235_814_400,
@@ -39,14 +39,14 @@ PARAMETERS = {
     "qwen25_1p5b": 1_543_714_304,
     "qwen25_32b": 32_763_876_352,
     "qwen25_7b": 7_615_616_512,
-    "qwen25_vl_7b": 7_615_616_512,
+    "qwen25_vl_7b": 8_292_166_656,
     "qwen3_0p6b": 596_049_920,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_32b": 32_762_123_264,
     "qwen3_8b": 8_190_735_360,
-    "qwen3_vl_30b_a3b": 30_532_122_624,
-    "qwen3_vl_8b": 8_190_735_360,
+    "qwen3_vl_30b_a3b": 31_070_754_032,
+    "qwen3_vl_8b": 8_767_123_696,
 }
 KEYS = {field.name for field in fields(MegatronConfig)}
 BLOCKS = {
@@ -492,3 +492,18 @@ def test_a_draft_model_is_counted_from_its_files(tmp_path: Path) -> None:
     assert read_draft_bytes(GenerateConfig(speculative_config=drafts), 4) == (2000, 2 * 3 * 2 * 16 * 4)
     assert read_draft_bytes(GenerateConfig(speculative_config={"method": "suffix"}), 4) == (0, 0)
     assert read_draft_bytes(GenerateConfig(), 4) == (0, 0)
+
+
+def test_a_tower_that_trains_takes_its_activations_and_a_frozen_one_a_block_of_them() -> None:
+    keys = {"freeze_vit": False, "freeze_aligner": False}
+    frozen = planned("grpo_qwen25_vl_7b_A3")
+    trained = planned("grpo_qwen25_vl_7b_A3", **{f"megatron_training__{key}": value for key, value in keys.items()})
+    tokens = 1280  # of max_pixels, in one prompt of a micro-batch of two samples
+    hidden, ffn, patches = 1280, 3420, 4
+    # a block for each patch: 8 hidden and three widths; before and after: pixels, their embedding, features; in bfloat16
+    block, ends = patches * (8 * hidden + 3 * ffn), patches * (3 * 2 * 14 * 14 + hidden) + 3584
+    in_flight = 2  # two stages, at least as many micro-batches
+    assert owners(frozen, "tower") == (block + ends) * tokens * 2
+    assert owners(trained, "tower") == (32 * block + ends) * tokens * 2 * in_flight
+    first, same = (plan.groups[0].peak.owners["gradients"] for plan in (trained, frozen))
+    assert first - same == 4 * 676_550_144
