@@ -7,6 +7,7 @@ difference of near-equal numbers. Rows that have no score take part in no mean a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -202,6 +203,37 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     if objective.advantage_whiten:
         advantages = whiten(advantages, mask)
     return _finish(advantages, inputs), _finish(returns, inputs)
+
+
+def grouped_gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Estimate advantages with a critic and whiten them over the tokens of each group instead of the batch.
+
+    A as in `gae` (arXiv:1506.02438), then (A - mean_G A) / sqrt(var_G A + 1e-8): prompts of other difficulty have one scale.
+    """
+    advantages, returns = gae(inputs, replace(objective, advantage_whiten=False))
+    parts = zip(advantages.double().split(inputs.group_size), inputs.mask.split(inputs.group_size))
+    return _finish(torch.cat([whiten(values, mask) for values, mask in parts]), inputs), returns
+
+
+def optimal_token_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Subtract from a token's return the baseline of least variance at its position (OTB, arXiv:2602.07078).
+
+    A_t = G_t - sum_group(G_t W_t) / sum_group(W_t), W_t = sum_{s <= t} (1 - 2 pi(o_s) + sum_v pi(v)^2), which stands for the
+    squared norm of the gradient of log pi up to t. t counts sampled tokens; a token that no other response reaches keeps G_t.
+    """
+    assert inputs.old_log_probs is not None and inputs.squared_probs is not None
+    mask, shape = inputs.mask, (-1, inputs.group_size, inputs.mask.shape[1])
+    returns = _discount(_compute_token_rewards(inputs), mask, 1.0)
+    norms = 1.0 - 2.0 * inputs.old_log_probs.double().exp() + inputs.squared_probs.double()
+    weights = torch.where(mask, norms, 0.0).cumsum(dim=1)
+    # sampled tokens first, so that tokens of the same count share a column
+    order = (~mask).int().argsort(dim=1, stable=True)
+    sampled = mask.gather(1, order)
+    gains, weights = (torch.where(sampled, values.gather(1, order), 0.0).view(shape) for values in (returns, weights))
+    baseline = (gains * weights).sum(dim=1, keepdim=True) / (weights.sum(dim=1, keepdim=True) + _WHITEN_EPS)
+    is_shared = sampled.view(shape).sum(dim=1, keepdim=True) > 1
+    advantages = (gains - torch.where(is_shared, baseline, 0.0)).view_as(returns)
+    return _finish(torch.zeros_like(returns).scatter_(1, order, advantages), inputs), _finish(returns, inputs)
 
 
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:

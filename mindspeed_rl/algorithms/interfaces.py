@@ -34,7 +34,8 @@ class _EffectiveSampleFraction(Metric):
 
 
 Terms = tuple[str, tuple[Tensor, ...]]
-"""A metric still on the device: (reduction, (value, count) or, for "ess", (sum w, count, sum w^2))."""
+"""A metric still on the device: (reduction, (value, count)); for "negated mean" the value is that of the negated one, and for "ess"
+there are (sum of w - 1, count, sum of (w - 1)^2), which keep their digits where all weights are close to 1."""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Terms:
@@ -81,8 +82,13 @@ class PendingMetrics(Mapping[str, Metric]):
             for name, (reduction, terms) in metrics._terms.items():
                 value, count, *squares = [next(ordered) for _ in terms]
                 if count:
-                    fraction = _EffectiveSampleFraction("sum", value, count, *squares) if squares else None
-                    metrics._read[name] = fraction or Metric(reduction, value, count)
+                    if squares:
+                        square = count + 2.0 * value + squares[0]
+                        metrics._read[name] = _EffectiveSampleFraction("sum", count + value, count, square)
+                    elif reduction == "negated mean":
+                        metrics._read[name] = Metric("mean", -value, count)
+                    else:
+                        metrics._read[name] = Metric(reduction, value, count)
 
     def _read_all(self) -> dict[str, Metric]:
         if self._read is None:
@@ -109,7 +115,7 @@ class LossOutput:
 
     Attributes:
         loss_sum: 0-d, carries the gradient.
-        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns alone,
+        count: 0-d integer: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns alone,
             since the losses of routers need it before the forward pass.
         metrics: by the name in the log; with `PendingMetrics` the host does not wait in every micro-batch.
     """
@@ -161,6 +167,7 @@ class PolicyBatch:
         divergence: to the teachers over their most probable tokens, with gradient, and the student's and the teachers'
             probability there; None without.
         teacher_log_probs: [B, R, teachers] log-probs of the sampled tokens; None without.
+        marked: bool; tokens of the whole batch that the loss treats in another way (`PolicyLoss.marks`); None without.
         mask: loss_mask, or response_mask without one.
     """
 
@@ -176,6 +183,7 @@ class PolicyBatch:
     entropy_threshold: float | None = None
     divergence: tuple[Tensor, ...] | None = None
     teacher_log_probs: Tensor | None = None
+    marked: Tensor | None = None
     mask: Tensor = field(init=False)
 
     @classmethod
@@ -183,15 +191,16 @@ class PolicyBatch:
         """Build the rows of a language model from its outputs and columns.
 
         The columns are advantages, scored_mask, loss_mask and, optionally, rollout_log_probs, old_log_probs, ref_log_probs,
-        entropies (those at the start of the update) and teacher_log_probs.
+        entropies (those at the start of the update), teacher_log_probs and marked_tokens.
         """
         log_probs, entropy, *divergence = inputs.outputs
         columns = inputs.columns
         return cls(
             log_probs=log_probs,
             advantages=columns["advantages"],
-            response_mask=columns["scored_mask"] & inputs.mask,
-            loss_mask=columns["loss_mask"] & inputs.mask,
+            # False where inputs.mask is, as all columns
+            response_mask=columns["scored_mask"],
+            loss_mask=columns["loss_mask"],
             old_log_probs=columns.get("old_log_probs"),
             ref_log_probs=columns.get("ref_log_probs"),
             rollout_log_probs=columns.get("rollout_log_probs"),
@@ -200,6 +209,7 @@ class PolicyBatch:
             entropy_threshold=entropy_threshold,
             divergence=tuple(divergence) or None,
             teacher_log_probs=None if divergence else columns.get("teacher_log_probs"),
+            marked=columns.get("marked_tokens"),
         )
 
     def __post_init__(self) -> None:
@@ -207,7 +217,7 @@ class PolicyBatch:
         shape = self.log_probs.shape
         if self.log_probs.dim() != 2:
             raise ValueError(f"log_probs must be [B, R], not {list(shape)}")
-        others = "advantages response_mask loss_mask old_log_probs ref_log_probs rollout_log_probs entropy old_entropy"
+        others = "advantages response_mask loss_mask old_log_probs ref_log_probs rollout_log_probs entropy old_entropy marked"
         for name in others.split():
             value = getattr(self, name)
             if value is not None and value.shape != shape:
@@ -229,6 +239,7 @@ class PolicyInputs:
         ref_log_probs: of the reference; set for a loss that needs "reference".
         entropy: with gradient; None where the caller has none.
         old_entropy: of the policy at the start of the update; set for a loss that needs "entropies".
+        marked: bool; set for a loss that marks tokens of the batch.
     """
 
     ratio: Tensor
@@ -239,6 +250,7 @@ class PolicyInputs:
     ref_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     old_entropy: Tensor | None = None
+    marked: Tensor | None = None
 
 
 @dataclass
@@ -253,6 +265,7 @@ class AdvantageInputs:
         kl: [B, R] per-token KL to the reference, for KL in the reward; None without.
         kl_coef: its coefficient: token t loses kl_coef * kl_t of its reward.
         values: [B, R] critic's values (gae); values[:, t] is the state before token t.
+        old_log_probs, squared_probs: [B, R] at the start of the update (optimal_token_baseline).
         greedy_rewards: [B] score of the greedy response to the row's prompt (remax); a row whose is NaN takes no part.
         reward_components: [B, K] raw score of each reward function (gdpo); NaN where it has no opinion.
         reward_weights: K weights of the components (gdpo); None means all 1.
@@ -270,6 +283,8 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     reward_weights: tuple[float, ...] | None = None
+    old_log_probs: Tensor | None = None
+    squared_probs: Tensor | None = None
     valid: Tensor = field(init=False)
     mask: Tensor = field(init=False)
 
@@ -298,7 +313,7 @@ class AdvantageInputs:
         components = self.reward_components
         if components is not None and (components.dim() != 2 or components.shape[0] != rows):
             raise ValueError(f"reward_components is {list(components.shape)} but must be [{rows}, K]")
-        for name in ("kl", "values"):
+        for name in ("kl", "values", "old_log_probs", "squared_probs"):
             value = getattr(self, name)
             if value is not None and value.shape != self.response_mask.shape:
                 raise ValueError(f"{name} is {list(value.shape)} but response_mask is {list(self.response_mask.shape)}")
@@ -310,6 +325,8 @@ class AdvantageInputs:
             "values": ("values", "the critic's values [B, R]"),
             "greedy_baseline": ("greedy_rewards", "[B]: the score of each row's prompt answered greedily"),
             "reward_parts": ("reward_components", "[B, K]: the raw score of each reward function"),
+            "old_log_probs": ("old_log_probs", "[B, R]: of the policy at the start of the update"),
+            "squared_probs": ("squared_probs", "[B, R]: sums of squared probabilities over the vocabulary"),
         }
         needed = [inputs[need] for need in sorted(needs)]
         return [f"{name}, {description}" for name, description in needed if getattr(self, name) is None]

@@ -1,4 +1,4 @@
-"""Policy losses that replace PPO's clipped ratio by something else: geometric means, divergences, soft weights of sequences.
+"""Policy losses that replace PPO's clipped ratio by something else: geometric means, divergences, soft weights, covariances.
 
 They have the interface of `policy_losses`: `PolicyInputs` and the objective in, (losses [B, R], clipped [B, R] bool) out. All
 but the one with the clipped ratio compute what they need from log-probs of tokens, and take no level of the ratio.
@@ -132,6 +132,80 @@ def dro(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     difference = inputs.log_probs - inputs.old_log_probs
     losses = -inputs.advantages * inputs.log_probs + objective.dro_beta / 2 * difference.square()
     return losses, torch.zeros_like(inputs.mask)
+
+
+def clip_cov(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Drop a few tokens of high covariance from PPO's clipped loss (Clip-Cov, arXiv:2505.22617); see `mark_clip_cov`."""
+    assert inputs.marked is not None
+    losses, clipped = clip(inputs, objective)
+    return torch.where(inputs.marked, 0, losses), clipped | inputs.marked
+
+
+def kl_cov(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Hold the tokens of highest covariance back (KL-Cov, arXiv:2505.22617); see `mark_kl_cov`.
+
+    L = -r A, and `ppo_kl_coef` |log pi - log pi_old| more on the marked tokens. Nothing is clipped.
+    """
+    assert inputs.marked is not None
+    distance = (inputs.log_probs - inputs.old_log_probs).abs()
+    losses = -inputs.ratio * inputs.advantages
+    return torch.where(inputs.marked, losses + objective.ppo_kl_coef * distance, losses), inputs.marked
+
+
+def mark_clip_cov(
+    advantages: Tensor, log_probs: Tensor, mask: Tensor, objective: Objective, generator: torch.Generator
+) -> Tensor:
+    """Return `clip_cov_ratio` of all tokens, chosen at random among those with lb < cov < ub: [B, R] bool.
+
+    cov = (A - mean A) (log pi - mean log pi), means over the tokens of the batch. verl takes a micro-batch and the present
+    policy, which is the old one in the first step; here the choice does not depend on micro-batches.
+    """
+    covariances = _compute_covariances(advantages, log_probs, mask)
+    near = (covariances > objective.clip_cov_lb) & (covariances < objective.clip_cov_ub)
+    candidates = near.flatten().nonzero().squeeze(1)
+    count = max(int(objective.clip_cov_ratio * int(mask.sum())), 1)
+    chosen = candidates[torch.randperm(len(candidates), generator=generator).to(mask.device)[:count]]
+    return torch.zeros_like(mask).view(-1).index_fill(0, chosen, True).view_as(mask)
+
+
+def mark_kl_cov(
+    advantages: Tensor, log_probs: Tensor, mask: Tensor, objective: Objective, generator: torch.Generator
+) -> Tensor:
+    """Return `kl_cov_ratio` of all tokens, those with the largest cov of `mark_clip_cov`: [B, R] bool."""
+    num_tokens = int(mask.sum())
+    count = min(max(int(objective.kl_cov_ratio * num_tokens), 1), num_tokens)
+    chosen = _compute_covariances(advantages, log_probs, mask).flatten().topk(count).indices
+    return torch.zeros_like(mask).view(-1).index_fill(0, chosen, True).view_as(mask)
+
+
+def _compute_covariances(advantages: Tensor, log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return (A - mean A) (log pi - mean log pi) of every token, -inf where the mask is False: [B, R] float64."""
+    centred = [values.double() - values[mask].double().mean() for values in (advantages, log_probs)]
+    return torch.where(mask, centred[0] * centred[1], float("-inf"))
+
+
+def real(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Classify the responses of a prompt by their log-ratio, with bounded weights (REAL, arXiv:2602.05630).
+
+    L = log(1 + sum_{A > 0} e^{-s / tau}) + log(1 + sum_{A <= 0} e^{s / tau}) for every token of the group, s = mean_t log r; 0
+    in a group without a response of each kind. tau is `real_tau`. Nothing is clipped.
+
+    Raises:
+        ValueError: the rows are not whole groups.
+    """
+    mask, size = inputs.mask, objective.group_size
+    if mask.shape[0] % size:
+        raise ValueError(f"loss_type real compares the {size} responses of a prompt; {mask.shape[0]} rows are no whole groups")
+    scores = (row_mean(_log_ratio(inputs), mask) / objective.real_tau).view(-1, size)
+    gains, present = (row_mean(inputs.advantages, mask) > 0).view(-1, size), mask.any(dim=1).view(-1, size)
+    losses, both = scores.new_zeros(len(scores)), scores.new_ones(len(scores), dtype=torch.bool)
+    for members, terms in ((gains & present, -scores), (~gains & present, scores)):
+        both = both & members.any(dim=1)
+        # log(1 + sum e^x) = logsumexp of the x and a 0
+        filled = torch.nn.functional.pad(torch.where(members, terms, float("-inf")), (0, 1))
+        losses = losses + filled.logsumexp(dim=1)
+    losses = torch.where(both, losses, 0).repeat_interleave(size)
+    return losses[:, None].expand_as(mask), torch.zeros_like(mask)
 
 
 def _log_ratio(inputs: PolicyInputs) -> Tensor:

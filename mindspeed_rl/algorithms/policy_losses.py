@@ -266,6 +266,7 @@ def _compute_importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> 
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
     latter with the gradient of log pi(t) alone.
+        marked=None if objective.loss.marks is None else _require(batch.marked, "marked tokens", objective.loss_type),
     """
     if level == "token":
         return log_ratio.exp()

@@ -9,8 +9,12 @@ Columns (B rows, R response positions padded on the right; the samples of a prom
     loss_mask          [B, R] bool     tokens that train, when fewer than response_mask
     truncated          [B]    bool     the response hit the length limit (overlong_filter)
     scored             [B]    bool     the response has a score; others take no part
-    old_log_probs, ref_log_probs, rollout_log_probs, entropy, values   [B, R] float
+    old_log_probs, ref_log_probs, rollout_log_probs, entropy, values, squared_probs   [B, R] float
+    marked             [B, R] bool     tokens that clip_cov or kl_cov has chosen; otherwise chosen by the replay
     weight_versions    [B, R] int      of the weights that sampled each token, -1 after the response; not read here
+    lengths            [B]    int      tokens of a row of input_ids; not read here
+    prompt_lengths, response_lengths   [B] int: of its prompt and its response, which add up to the row unless it has several
+                                       sequences; not read here
     greedy_rewards     [B]    float    remax
     reward_components  [B, K] float    gdpo; the reward functions in the order of the run file, then a reward model
 
@@ -38,7 +42,7 @@ from torch import Tensor
 
 _FORMAT, _VERSION = "mindspeed_rl.rollout_batch", 1
 _REQUIRED = ("response_mask", "rewards", "log_probs")
-_BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored")
+_BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored", "marked")
 _TOKEN_COLUMNS = (
     "loss_mask",
     "weight_versions",
@@ -48,8 +52,10 @@ _TOKEN_COLUMNS = (
     "rollout_log_probs",
     "entropy",
     "values",
+    "squared_probs",
+    "marked",
 )
-_ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
+_ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards", "lengths", "prompt_lengths", "response_lengths")
 _COLUMNS = ("input_ids", "response_mask", "reward_components", *_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 

@@ -44,6 +44,10 @@ SETTINGS: dict[str, Bounds] = {
     "fipo_clip_range": _POSITIVE,
     "fipo_safety_threshold": _POSITIVE,
     "dro_beta": _POSITIVE,
+    "clip_cov_ratio": Bounds(0, 1, excludes_low=True),
+    "kl_cov_ratio": Bounds(0, 1, excludes_low=True),
+    "ppo_kl_coef": _NOT_NEGATIVE,
+    "real_tau": _POSITIVE,
     "rollout_importance_sampling_threshold": _POSITIVE,
     "rollout_importance_sampling_threshold_min": _NOT_NEGATIVE,
 }
@@ -162,6 +166,35 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         reads=frozenset(("dro_beta",)),
         formula="-A * log pi + {dro_beta:g} / 2 * (log pi - log pi_old)^2",
     ),
+    "clip_cov": replace(
+        _CLIP,
+        target=f"{_PAPERS}:clip_cov",
+        marks=f"{_PAPERS}:mark_clip_cov",
+        levels=("token",),
+        needs=frozenset(("old_log_probs",)),
+        reads=_BOUNDED_RATIO | {"clip_ratio_c", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
+        formula="0 if M else -min(r * A, clip(r, {lower:g}, {upper:g}) * A){dual}; M: {clip_cov_ratio:g} of all tokens, at "
+        "random where {clip_cov_lb:g} < (A - mean A)(log pi_old - mean log pi_old) < {clip_cov_ub:g}",
+        choices={"dual": _CLIP.choices["dual"]},
+    ),
+    "kl_cov": PolicyLoss(
+        target=f"{_PAPERS}:kl_cov",
+        marks=f"{_PAPERS}:mark_kl_cov",
+        levels=("token",),
+        needs=frozenset(("old_log_probs",)),
+        reads=frozenset(("kl_cov_ratio", "ppo_kl_coef")),
+        formula="-r * A + (({ppo_kl_coef:g} * |log pi - log pi_old|) if M else 0); M: {kl_cov_ratio:g} of all tokens, "
+        "those with the largest (A - mean A)(log pi_old - mean log pi_old)",
+    ),
+    "real": PolicyLoss(
+        target=f"{_PAPERS}:real",
+        normalizer="sequence",
+        levels=("token",),
+        compares_group=True,
+        reads=frozenset(("real_tau",)),
+        formula="log(1 + sum_+ exp(-s / {real_tau:g})) + log(1 + sum_- exp(s / {real_tau:g})); sum_+, sum_-: over those of the "
+        "{group_size} responses of a prompt with A > 0, and the others, s = mean_t(log r)",
+    ),
 }
 
 
@@ -268,6 +301,21 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
         needs=frozenset(("values",)),
         formula="GAE with gamma {gamma:g}, lambda {lam:g}{whitened}",
         choices=_WHITENED,
+    ),
+    "grouped_gae": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:grouped_gae",
+        group_signal="none",
+        reads=frozenset(("gamma", "lam")),
+        needs=frozenset(("values",)),
+        min_group_size=2,
+        formula="GAE with gamma {gamma:g}, lambda {lam:g}, whitened over the tokens of each group of {group_size}",
+    ),
+    "optimal_token_baseline": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:optimal_token_baseline",
+        group_signal="none",
+        needs=frozenset(("old_log_probs", "squared_probs")),
+        min_group_size=2,
+        formula="G_t - sum_{group_size}(G_t W_t) / sum_{group_size}(W_t), W_t = sum_(s <= t)(1 - 2 pi(o_s) + sum_v pi(v)^2)",
     ),
     "gdpo": AdvantageEstimator(
         target=f"{_ADVANTAGES}:gdpo",

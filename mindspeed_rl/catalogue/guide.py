@@ -152,6 +152,31 @@ ADVICE: dict[str, dict[str, Advice]] = {
             ),
             "dro",
         ),
+        "clip_cov": Advice(
+            "2505.22617",
+            (
+                "entropy collapses: a few tokens that would lower it most lose their gradient",
+                "熵坍缩时：最使熵下降的少数 token 不更新",
+            ),
+            "clip_cov",
+        ),
+        "kl_cov": Advice(
+            "2505.22617",
+            (
+                "entropy collapses: the same tokens are held near the old policy",
+                "熵坍缩时：把这些 token 约束在旧策略附近",
+            ),
+            "kl_cov",
+        ),
+        "real": Advice(
+            "2602.05630",
+            (
+                "rewards of right or wrong: a classifier of each group, whose weights stay bounded; with scale_rewards: none",
+                "对错型奖励：对每组回答做分类，权重有界；配 scale_rewards: none",
+            ),
+            "",
+            "real",
+        ),
     },
     "adv_estimator": {
         "group_norm": Advice(
@@ -204,6 +229,21 @@ ADVICE: dict[str, dict[str, Advice]] = {
             "ppo",
             "PPOTrainer",
         ),
+        "grouped_gae": Advice(
+            "1506.02438",
+            (
+                "a critic, and prompts whose difficulty and length differ much: each group has its own scale",
+                "有 critic，且各 prompt 的难度和长度差别大：每组用自己的尺度",
+            ),
+        ),
+        "optimal_token_baseline": Advice(
+            "2602.07078",
+            (
+                "long responses and small groups, whose gradient norm jumps; costs a second product with the vocabulary",
+                "回答长、组小、梯度范数跳动时；代价是多一次与词表的乘积",
+            ),
+            "optimal_token_baseline, tir_optimal_token_baseline",
+        ),
         "gdpo": Advice(
             "2601.05242",
             ("several rewards of different size and spread", "多个大小、方差不同的奖励"),
@@ -217,17 +257,19 @@ ADVICE: dict[str, dict[str, Advice]] = {
 #: key of rl_config -> name elsewhere -> what it is, and the nearest that is here
 NOT_AVAILABLE: dict[str, dict[str, str]] = {
     "loss_type": {
-        "clip_cov": "Clip-Cov (2505.22617) picks tokens by covariance at random; nearest: dapo with top_entropy_quantile",
-        "kl_cov": "KL-Cov (2505.22617) ranks tokens by covariance in a micro-batch; nearest: dapo with top_entropy_quantile",
-        "real": "REAL (2602.05630) compares all responses of a group in one loss, which micro-batches split; nearest: sapo",
         "bypass_mode": "rollout log-probs are taken as old ones; nearest: rollout_importance_sampling_mode with dapo",
         "chord": "CHORD mixes expert data into the loss; nearest: a stage sft before",
+        "aspo": "ASPO (2510.06062) inverts the ratio of tokens with A > 0; nearest: cispo, which keeps every gradient",
+        "icepop": "IcePop masks tokens by pi_old / pi_rollout, next to any loss; nearest: rollout_importance_sampling_mode "
+        "token_mask with a threshold and a threshold_min",
+        "a2po": "A*-PO (2505.20686) regresses on optimal values that are estimated before training; nearest: dro",
+        "ppo_clip": "that is dapo, with rollout log-probs as old ones in verl; nearest: dapo",
+        "reinforce": "the plain policy gradient; nearest: gpg",
     },
     "adv_estimator": {
-        "optimal_token_baseline": "it needs the sum of squared probabilities of every token; nearest: opo",
-        "tir_optimal_token_baseline": "it needs the sum of squared probabilities of every token; nearest: opo",
-        "a2po": "A*-PO estimates optimal values before training; nearest: max_rl",
-        "tpo": "triple preference optimization trains on preference data; nearest: stage simpo",
+        "a2po": "A*-PO (2505.20686) estimates optimal values with the reference before training; nearest: rloo",
+        "tpo": "triple preference optimization (2405.16681) trains on preference data; nearest: stage cpo, which is the same "
+        "where the best response is the gold one",
         "rlsd": "self-distillation weighs tokens by a teacher; nearest: rl_config.distillation with teacher_models: [actor]",
     },
     "optimizer": {

@@ -22,6 +22,7 @@ NEEDS: dict[str, str] = {
     "greedy_baseline": "the reward of the greedy response to each prompt",
     "reward_parts": "the score of each reward function, before weights",
     "entropies": "entropies of the policy at the start of the update",
+    "squared_probs": "the sum of the squared probabilities of all tokens of the vocabulary, at the start of the update",
 }
 
 
@@ -163,15 +164,28 @@ class PolicyLoss(Algorithm):
         normalizer: divisor of the summed loss: a key of `catalogue.NORMALIZERS`.
         level: of the importance ratio when importance_sampling_level is unset.
         levels: those it supports.
+        marks: "module:function" that chooses tokens of the whole batch at the start of the update, `PolicyInputs.marked`:
+            (advantages [B, R], log pi_old [B, R], mask [B, R], objective, torch.Generator) -> [B, R] bool. None: it needs none.
+        compares_group: it compares the responses of a prompt, which therefore share a micro-batch.
     """
 
     normalizer: Normalizer = "token"
     level: Level = "token"
     levels: tuple[Level, ...] = ("token", "sequence", "sequence_token")
+    marks: str | None = None
+    compares_group: bool = False
 
     key: ClassVar[str] = "loss_type"
     parameters: ClassVar[tuple[str, ...]] = ("inputs", "objective")
     may_need: ClassVar[frozenset[str]] = frozenset(("reference", "old_log_probs", "entropies"))
+
+    def load_marks(self) -> Callable[..., Any] | None:
+        """Return the torch function that chooses tokens of a batch; None for a loss without one.
+
+        Raises:
+            ValueError: it cannot be imported.
+        """
+        return None if self.marks is None else _import(self.marks, f"marks {self.marks!r}", self.folders)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +213,9 @@ class AdvantageEstimator(Algorithm):
 
     key: ClassVar[str] = "adv_estimator"
     parameters: ClassVar[tuple[str, ...]] = ("inputs", "objective")
-    may_need: ClassVar[frozenset[str]] = frozenset(("values", "greedy_baseline", "reward_parts"))
+    may_need: ClassVar[frozenset[str]] = frozenset(
+        ("values", "greedy_baseline", "reward_parts", "old_log_probs", "squared_probs")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,9 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         if "entropy" not in columns:
             raise ValueError("top_entropy_quantile needs the column entropy")
         threshold = entropy_threshold([(columns["entropy"], _loss_mask(objective, columns))], objective.top_entropy_quantile)
+    if "marked" not in columns and (marks := objective.loss.load_marks()) is not None:
+        old_log_probs, mask = columns.get("old_log_probs", columns["log_probs"]), _loss_mask(objective, columns)
+        columns["marked"] = marks(advantages, old_log_probs, mask, objective, torch.Generator().manual_seed(0))
 
     log_probs = columns["log_probs"].clone().requires_grad_()
     num_rows = log_probs.shape[0]
@@ -154,6 +157,8 @@ def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str,
         greedy_rewards=columns.get("greedy_rewards"),
         reward_components=columns.get("reward_components"),
         reward_weights=_component_weights(config, columns),
+        old_log_probs=columns.get("old_log_probs", columns["log_probs"]),
+        squared_probs=columns.get("squared_probs"),
     )
 
 
@@ -175,7 +180,7 @@ def _policy_batch(
     threshold: float | None,
     rows: slice,
 ) -> PolicyBatch:
-    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "marked")
     optional: dict[str, Any] = {name: columns[name][rows] for name in names if name in columns}
     return PolicyBatch(
         log_probs[rows],

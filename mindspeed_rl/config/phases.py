@@ -105,7 +105,7 @@ class Phases:
         memory="log-probs",
         profiler_stage="actor_compute_log_prob",
         consumer="actor_log_prob",
-        columns=("old_log_probs", "entropies"),
+        columns=("old_log_probs", "entropies", "squared_probs"),  # the last where an estimator needs it
         dispatch_key="actor_logprob_dispatch_size",
     )
     UPDATE_ACTOR = Phase(

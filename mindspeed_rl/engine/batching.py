@@ -116,7 +116,7 @@ class BatchShape:
         pad_id: token that fills padding.
         shares_prefixes: prefix sharing: what sequences of a micro-batch begin with in common (a prompt, turns of a branch) is
             computed once, except for the last token before a sequence's own, which predicts in each of them. Packed layout
-            without context parallelism only.
+            only; a context-parallel rank then has a slice of the computed tokens, and sequence_multiple is 1.
         vision: of a model that sees images, whose tokens have a position on three axes; None for others.
     """
 
@@ -363,9 +363,10 @@ def build_micro_batch(
         placed = PlacedImages.build(sequences, located, starts.tolist(), positions, shape.vision)
         positions = placed.positions
     if shape.packed:
-        prefixes = SharedPrefixes.build(padded, shared, device) if any(count for _, count in shared) else None
-        local = _local_positions(padded, shape) if prefixes is None else prefixes.computed
-        layout = PackedLayout.build(padded, device, shape.cp_size, prefixes)
+        is_shared = shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared))
+        prefixes = SharedPrefixes.build(padded, shared, device) if is_shared else None
+        local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
+        layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
         input_ids, position_ids = ids[local][None], positions[..., None, local]
         order = local  # hidden states are [t, 1, h]
     else:
@@ -447,10 +448,11 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         )
     if rows.sequences is None:
         return _split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
-    assert rows.group_sizes is None  # pairs and packs are of the supervised stages
     owners = [index for index, spans in enumerate(rows.sequences) for _ in spans]
     lengths = [length for one in rows.sequence_lengths for length in one]
-    sizes = [len(spans) for spans in rows.sequences]
+    # of the sequences of each group of rows
+    ends = list(accumulate(rows.group_sizes or [1] * len(rows)))
+    sizes = [sum(map(len, rows.sequences[first:end])) for first, end in zip([0, *ends], ends)]
     chosen = _split_micro_batches(lengths, shape, batching, min_count=min_count, group_sizes=sizes)
     return [list(dict.fromkeys(owners[index] for index in indexes)) for indexes in chosen]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.sequence_layout import PaddedLayout
 from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
-from mindspeed_rl.engine.vocab import compute_top_log_probs, compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
 from mindspeed_rl.models.model_config import VisionConfig
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
@@ -36,6 +36,7 @@ class HeadRequest:
         top_k: the results are log-probs and ids of so many most probable tokens; 0 for those of the predicted tokens.
         divergence: (log-probs at the column teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
             added for rows with these columns; None where no teacher's tokens are compared.
+        squares: sums of squared probabilities are a third result.
     """
 
     micro_batch: MicroBatch
@@ -44,6 +45,7 @@ class HeadRequest:
     choices: tuple[int, ...] | None = None
     top_k: int = 0
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
+    squares: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,9 @@ class PolicyModel(_ResponseAligned):
             values = self._to_response([*log_probs.unbind(1), *ids.float().unbind(1)], micro_batch)
             return torch.stack(values[: labels.top_k], -1), torch.stack(values[labels.top_k :], -1)
         if labels.divergence is None or "teacher_ids" not in micro_batch.columns:
-            return self._to_response(compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head), micro_batch)
+            added = (compute_squared_probs(hidden, weight, **head),) if labels.squares else ()
+            results = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head)
+            return self._to_response([*results, *added], micro_batch)
         # [rows, width, k] -> those of this rank's predicted tokens
         ids, teacher = (
             micro_batch.columns[name].flatten(0, 1).index_select(0, micro_batch.slots)

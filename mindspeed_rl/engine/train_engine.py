@@ -87,6 +87,7 @@ class TrainEngine:
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None: the latter.
         top_k: most probable tokens that `forward` returns instead, as log-probs and ids; 0: log-probs and entropies.
+        squares: `forward` returns sums of squared probabilities as a third list, next to log-probs and entropies.
         divergence: of the head, for rows that have the columns of teachers (`HeadRequest`); None without teachers' tokens.
         on_gradients: called in every step between the backward pass and the optimizer, if any.
         steps_per_iteration: optimizer steps of an iteration.
@@ -111,6 +112,7 @@ class TrainEngine:
         self.temperature = temperature
         self.choices: tuple[int, ...] | None = None
         self.top_k = 0
+        self.squares = False
         self.divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
@@ -152,12 +154,12 @@ class TrainEngine:
     # ------------------------------------------------------------------ forward only
 
     @torch.no_grad()
-    def forward(self, rows: Rows, batching: MicroBatching) -> tuple[list[Tensor], list[Tensor]] | None:
+    def forward(self, rows: Rows, batching: MicroBatching) -> tuple[list[Tensor], ...] | None:
         """Compute log-probs and entropies of the predicted tokens (with a value head values and nothing else).
 
         Returns:
-            Two lists of [response length] float32 CPU tensors ([response length, k] with `top_k`), one a row, in row order;
-            None on ranks of other pipeline stages than the last.
+            Two lists (three with `squares`) of [response length] float32 CPU tensors ([response length, k] with `top_k`), one a
+            row, in row order; None on ranks of other pipeline stages than the last.
         """
         with self._mode(training=False):
             micro_batches = self._micro_batches(rows, batching)
@@ -176,22 +178,20 @@ class TrainEngine:
         device.synchronize()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        first: list[Tensor] = [torch.empty(0)] * len(rows)
-        second: list[Tensor] = [torch.empty(0)] * len(rows)
+        found: tuple[list[Tensor], ...] = tuple([torch.empty(0)] * len(rows) for _ in range(3 if self.squares else 2))
         lengths = rows.response_lengths
         for micro_batch, outputs in results:
             for position, index in enumerate(micro_batch.indexes):
                 # the row of a filler
                 if index < 0:
                     continue
-                first[index] = outputs[0][position, : lengths[index]]
-                if len(outputs) > 1:
-                    second[index] = outputs[1][position, : lengths[index]]
-        return first, second
+                for column, output in zip(found, outputs):
+                    column[index] = output[position, : lengths[index]]
+        return found
 
     def judge(
         self, rows: Rows, batching: MicroBatching, top_k: int, temperature: float | None
-    ) -> tuple[list[Tensor], list[Tensor]] | None:
+    ) -> tuple[list[Tensor], ...] | None:
         """Return `forward` as a teacher's: log-probs and ids of `top_k` tokens, at another temperature; None for its own."""
         before = self.top_k, self.temperature
         self.top_k, self.temperature = top_k, temperature or self.temperature
@@ -492,6 +492,7 @@ class TrainEngine:
                 self.choices,
                 0 if not forward_only else self.top_k,
                 self.divergence,
+                forward_only and self.squares,
             )
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -191,6 +191,33 @@ def compute_vocab_log_probs(
 
 
 @torch.no_grad()
+def compute_squared_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    padding: int = 0,
+    softcap: float | None = None,
+    in_float32: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute sum_v pi(v)^2 of each distribution, [n] float32, equal on all ranks of the group; collective over it.
+
+    Arguments as in `compute_vocab_log_probs`; it is a product with the vocabulary of its own.
+    """
+    results = torch.empty(hidden.size(0), device=hidden.device)
+    for start in range(0, hidden.size(0), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
+        top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
+        weights = logits.sub_(top[:, None]).exp_()
+        total, squares = _all_reduce(torch.stack([weights.sum(-1), weights.square_().sum(-1)]), group)
+        results[chunk] = squares / total.square()
+    return results
+
+
+@torch.no_grad()
 def compute_top_log_probs(
     hidden: Tensor,
     weight: Tensor,

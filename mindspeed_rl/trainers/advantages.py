@@ -49,6 +49,7 @@ class TrainBatch:
         kl_coef: of this iteration.
         has_old_log_probs, has_ref_log_probs: rows have these columns.
         has_ratios: the update leaves the log-probs of its last step in the rows.
+        marked: [B, R] bool; tokens that the loss has chosen (`PolicyLoss.marks`); None for a loss that chooses none.
     """
 
     iteration: int
@@ -60,6 +61,7 @@ class TrainBatch:
     has_old_log_probs: bool
     has_ref_log_probs: bool
     has_ratios: bool
+    marked: Tensor | None = None
 
 
 def _staleness_metrics(versions: Sequence[Tensor], version: int) -> Metrics:
@@ -101,7 +103,7 @@ class Advantages:
         entropy_threshold: of top-entropy masking in the last batch, None without.
     """
 
-    COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
+    COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask", "marked_tokens")
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class Advantages:
         self._rl, self._plan, self._stage, self._timeout_s = run.rl, run.plan, run.stage, run.deadlines.rows_s
         self._plane, self._baselines, self._schedule = plane, baselines, schedule
         self._observers = observers
+        self._seed, self._marks = run.config.actor_config.seed, schedule.objective.loss.load_marks()
         self.entropy_threshold: float | None = None
         self._unscored = 0  # iterations in a row
         self._reasons: set[str] = set()  # of failed samples, as shown
@@ -128,9 +131,10 @@ class Advantages:
         rows, objective, admission = range(self._plan.num_train_samples), self._schedule.objective, self._schedule.admission
         columns = ["rewards", "reward_results", "response_mask", "truncated", "weight_versions"]
         if objective.kl_place == "reward":
-            columns += ["old_log_probs", "ref_log_probs"]
-        if objective.has_critic:
-            columns.append("values")
+            columns.append("ref_log_probs")
+        if objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs:
+            columns.append("old_log_probs")
+        columns += [name for name in ("values", "squared_probs") if name in objective.needs]
         if objective.masks_by_entropy:
             columns.append("entropies")
         batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._timeout_s)
@@ -172,14 +176,13 @@ class Advantages:
             shards = [(entropies, loss_mask)]
             # the overlong filter may have left no token: any threshold will do
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
+        written = {"advantages": advantages, "returns": returns, "scored_mask": response_mask, "loss_mask": loss_mask}
+        if self._marks is not None:
+            old_log_probs = ragged(batch["old_log_probs"]).pad(0.0, width)
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + iteration)  # the same after a resume
+            written["marked_tokens"] = self._marks(advantages, old_log_probs, loss_mask, objective, generator)
         self._plane.put(
-            {
-                "advantages": [row[:length] for row, length in zip(advantages, lengths)],
-                "returns": [row[:length] for row, length in zip(returns, lengths)],
-                "scored_mask": [row[:length] for row, length in zip(response_mask, lengths)],
-                "loss_mask": [row[:length] for row, length in zip(loss_mask, lengths)],
-            },
-            rows,
+            {name: [row[:length] for row, length in zip(values, lengths)] for name, values in written.items()}, rows
         )
         prepared = TrainBatch(
             iteration,
@@ -191,6 +194,7 @@ class Advantages:
             has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
             has_ref_log_probs=self._schedule.needs_reference,
             has_ratios=self._schedule.writes_ratios(iteration),
+            marked=written.get("marked_tokens"),
         )
         for observer in self._observers:
             observer(prepared)
@@ -206,8 +210,9 @@ class Advantages:
             kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())
-        if objective.has_critic:
-            tensors["values"] = ragged(batch["values"]).pad(0.0, width)
+        for name in ("values", "old_log_probs", "squared_probs"):
+            if name in objective.advantage.needs:
+                tensors[name] = ragged(batch[name]).pad(0.0, width)
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
             weights, scores = list_components(read_part_weights(self._rl), results)

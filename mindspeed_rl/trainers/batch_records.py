@@ -80,7 +80,8 @@ class _RolloutFiles:
             return
         names = _ROLLOUT_COLUMNS | ({"ref_log_probs": "ref_log_probs"} if batch.has_ref_log_probs else {})
         count, width = inputs.response_mask.shape
-        columns = ["input_ids", "truncated", "weight_versions", *names.values()]
+        lengths = {"lengths": "input_ids", "prompt_lengths": "prompt_ids", "response_lengths": "responses"}
+        columns = [*lengths.values(), "truncated", "weight_versions", *names.values()]
         rows, _ = self.plane.get("metrics", columns, indexes=range(count), timeout_s=run.deadlines.rows_s)
         tensors = {
             "input_ids": ragged(rows["input_ids"]).pad(0, max(len(ids) for ids in rows["input_ids"])),
@@ -90,15 +91,17 @@ class _RolloutFiles:
             "scored": inputs.valid,
             "weight_versions": ragged(rows["weight_versions"]).pad(-1, width),
             **{name: ragged(rows[column]).pad(0.0, width) for name, column in names.items()},
+            **{name: torch.tensor([len(row) for row in rows[column]]) for name, column in lengths.items()},
         }
         # before the filter of overlong responses, which parity applies itself
         if not torch.equal(batch.young_mask, inputs.response_mask):
             tensors["loss_mask"] = batch.young_mask
         tensors |= {
             name: value
-            for name in ("values", "greedy_rewards", "reward_components")
+            for name in ("values", "greedy_rewards", "reward_components", "squared_probs")
             if (value := getattr(inputs, name)) is not None
         }
+        tensors |= {} if batch.marked is None else {"marked": batch.marked}
         path = run.folder / "rollouts" / f"iteration_{batch.iteration + 1:07d}.safetensors"
         keys = _changed_keys(run.rl) | {"init_kl_coef": batch.kl_coef}
         RolloutBatch(tensors, inputs.group_size, run.config.response_limit, run.stage, keys).save(path)

@@ -17,6 +17,9 @@ from mindspeed_rl.workers.update_plan import UpdatePlan
 class DisagreementError(RuntimeError):
     """Trainer and rollout engine disagree about the log-probs of the same tokens."""
 
+#: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: the ratio of measured differences
+_QUANTIZED_DIFFERENCE = 4.0
+
 
 def _resolve_admission(run: Run) -> Admission:
     """Return how far the rollout of this run may be ahead of training."""
@@ -79,6 +82,7 @@ class Schedule:
         self.admission = _resolve_admission(run)
         # the tokens are sampled from the weights that train on them
         self._on_policy = plan.on_policy and self.admission.bound == 0
+        self._is_quantized = run.generate.quantization is not None
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -103,6 +107,7 @@ class Schedule:
             "old_log_probs": self.needs_old_log_probs,
             "ref_log_probs": self.objective.loss_reads_reference,
             "entropies": "entropies" in self.objective.needs,
+            "marked_tokens": self.objective.loss.marks is not None,
         }
         columns = ["advantages", "rollout_log_probs", "scored_mask", "loss_mask"]
         columns += [] if self.objective.distillation is None else self.objective.distillation.columns
@@ -162,11 +167,13 @@ class Schedule:
             self.kl.update(results[name], self.num_train_samples)
             metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
+        if limit is not None and self._is_quantized:
+            limit *= _QUANTIZED_DIFFERENCE
         # later steps of an iteration compare a policy that has been updated
         if limit is not None and difference is not None and self._on_policy and difference > limit:
             raise DisagreementError(
                 f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
-                f"log_probs_diff_limit {limit:g}: other weights, or another precision."
+                f"{'the scaled ' if self._is_quantized else ''}log_probs_diff_limit {limit:g}: other weights, or another precision."
             )
 
     def state_dict(self, iteration: int) -> dict[str, object]:

@@ -78,12 +78,14 @@ class _ModelWorker(DeviceWorker):
                 # lengths of all rows of the step: every replica divides the same rows in the same way
                 batch = self.replica.fetch(Phases.UPDATE_ACTOR.consumer, ["sequence_lengths"], step)
                 lengths = [int(row.sum()) for row in batch["sequence_lengths"]]
-            # adjacent rows that one replica computes faster
-            group_size = rl.n_samples_per_prompt if rl.use_prefix_grouper else 1
+            objective = self.run.objective
+            # adjacent rows that one replica computes faster, or that a loss compares
+            together = rl.use_prefix_grouper or (objective is not None and objective.loss.compares_group)
+            group_size = rl.n_samples_per_prompt if together else 1
             indexes = split_rows(step, self.replica.count, self.replica.index, lengths, group_size)
             rows = self.replica.fetch_rows(phase.consumer, indexes, columns)
             added = {"row": [torch.tensor(index) for index in indexes]}
-            if (term := None if self.run.objective is None else self.run.objective.distillation) is not None:
+            if (term := None if objective is None else objective.distillation) is not None:
                 # several values a token, which a row of the data plane has one after the other
                 width = len(term.weights) * (1 if term.estimator else term.topk)
                 shaped = {name: rows.columns[name] for name in term.columns if name in rows.columns}

@@ -24,7 +24,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.replica import Replica
 
-_Output = tuple[list[Tensor], list[Tensor]] | None
+_Output = tuple[list[Tensor], ...] | None
 
 
 class RolloutRouting:

@@ -33,7 +33,7 @@ class OutcomeScoring:
         targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
         return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 
-    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+    def scores(self, rows: Rows, outputs: Sequence[list[Tensor]]) -> list[float]:
         """Return one score a row from the outputs of `TrainEngine.forward` for the rows."""
         return [float(value) for value in outputs[0]]
 
@@ -99,6 +99,6 @@ class ProcessScoring(OutcomeScoring):
         targets = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
         return Rows(input_ids, lengths, {"is_mark": masks}, targets)
 
-    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+    def scores(self, rows: Rows, outputs: Sequence[list[Tensor]]) -> list[float]:
         judged = zip(*outputs, rows.columns["is_mark"])
         return [aggregate(torch.sigmoid(good - bad)[is_mark].tolist(), self._aggregation) for good, bad, is_mark in judged]

@@ -26,6 +26,7 @@ from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases, add_step
@@ -84,6 +85,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         self.roles = _build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
+        self.actor.engine.squares = run.objective is not None and "squared_probs" in run.objective.needs
         if term is not None and term.estimator is None:
             self.actor.engine.divergence = partial(compute_weighted_divergence, settings=term)
         self.actor.write_lost_export()
@@ -150,9 +152,16 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         if plan.records_log_probs:
             batch = recorded.inputs(batch)
         batching = self._batching("update", actor.config.micro_batch_size)
+        if objective.loss.compares_group:  # whose limits count groups
+            most = None if batching.max_rows is None else max(1, batching.max_rows // objective.group_size)
+            batching = replace(
+                batching, micro_batch_size=max(1, batching.micro_batch_size // objective.group_size), max_rows=most
+            )
         with self.phase(Phases.UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
             for rows in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, plan.columns):
                 self._prepare_step(actor)
+                if objective.loss.compares_group:
+                    rows = replace(rows, group_sizes=[objective.group_size] * (len(rows) // objective.group_size))
                 routed = rows if self.routing is None else self.routing.for_update(rows)
                 result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
                 add_step(metrics, "actor", result)
@@ -248,6 +257,7 @@ class TrainerWorker(ActorPhases):
             try:
                 if self._push is None:
                     trained = replace(self.actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
+                    trained = trained if generate.quantization is None else quantize_side(trained)
                     self._push = self._group.build_trainer_push(trained, delta=generate.update_weight_mode == "delta")
                 self._push.write(None)
                 self._push.compare(None)

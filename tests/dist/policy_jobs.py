@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ def _objective(**keys: Any) -> Objective:
 _HIGH = {"cispo_cap": 5.0, "dppo_tv": 0.01, "dppo_kl": 0.002}
 #: the update made in each step
 UPDATES = [
-    *(_objective(loss_type=name, clip_ratio_high=_HIGH.get(name, 0.28)) for name in POLICY_LOSSES),
+    *(_objective(loss_type=name, clip_ratio_high=_HIGH.get(name, 0.28), n_samples_per_prompt=2) for name in POLICY_LOSSES),
     *(_objective(loss_type="dapo", **extra) for extra in _EXTRAS),
 ]
 _ENTROPY_THRESHOLD = 1.0
@@ -62,10 +63,14 @@ def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
     }
     advantages = [torch.randn((), generator=generator).expand(length) for length in lengths]
     trained = [torch.rand(length, generator=generator) < 0.9 for length in lengths]
-    mine = range(parallel_state.get_data_parallel_rank(), len(rows), parallel_state.get_data_parallel_world_size())
+    marked = [torch.rand(length, generator=generator) < 0.3 for length in lengths]
+    # pairs stay together, for the loss that compares them
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    mine = [row for row in range(len(rows)) if row // 2 % size == rank]
     log_probs, entropies = engine.forward(rows.select(mine), setting.batching)
     columns = {name: [value + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
     columns |= {"advantages": [advantages[row] for row in mine], "loss_mask": [trained[row] for row in mine]}
+    columns["marked_tokens"] = [marked[row] for row in mine]
     columns |= {"entropies": entropies, "scored_mask": [torch.ones(lengths[row], dtype=torch.bool) for row in mine]}
     return Rows([rows.input_ids[row] for row in mine], [rows.prompt_lengths[row] for row in mine], columns)
 
@@ -79,5 +84,16 @@ def update(setting: Setting) -> dict[str, Any]:
             threshold = _ENTROPY_THRESHOLD if number % 2 else None
             loss = partial(policy_loss, objective=objective)
             batch = partial(PolicyBatch.from_inputs, entropy_threshold=threshold)
-            results.append(engine.train_step(rows, setting.batching, loss, batch))
-        return summary(results, full_weights(engine))
+            step, batching = rows, setting.batching
+            if objective.loss.compares_group:
+                step = replace(rows, group_sizes=[2] * (len(rows) // 2))
+                # a micro-batch size counts pairs, and a budget has to hold one
+                batching = replace(batching, micro_batch_size=max(1, batching.micro_batch_size // 2))
+                batching = replace(batching, token_budget=batching.token_budget and 2 * batching.token_budget)
+            results.append(engine.train_step(step, batching, loss, batch))
+        report = summary(results, full_weights(engine))
+        engine.squares = True
+        found = engine.forward(rows, setting.batching)
+        assert found is not None
+        report["squares"] = [(ids.tolist(), values.numpy()) for ids, values in zip(rows.input_ids, found[2])]
+        return report

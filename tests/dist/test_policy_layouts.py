@@ -46,6 +46,10 @@ def test_every_policy_loss_gives_the_same_update(
         ours, theirs = (merge(report["metrics"][step] for report in found).results() for found in (reports, reference))
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), settings
         assert reports[0]["grad_norm"][step] == pytest.approx(reference[0]["grad_norm"][step], rel=1e-3), settings
-        assert theirs["actor/pg_clipfrac"] > 0.0 or settings.loss_type in ("sapo", "cispo_cap", "gpg", "vespo", "dro")
+        assert theirs["actor/pg_clipfrac"] > 0.0 or settings.loss_type in ("sapo", "cispo_cap", "gpg", "vespo", "dro", "real")
     for name, weight in reference[0]["weights"].items():
         np.testing.assert_allclose(reports[0]["weights"][name], weight, rtol=1e-3, atol=2e-5)
+    squares = {tuple(ids): values for ids, values in reference[0]["squares"]}
+    for report in reports:
+        for ids, values in report["squares"]:
+            np.testing.assert_allclose(values, squares[tuple(ids)], rtol=1e-3, atol=1e-5)

@@ -393,7 +393,7 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("strategy ulysses_sequence_parallel_size", with_others("the engine's layout")),
     ("grad_clip", with_others("megatron_training.clip_grad")),
     ("calculate_entropy rollout_n", no_effect("the entropy is always logged, and the group is rollout.n")),
-    ("calculate_sum_pi_squared", refused("the optimal token baseline")),
+    ("calculate_sum_pi_squared", no_effect("the estimator that needs it asks for it")),
     ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
     ("freeze_vision_tower", with_others("freeze_vit and freeze_aligner, of a model of images")),
     (f"{_ENTROPY} pad_to_length use_torch_compile use_fused_kernels use_remove_padding", _MEMORY),

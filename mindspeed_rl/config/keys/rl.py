@@ -354,6 +354,22 @@ class _LossKeys:
         needs=_read_by(POLICY_LOSSES, "fipo_safety_threshold"), on_resume="exact")
     dro_beta: float = key(1.0, "dro: weight of the squared log-ratio", "dro：对数比平方项的权重",
         needs=_read_by(POLICY_LOSSES, "dro_beta"), on_resume="exact")
+    clip_cov_ratio: float = key(0.0002, "clip_cov: fraction of all tokens that lose their policy term",
+        "clip_cov：失去策略项的 token 占全部 token 的比例", needs=_read_by(POLICY_LOSSES, "clip_cov_ratio"),
+        on_resume="exact")
+    clip_cov_lb: float = key(1.0, "clip_cov: these tokens have a covariance of advantage and log-prob above this",
+        "clip_cov：这些 token 的优势与对数概率的协方差大于此值", needs=_read_by(POLICY_LOSSES, "clip_cov_lb"),
+        on_resume="exact")
+    clip_cov_ub: float = key(5.0, "clip_cov: and below this", "clip_cov：且小于此值",
+        needs=_read_by(POLICY_LOSSES, "clip_cov_ub"), on_resume="exact")
+    kl_cov_ratio: float = key(0.0002,
+        "kl_cov: fraction of all tokens, those with the largest covariance of advantage and log-prob, that are held back",
+        "kl_cov：受约束的 token 比例，取优势与对数概率的协方差最大者", needs=_read_by(POLICY_LOSSES, "kl_cov_ratio"),
+        on_resume="exact")
+    ppo_kl_coef: float = key(1.0, "kl_cov: weight of their distance to the old policy",
+        "kl_cov：这些 token 与旧策略距离的权重", needs=_read_by(POLICY_LOSSES, "ppo_kl_coef"), on_resume="exact")
+    real_tau: float = key(0.5, "real: temperature of the scores; the lower, the more the worst ones count",
+        "real：得分的温度；越低，最差的得分越重要", needs=_read_by(POLICY_LOSSES, "real_tau"), on_resume="exact")
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", "熵奖励的权重", range=Range.WEIGHT,
         elsewhere="entropy_coef entropy_loss_coef", on_resume="exact")
     top_entropy_quantile: float = key(1.0, "fraction of tokens, those of highest entropy, that enter the policy term",

@@ -127,6 +127,8 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
             f"megatron_training.stage ray_ppo trains a critic, and rl_config.adv_estimator {rl.adv_estimator} has none",
             ({"rl_config.adv_estimator": CRITIC_ESTIMATOR}, {"megatron_training.stage": "ray_grpo"}),
         )
+    if objective.loss.compares_group:
+        yield from _whole_groups(cfg, rl, objective)
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules report it, below 1 the range of the key
     if rl.num_generations is None and 0 < n < least:
@@ -139,6 +141,46 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _whole_groups(cfg: RunConfig, rl: RLConfig, objective: Objective) -> Iterator[Violation]:
+    """Check that the responses of a prompt can share a micro-batch."""
+    n, sizes, loss = objective.group_size, cfg.sizes, f"rl_config.loss_type {objective.loss_type}"
+    if n < 2:
+        yield Violation(
+            "loss_of_groups",
+            {"rl_config.loss_type": objective.loss_type, "rl_config.n_samples_per_prompt": n},
+            f"{loss} compares the responses of a prompt: rl_config.n_samples_per_prompt ({n}) must be at least 2",
+            ({"rl_config.n_samples_per_prompt": 2},),
+        )
+        return
+    if rl.use_prefix_grouper and rl.use_dynamic_bsz:
+        yield Violation(
+            "groups_or_prefixes",
+            {f"rl_config.{name}": getattr(rl, name) for name in ("loss_type", "use_prefix_grouper", "use_dynamic_bsz")},
+            f"{loss} needs all responses of a prompt in one micro-batch, and rl_config.use_prefix_grouper with use_dynamic_bsz "
+            "divides them by tokens",
+            ({"rl_config.use_prefix_grouper": False}, {"rl_config.use_dynamic_bsz": False}),
+        )
+    if sizes is None or not sizes.can_divide:
+        return
+    micro = sizes.micro_batch_size
+    if micro % n and not rl.use_dynamic_bsz:
+        yield Violation(
+            "groups_in_micro_batches",
+            {"actor_config.micro_batch_size": micro, "rl_config.n_samples_per_prompt": n},
+            f"{loss} needs all {n} responses of a prompt in one micro-batch: actor_config.micro_batch_size ({micro}) must be a "
+            f"multiple of {n}",
+            ({"actor_config.micro_batch_size": math.ceil(micro / n) * n},),
+        )
+    rows = sizes.step_samples / sizes.actor.dp_size
+    if rows % n:
+        yield Violation(
+            "groups_on_replicas",
+            {"rl_config.mini_batch_size": rl.mini_batch_size, "rl_config.n_samples_per_prompt": n},
+            f"{loss} needs all {n} responses of a prompt on one replica: an optimizer step has {sizes.step_samples} responses "
+            f"on {sizes.actor.dp_size} replicas",
+        )
+
+
 def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
     for name, bounds in SETTINGS.items():
@@ -146,6 +188,14 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
         if value is not None and not bounds.contain(value):
             yield violate_range(f"rl_config.{name}", value, bounds)
     yield from _loss_violations(rl, objective)
+    if objective.loss.may_read("clip_cov_lb") and objective.loss.reads is not None and rl.clip_cov_lb >= rl.clip_cov_ub:
+        yield Violation(
+            "covariance_bounds",
+            {"rl_config.clip_cov_lb": rl.clip_cov_lb, "rl_config.clip_cov_ub": rl.clip_cov_ub},
+            f"rl_config.clip_cov_lb ({rl.clip_cov_lb:g}) must be below rl_config.clip_cov_ub ({rl.clip_cov_ub:g}): no token is "
+            "between them",
+            ({"rl_config.clip_cov_ub": rl.clip_cov_lb + 4},),
+        )
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
         yield Violation(
             "gdpo_kl",

@@ -53,7 +53,25 @@ def _returns(rewards, mask, kl, kl_coef, gamma):
     return out
 
 
-def advantages(name, *, rewards, mask, size, kl, kl_coef, values, greedy, components, weights, gamma, lam, scale, eps):
+def _optimal_token_baseline(returns, mask, size, old, squares):
+    out = np.zeros(mask.shape)
+    for first in range(0, len(mask), size):
+        rows = range(first, first + size)
+        tokens = {i: list(np.nonzero(mask[i])[0]) for i in rows}
+        for i in rows:
+            for position, t in enumerate(tokens[i]):
+                others = [j for j in rows if len(tokens[j]) > position]
+                top = bottom = 0.0
+                for j in others:
+                    w = sum(1 - 2 * math.exp(old[j, s]) + squares[j, s] for s in tokens[j][: position + 1])
+                    top, bottom = top + returns[j, tokens[j][position]] * w, bottom + w
+                out[i, t] = returns[i, t] - (top / (bottom + 1e-8) if len(others) > 1 else 0.0)
+    return out
+
+
+def advantages(
+    name, *, rewards, mask, size, kl, kl_coef, values, greedy, components, weights, gamma, lam, scale, eps, old, squares
+):
     scores = _scores(rewards, mask, kl, kl_coef)
     if name == "group_norm":
         out = []
@@ -104,6 +122,14 @@ def advantages(name, *, rewards, mask, size, kl, kl_coef, values, greedy, compon
         return _returns(rewards, mask, kl, kl_coef, gamma) - _spread(greedy, mask)
     if name == "gae":
         return _whiten(_gae(rewards, mask, kl, kl_coef, values, gamma, lam), mask)
+    if name == "grouped_gae":
+        raw, parts = _gae(rewards, mask, kl, kl_coef, values, gamma, lam), []
+        for first in range(0, len(rewards), size):
+            rows = slice(first, first + size)
+            parts.append(_whiten(raw[rows], mask[rows]))
+        return np.concatenate(parts)
+    if name == "optimal_token_baseline":
+        return _optimal_token_baseline(_returns(rewards, mask, kl, kl_coef, 1.0), mask, size, old, squares)
     if name == "gdpo":
         totals = np.zeros(len(rewards))
         for k, weight in enumerate(weights):
@@ -180,7 +206,8 @@ NORMALIZER = {
     "dr_grpo": "constant",
     "luspo": "summed",
     "gmpo": "sequence",
-    **{name: "token" for name in ("gpg", "dppo_tv", "dppo_kl", "vespo", "fipo", "dro")},
+    "real": "sequence",
+    **{name: "token" for name in ("gpg", "dppo_tv", "dppo_kl", "vespo", "fipo", "dro", "clip_cov", "kl_cov")},
 }
 
 
@@ -200,7 +227,21 @@ def objective(name, r, r_fixed, log_prob, a, s):
     return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
 
 
-def paper_losses(name, new, at, old, advantages, s):
+def real(log_probs, b, old, group, s):
+    """The loss that all tokens of the responses of a prompt share; group: their rows."""
+    right = wrong = 1.0
+    kinds = set()
+    for i in group:
+        where = np.nonzero(b["loss_mask"][i])[0]
+        if len(where):
+            score = _mean([log_probs[i, t] - old[i][t] for t in where]) / s.get("real_tau", 0.5)
+            gains = _mean([b["advantages"][i, t] for t in where]) > 0
+            kinds.add(gains)
+            right, wrong = right + (math.exp(-score) if gains else 0.0), wrong + (0.0 if gains else math.exp(score))
+    return math.log(right) + math.log(wrong) if len(kinds) == 2 else 0.0
+
+
+def paper_losses(name, new, at, old, advantages, s, marked):
     """Losses of the tokens of one row; `at`: the log-probs at which the gradient is taken; lists of positions or None."""
     low, high = s.get("clip_ratio_low", 0.2), s.get("clip_ratio_high", 0.2)
     here = [t for t, value in enumerate(new) if value is not None]
@@ -220,6 +261,12 @@ def paper_losses(name, new, at, old, advantages, s):
         a, p, q = advantages[t], math.exp(at[t]), math.exp(old[t])
         if name == "gpg":
             out[t] = -a * new[t]
+        elif name == "clip_cov":
+            out[t] = 0.0 if marked[t] else objective("clip", math.exp(new[t] - old[t]), None, new[t], a, s)
+        elif name == "kl_cov":
+            # the slope of |x| at 0 is 0
+            kept = s.get("ppo_kl_coef", 1.0) * abs(new[t] - old[t]) if marked[t] and at[t] != old[t] else 0.0
+            out[t] = -math.exp(new[t] - old[t]) * a + kept
         elif name == "dro":
             out[t] = -a * new[t] + s.get("dro_beta", 1.0) / 2 * (new[t] - old[t]) ** 2
         elif name == "dppo_tv":
@@ -286,9 +333,13 @@ def policy_loss(log_probs, fixed, b, s):
             }[level]
             if loss_type in OBJECTIVE:
                 loss = weight * objective(OBJECTIVE[loss_type], r, r_fixed, log_prob, b["advantages"][i, t], s)
+            elif loss_type == "real":
+                start = i - i % s["group_size"]
+                every_old = b["old"] if b["old"] is not None else fixed
+                loss = weight * real(log_probs, b, every_old, range(start, start + s["group_size"]), s)
             else:
                 new = [log_probs[i, k] if k in where else None for k in range(log_probs.shape[1])]
-                loss = weight * paper_losses(loss_type, new, fixed[i], old, b["advantages"][i], s)[t]
+                loss = weight * paper_losses(loss_type, new, fixed[i], old, b["advantages"][i], s, b["marked"][i])[t]
             if dropped or (b["entropy_threshold"] is not None and b["entropy"][i, t] < b["entropy_threshold"]):
                 loss = 0.0
             if s.get("kl_coef"):

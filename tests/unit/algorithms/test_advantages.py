@@ -41,6 +41,8 @@ def random_inputs(seed=0, **changes):
         lam=0.8,
         scale="group",
         eps=1e-6,
+        old=-rng.random((ROWS, LENGTH)) * 3,
+        squares=rng.random((ROWS, LENGTH)),
     )
     return arrays | changes
 
@@ -59,6 +61,8 @@ def as_inputs(arrays, dtype=torch.float64):
         greedy_rewards=tensor("greedy"),
         reward_components=tensor("components"),
         reward_weights=arrays["weights"],
+        old_log_probs=tensor("old"),
+        squared_probs=tensor("squares"),
     )
 
 
@@ -137,6 +141,23 @@ def test_gae_returns_are_taken_before_whitening():
     advantages, returns, _ = compute_advantages("gae", inputs, lam=1.0)
     assert returns.tolist() == [[1.0, 1.0]]
     np.testing.assert_allclose(advantages, [[-math.sqrt(0.5), math.sqrt(0.5)]], rtol=1e-5)
+
+
+def test_the_optimal_token_baseline_by_hand():
+    # lengths 2 and 1, returns 1 and 0; W of the first token: 1 - 2 pi + sum pi^2 = 0.5 and 0.25
+    mask = torch.tensor([[True, True], [True, False]])
+    inputs = AdvantageInputs(
+        torch.tensor([1.0, 0.0]),
+        mask,
+        2,
+        old_log_probs=torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log(),
+        squared_probs=torch.tensor([[0.5, 0.3], [0.25, 9.0]]),
+    )
+    got, returns, _ = compute_advantages("optimal_token_baseline", inputs)
+    baseline = 0.5 / (0.5 + 0.25)
+    # nothing else reaches the second token
+    torch.testing.assert_close(got, torch.tensor([[1.0 - baseline, 1.0], [-baseline, 0.0]]))
+    assert returns.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_remax_subtracts_the_greedy_score():
@@ -221,6 +242,8 @@ def test_tiny_and_empty_responses_never_give_nan(name):
         values=torch.zeros(4, 1),
         greedy_rewards=torch.zeros(4),
         reward_components=torch.ones(4, 1),
+        old_log_probs=torch.zeros(4, 1),
+        squared_probs=torch.ones(4, 1),
     )
     for tensor in compute_advantages(name, inputs)[:2]:
         assert torch.isfinite(tensor).all()
@@ -231,6 +254,7 @@ def test_tiny_and_empty_responses_never_give_nan(name):
     ("name", "options", "message"),
     [
         ("gae", {}, "values"),
+        ("optimal_token_baseline", {}, "old_log_probs, .* and squared_probs"),
         ("remax", {}, "greedy_rewards"),
         ("gdpo", {}, "reward_components"),
         ("gdpo", {"reward_components": torch.ones(2, 2), "reward_weights": (1.0,)}, "1 reward weights .* 2 reward functions"),
@@ -259,6 +283,7 @@ _EVERY_SCALE = [("group_norm", {"scale": scale}) for scale in ("group", "batch",
 )
 def test_a_batch_whose_scores_failed_but_one_has_finite_advantages(name, numbers, num_scored):
     others = {"reward_components": torch.ones(2, 1), "values": torch.zeros(2, 2), "greedy_rewards": torch.zeros(2)}
+    others |= {"old_log_probs": torch.full((2, 2), -0.5), "squared_probs": torch.full((2, 2), 0.4)}
     inputs = simple([1.0, 0.0], 2, scored=torch.arange(2) < num_scored, **others)
     advantages = compute_advantages(name, inputs, **numbers)[0]
     assert torch.isfinite(advantages).all() and not advantages[num_scored:].any()

@@ -47,6 +47,8 @@ OPTIONS = {
 def settings_for(loss_type, **options):
     if loss_type == "cispo_cap":
         options = options | {"clip_ratio_high": 1.05}
+    if POLICY_LOSSES[loss_type].compares_group:
+        options = options | {"group_size": 3}
     return {"loss_type": loss_type, "max_response_length": 9} | options
 
 
@@ -69,6 +71,7 @@ def random_arrays(seed=0, threshold=None, on_policy=False):
         "rollout": log_probs + 0.3 * rng.normal(size=shape),
         "entropy": rng.random(shape),
         "entropy_threshold": threshold,
+        "marked": rng.random(shape) < 0.4,
     }
 
 
@@ -88,6 +91,7 @@ def as_batch(log_probs, arrays, rows=slice(None), padding=0):
         widen(log_probs[rows], loss, np.nan).requires_grad_(),
         response_mask=widen(response, response, False),
         loss_mask=widen(loss, loss, False),
+        marked=widen(arrays["marked"][rows], loss, False),
         entropy_threshold=arrays["entropy_threshold"],
         **{COLUMNS.get(name, name): column for name, column in columns.items()},
     )
@@ -129,6 +133,9 @@ PAPER_OPTIONS = [
     ("fipo", dict(fipo_clip_high_only=False, fipo_clip_range=0.1)),
     ("dro", dict(dro_beta=0.3)),
     ("gmpo", dict(clip_ratio_low=0.05, clip_ratio_high=0.1)),
+    ("clip_cov", dict(clip_ratio_low=0.05, clip_ratio_high=0.1)),
+    ("kl_cov", dict(ppo_kl_coef=0.2)),
+    ("real", dict(real_tau=0.1)),
 ]
 
 
@@ -177,7 +184,10 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_order_or_paddi
     whole = policy_loss(as_batch(log_probs, arrays), settings)
     loss, gradient = loss_and_gradient(log_probs, arrays, settings_for(loss_type, **OPTIONS[option]))
     expected = merge([whole.metrics]).results()
-    for cut in ([[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 2], [0, 4, 3], [1]], [[4], [3, 2, 1, 0, 5]]):
+    cuts = ([[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 2], [0, 4, 3], [1]], [[4], [3, 2, 1, 0, 5]])
+    if POLICY_LOSSES[loss_type].compares_group:
+        cuts = ([[0, 1, 2], [3, 4, 5]], [[3, 4, 5, 0, 1, 2]], [[4, 3, 5], [2, 0, 1]])
+    for cut in cuts:
         for padding in (0, 3):
             batches = [as_batch(log_probs, arrays, rows, padding) for rows in cut]
             outputs = [policy_loss(batch, settings) for batch in batches]
@@ -234,13 +244,11 @@ def test_clip_by_hand():
 @pytest.mark.parametrize("log_ratio", [99.0, -99.0, 300.0])
 def test_a_policy_that_has_run_away_gives_finite_losses_and_gradients_in_float32(loss_type, log_ratio):
     for advantage in (1.0, -1.0):
-        log_probs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-        batch = PolicyBatch(
-            log_probs,
-            torch.full((1, 2), advantage),
-            torch.ones(1, 2, dtype=torch.bool),
-            old_log_probs=torch.tensor([[-1.0 - log_ratio, -1.0]]),
-        )
+        log_probs = torch.full((3, 2), -1.0, requires_grad=True)
+        mask = torch.ones(3, 2, dtype=torch.bool)
+        advantages = torch.tensor([advantage, advantage, -advantage])[:, None].expand(3, 2)
+        old = torch.tensor([[-1.0 - log_ratio, -1.0]]).expand(3, 2)
+        batch = PolicyBatch(log_probs, advantages, mask, old_log_probs=old, marked=mask)
         output = policy_loss(batch, objective(**settings_for(loss_type)))
         output.loss_sum.backward()
         assert torch.isfinite(output.loss_sum) and torch.isfinite(log_probs.grad).all()
@@ -312,6 +320,67 @@ def test_sapo_by_hand_has_slope_one_on_policy():
     # f(1) = (4 / tau) / 2, f'(1) = 1; grpo-style mean over the two tokens
     assert output.loss_sum.item() == pytest.approx((-2.0 + 1.0) / 2)
     assert gradient == pytest.approx([-0.5, 0.5])
+
+
+def test_real_by_hand_is_a_classifier_of_each_group():
+    # two prompts of three responses; in the second all are right, so that nothing can be told apart
+    scores = [0.2, -0.1, 0.3, 0.1, 0.2, 0.3]
+    log_probs = torch.full((6, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    old = log_probs.detach() - torch.tensor(scores, dtype=torch.float64)[:, None]
+    advantages = torch.tensor([1.0, -0.5, -0.5, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None].expand(6, 2)
+    output = policy_loss(
+        PolicyBatch(log_probs, advantages, torch.ones(6, 2, dtype=torch.bool), old_log_probs=old),
+        objective("real", real_tau=0.5, group_size=3),
+    )
+    right, wrong = [math.exp(-0.2 / 0.5)], [math.exp(-0.1 / 0.5), math.exp(0.3 / 0.5)]
+    loss = math.log(1 + sum(right)) + math.log(1 + sum(wrong))
+    # the mean over prompts: one of two has a loss
+    assert (output.loss_sum / output.count).item() == pytest.approx(loss / 2)
+    (output.loss_sum / output.count).backward()
+    slopes = [-right[0] / (1 + right[0]), *(one / (1 + sum(wrong)) for one in wrong), 0.0, 0.0, 0.0]
+    expected = torch.tensor(slopes, dtype=torch.float64)[:, None].expand(6, 2) / 0.5 / 2 / 2
+    torch.testing.assert_close(log_probs.grad, expected)
+
+
+def test_real_refuses_a_part_of_a_group():
+    batch = PolicyBatch(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="3 responses of a prompt; 2 rows are no whole groups"):
+        policy_loss(batch, objective("real", group_size=3))
+
+
+def random_marks(loss_type, **options):
+    """Covariances by loops, and what the loss marks: of 200 tokens, some masked."""
+    rng = np.random.default_rng(5)
+    a, log_probs, mask = rng.normal(size=(10, 20)) * 3, -rng.random((10, 20)) * 4, rng.random((10, 20)) < 0.8
+    tokens = list(zip(*np.nonzero(mask)))
+    means = [sum(values[t] for t in tokens) / len(tokens) for values in (a, log_probs)]
+    covariances = {(int(i), int(t)): (a[i, t] - means[0]) * (log_probs[i, t] - means[1]) for i, t in tokens}
+    made = objective(loss_type, **options)
+    tensors = [torch.tensor(values) for values in (a, log_probs, mask)]
+    marks = made.loss.load_marks()
+    marked = [marks(*tensors, made, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    return covariances, [{tuple(place) for place in one.nonzero().tolist()} for one in marked]
+
+
+def test_clip_cov_marks_a_fraction_of_the_tokens_between_its_bounds_by_the_seed():
+    covariances, (first, again, other) = random_marks("clip_cov", clip_cov_ratio=0.05, clip_cov_lb=1.0, clip_cov_ub=5.0)
+    near = {place for place, value in covariances.items() if 1.0 < value < 5.0}
+    assert len(first) == int(0.05 * len(covariances)) < len(near)
+    assert first <= near and other <= near and first == again != other
+
+
+def test_clip_cov_marks_at_least_one_token_and_none_where_none_is_between():
+    assert len(random_marks("clip_cov", clip_cov_ratio=1e-6)[1][0]) == 1
+    assert random_marks("clip_cov", clip_cov_lb=1e6, clip_cov_ub=2e6)[1][0] == set()
+    covariances, (marked, *_) = random_marks("clip_cov", clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=5.0)
+    assert marked == {place for place, value in covariances.items() if 1.0 < value < 5.0}
+
+
+@pytest.mark.parametrize("ratio", [0.05, 1.0, 1e-6])
+def test_kl_cov_marks_the_tokens_of_the_largest_covariance(ratio):
+    covariances, (marked, *_) = random_marks("kl_cov", kl_cov_ratio=ratio)
+    count = max(1, int(ratio * len(covariances)))
+    assert marked == set(sorted(covariances, key=covariances.get, reverse=True)[:count])
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -409,8 +478,9 @@ def test_an_entropy_threshold_of_the_global_batch_is_the_same_for_any_cut():
 
 
 def test_a_batch_in_which_nothing_trains_has_count_zero_loss_zero_and_no_nan():
-    log_probs = torch.full((2, 3), float("nan"), requires_grad=True)
-    batch = PolicyBatch(log_probs, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    log_probs = torch.full((3, 3), float("nan"), requires_grad=True)
+    nothing = torch.zeros(3, 3, dtype=torch.bool)
+    batch = PolicyBatch(log_probs, torch.ones(3, 3), nothing, marked=nothing)
     for loss_type in POLICY_LOSSES:
         settings = objective(**settings_for(loss_type))
         output = policy_loss(batch, settings)
@@ -419,12 +489,12 @@ def test_a_batch_in_which_nothing_trains_has_count_zero_loss_zero_and_no_nan():
     assert log_probs.grad.abs().sum() == 0.0
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 @pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
 def test_a_micro_batch_without_rows_or_tokens_adds_nothing(loss_type, shape):
     log_probs = torch.zeros(shape, requires_grad=True)
     zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    batch = PolicyBatch(log_probs, zeros, mask, None, zeros, zeros, zeros, zeros)
+    batch = PolicyBatch(log_probs, zeros, mask, None, zeros, zeros, zeros, zeros, marked=mask)
     output = policy_loss(batch, objective(**settings_for(loss_type, **EVERYTHING)))
     assert (output.loss_sum.item(), output.count.item(), output.metrics) == (0.0, 0, {})
     output.loss_sum.backward()
@@ -443,6 +513,9 @@ def test_a_micro_batch_without_rows_or_tokens_adds_nothing(loss_type, shape):
         (dict(loss_type="cispo", delta=3.0), "no effect with loss_type cispo"),
         (dict(loss_type="cispo_cap", clip_ratio_high=0.28), "absolute cap"),
         (dict(loss_type="dr_grpo"), "max_response_length"),
+        (dict(loss_type="clip_cov", clip_cov_lb=5.0), "clip_cov_lb .* must be below rl_config.clip_cov_ub"),
+        (dict(loss_type="kl_cov", kl_cov_ratio=0.0), "kl_cov_ratio .* must be greater than 0"),
+        (dict(loss_type="real", real_tau=0.0), "real_tau .* must be greater than 0"),
         (dict(tau_neg=0.0), "tau_neg .* must be greater than 0"),
         (dict(clip_ratio_low=-0.1), "clip_ratio_low .* must be at least 0"),
         (dict(rollout_correction="token"), "rollout_importance_sampling_mode"),

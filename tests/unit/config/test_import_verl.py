@@ -131,6 +131,8 @@ ESTIMATORS = {
     "reinforce_plus_plus": ("reinforce_plus_plus", None, 0.9),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", None, None),
     "remax": ("remax", None, 1.0),
+    "optimal_token_baseline": ("optimal_token_baseline", None, None),
+    "tir_optimal_token_baseline": ("optimal_token_baseline", None, None),
 }
 
 
@@ -142,7 +144,7 @@ def test_an_estimator_is_its_like_here(name: str) -> None:
         assert (plan.advantage, plan.advantage_scale, plan.gamma) == ESTIMATORS[name]
 
 
-@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "never_heard_of"])
+@pytest.mark.parametrize("name", ["gdpo", "never_heard_of"])
 def test_an_estimator_that_is_not_here_is_refused_by_name(name: str) -> None:
     assert f"algorithm.adv_estimator={name}: not available here" in refusal(f"algorithm.adv_estimator={name}")
 
@@ -158,6 +160,8 @@ LOSSES = {
     "dppo_tv": ("dppo_tv", "token", "token", 3.0),
     "dppo_kl": ("dppo_kl", "token", "token", 3.0),
     "dro": ("dro", "token", "token", None),
+    "clip_cov": ("clip_cov", "token", "token", None),
+    "kl_cov": ("kl_cov", "token", "token", None),
 }
 
 
@@ -171,9 +175,21 @@ def test_a_policy_loss_is_its_like_here(name: str) -> None:
     assert run.get("rl_config.tau_pos") == (1.1 if name == "sapo" else None)
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "bypass_mode"])
-def test_a_policy_loss_that_is_not_here_is_refused_by_name(name: str) -> None:
-    assert f"loss_mode={name}: not available here" in refusal(f"{A}.policy_loss.loss_mode={name}")
+def test_numbers_of_the_covariance_losses_are_those_of_the_command_or_verl_s_defaults() -> None:
+    run = imported(f"{A}.policy_loss.loss_mode=kl_cov {A}.policy_loss.kl_cov_ratio=0.002")
+    assert (run.get("rl_config.kl_cov_ratio"), run.get("rl_config.ppo_kl_coef")) == (0.002, 0.1)
+    run = imported(f"{A}.policy_loss.loss_mode=clip_cov {A}.policy_loss.clip_cov_ub=9")
+    numbers = [run.get(f"rl_config.clip_cov_{name}") for name in ("ratio", "lb", "ub")]
+    assert numbers == [0.0002, 1.0, 9]
+
+
+def test_weights_of_a_correction_in_the_token_baseline_are_refused() -> None:
+    changes = "algorithm.adv_estimator=optimal_token_baseline algorithm.rollout_correction.rollout_is=token"
+    assert "weights of the correction in the baseline" in refusal(changes)
+
+
+def test_a_policy_loss_that_is_not_here_is_refused_by_name() -> None:
+    assert "loss_mode=bypass_mode: not available here" in refusal(f"{A}.policy_loss.loss_mode=bypass_mode")
 
 
 def test_aggregations_are_those_of_verl() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rl.engine.vocab import compute_top_log_probs, compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
 
 
 def reference(
@@ -45,6 +45,18 @@ def test_values_and_gradients_equal_log_softmax(
         torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=2e-6)
     for mine, true in zip(ours, theirs):
         torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "padding": 5}, {"softcap": 3.0, "padding": 5}])
+def test_sums_of_squared_probabilities_equal_those_of_the_softmax(settings: dict[str, float]) -> None:
+    hidden, weight, _ = inputs()
+    logits = hidden.double() @ weight[: len(weight) - int(settings.get("padding", 0))].double().t()
+    if "softcap" in settings:
+        logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
+    expected = (logits / settings.get("temperature", 1.0)).softmax(-1).square().sum(-1)
+    for chunk_size in (4, 1000):
+        got = compute_squared_probs(hidden, weight, chunk_size=chunk_size, **settings)
+        torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 11, 1000])
