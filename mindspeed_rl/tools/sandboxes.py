@@ -215,8 +215,9 @@ class _Container(Provider):
         if self.program == "apptainer":
             if snapshot:
                 raise SandboxError("apptainer has no snapshots")
+            net = [] if self.network else ["--net", "--network", "none"]
             limits = ["--memory", f"{self.memory_mib}M"]
-            words = ["instance", "start", "--containall", "--writable-tmpfs", *limits, str(self.image), name]
+            words = ["instance", "start", "--containall", "--writable-tmpfs", *net, *limits, str(self.image), name]
         else:
             net = [] if self.network else ["--network", "none"]
             limits = ["--memory", f"{self.memory_mib}m", "--pids-limit", "512", "--workdir", "/workspace", "--init"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker_standin import make_command
 from sandbox_services import Services, serve
 from toolboxes import call, open_toolbox
 
@@ -86,6 +88,46 @@ def test_every_provider_runs_reads_writes_and_stops(name: str, tmp_path: Path) -
     assert late == 124 and [line for line in kept if line] == ["out.txt", "src", "a b.py"]
     assert out.decode() == "ü 42\n" and source.decode() == "print('ü', 6 * 7)\n"
     assert not left and not list(tmp_path.glob("sandbox-*"))
+
+
+@pytest.mark.parametrize(
+    "program", ["docker", *(pytest.param(name, marks=pytest.mark.slow) for name in ("podman", "apptainer"))]
+)
+def test_containers_are_started_used_and_removed_by_commands(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_command(tmp_path, program)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    image = "docker://python:3.11" if program == "apptainer" else "python:3.11"
+
+    async def use(provider: Provider, services: Services) -> list[Any]:
+        sandbox, other = await asyncio.gather(provider.start(), provider.start())
+        await sandbox.write("src/a b.py", "print('ü', 6 * 7)\n".encode())
+        ran = await sandbox.run("python3 'src/a b.py' > out.txt; cat out.txt; echo wrong >&2; exit 3", 20.0)
+        late = await sandbox.run("echo begun; sleep 60", 1.0)
+        with pytest.raises(SandboxError, match="'src/a b.py' cannot be read"):
+            await other.read("src/a b.py")
+        if program == "apptainer":
+            with pytest.raises(SandboxError, match="apptainer has no snapshots"):
+                await sandbox.snapshot()
+        else:
+            copy = await provider.start(await sandbox.snapshot())
+            assert await copy.read("out.txt") == "ü 42\n".encode()
+            await copy.stop()
+        await sandbox.stop()
+        with pytest.raises(SandboxError, match="cannot be written"):
+            await sandbox.write("late.txt", b"")
+        await other.stop()
+        return [ran, late.status]
+
+    ran, late = with_provider("container", use, program=program, image=image, memory_mib=512, lifetime_s=60)
+    assert ran.status == 3 and sorted(ran.output.split()) == ["42", "wrong", "ü"] and late == 124
+    assert not list((tmp_path / "boxes").iterdir()) and not list((tmp_path / "images").iterdir())
+    started = json.loads((tmp_path / "calls.jsonl").read_text().splitlines()[0])
+    limit = "512M" if program == "apptainer" else "512m"
+    assert started[started.index("--memory") + 1] == limit and "none" in started
+    with pytest.raises(SandboxError, match=f"{program} does not start python:0.*Unable to find image"):
+        with_provider("container", lambda provider, _: provider.start(), program=program, image="python:0")
 
 
 @pytest.mark.parametrize("name", ["local", "sandbox_fusion", "e2b", "daytona"])
