@@ -413,7 +413,9 @@ def formula(cfg: RunConfig) -> str:
     """Return the loss in use as readable lines with the run's numbers in them."""
     objective = cfg.objective
     if objective is None or cfg.rl_config is None:
-        return _supervised_formula(cfg)
+        routers = _list_router_losses(cfg)
+        terms = "".join(f" + {weight:g} * {name}" for name, (weight, _) in routers.items())
+        return "\n".join([_supervised_formula(cfg) + terms, *(f"{name} = {text}" for name, (_, text) in routers.items())])
     numbers = objective.numbers()
     weight = "w * " if objective.correction is not None else ""
     length = "max_tokens" if objective.max_response_length is None else objective.max_response_length
@@ -438,11 +440,30 @@ def formula(cfg: RunConfig) -> str:
         terms += f" + {objective.kl_in_loss:g} * aggregate(KL)"
     if coefficient := objective.entropy_coeff:
         terms += f" {'-' if coefficient > 0 else '+'} {abs(coefficient):g} * aggregate(entropy)"
-    lines.append(f"loss        {terms}")
+    routers = _list_router_losses(cfg)
+    lines += [f"routers     {name} = {text}" for name, (_, text) in routers.items()]
+    lines.append(f"loss        {terms}{''.join(f' + {weight:g} * {name}' for name, (weight, _) in routers.items())}")
     lines += _masks(cfg.rl_config, objective)
     if objective.has_critic:
         lines.append(f"critic      mean of max((V-R)^2, (clip(V, V_old +- {objective.cliprange_value:g}) - R)^2) / 2")
     return "\n".join(lines)
+
+
+def _list_router_losses(cfg: RunConfig) -> dict[str, tuple[float, str]]:
+    """Return the losses of the actor's routers: name -> (weight, its form); none in a model without experts."""
+    train = cfg.actor_config
+    if not train.num_experts:
+        return {}
+    # where neither the run file nor the model's config.json has one, it is 0
+    derived = cfg.derived.get("actor_config.moe_aux_loss_coeff")
+    weight = train.moe_aux_loss_coeff if train.moe_aux_loss_coeff is not None else derived.value if derived else 0.0
+    kind, losses = train.moe_router_load_balancing_type, {}
+    if weight and kind in ("aux_loss", "seq_aux_loss"):
+        part = "sequences" if kind == "seq_aux_loss" or train.seq_aux else "micro-batches, by tokens"
+        losses["B"] = (float(weight), f"sum over layers with experts of {train.num_experts} sum_e f_e P_e, mean over {part}")
+    if train.moe_z_loss_coeff:
+        losses["Z"] = (train.moe_z_loss_coeff, "sum over layers with experts of (log sum_e exp(logit_e))^2, mean over tokens")
+    return losses
 
 
 def _policy_lines(generate: GenerateConfig | None) -> list[str]:

@@ -86,6 +86,28 @@ def test_the_formula_carries_the_runs_numbers(rl: dict[str, Any], parts: list[st
         assert part in text
 
 
+_BALANCED = {"num_experts": 8, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("keys", "terms", "mean"),
+    [
+        (_BALANCED, "aggregate(L) + 0.01 * aggregate(KL) + 0.01 * B + 0.001 * Z", "8 sum_e f_e P_e, mean over micro-batches"),
+        ({**_BALANCED, "seq_aux": True}, "+ 0.01 * B + 0.001 * Z", "8 sum_e f_e P_e, mean over sequences"),
+        (
+            {**_BALANCED, "moe_router_load_balancing_type": "none"},
+            "+ 0.01 * aggregate(KL) + 0.001 * Z",
+            "(log sum_e exp(logit_e))^2",
+        ),
+        ({**_BALANCED, "stage": "sft"}, "-log pi(token) + 0.01 * B + 0.001 * Z", "B = sum over layers with experts of 8 sum_e"),
+        ({**_BALANCED, "num_experts": None}, "aggregate(L) + 0.01 * aggregate(KL)", "loss"),
+    ],
+)
+def test_losses_of_routers_are_terms_of_the_loss(keys: dict[str, Any], terms: str, mean: str) -> None:
+    lines = formula(prompt_level(megatron_training=keys)).splitlines()
+    assert any(line.endswith(terms) for line in lines) and any(mean in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("sampling", "line"),
     [
