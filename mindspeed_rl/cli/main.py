@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("mindspeed_rl.cli.download", "fetch a model or data set of a hub by name"),
     "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
     "preprocess": ("mindspeed_rl.cli.preprocess", "turn raw data into Megatron indexed datasets"),
+    "rejection-sample": ("mindspeed_rl.cli.rejection_sample", "turn the best responses of a run into supervised data"),
     "teacher-log-probs": ("mindspeed_rl.cli.teacher_log_probs", "store a teacher's log-probs of supervised data"),
     "generate": ("mindspeed_rl.cli.generate", "generate responses to prompts"),
     "chat": ("mindspeed_rl.cli.chat", "talk with a model on the console"),

@@ -1,0 +1,41 @@
+"""Saved rollouts of a run become the data of the next stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grpo_command import ONE_PROCESS, finished
+
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.data.datasets import InstructionDataset
+
+
+@pytest.mark.slow
+def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None, task: Path, tmp_path: Path) -> None:
+    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.workers.supervised_worker import SupervisedWorker
+
+    run = finished(task, tmp_path / "sample", *ONE_PROCESS, "rl_config.save_rollouts_interval=1", "megatron_training.train_iters=2")
+    prefix = tmp_path / "best"
+    assert main(["rejection-sample", "--input", str(run.folder / "run"), "--output-prefix", str(prefix), "--keep-truncated"]) == 0
+    dataset = InstructionDataset(prefix)
+    best: dict[bytes, tuple[float, list[int]]] = {}
+    for path in sorted((run.folder / "run" / "rollouts").glob("*.safetensors")):
+        columns = RolloutBatch.load(path).columns
+        for ids, length, prompt, reward in zip(*(columns[n] for n in ("input_ids", "lengths", "prompt_lengths", "rewards"))):
+            key = ids[:prompt].numpy().tobytes()
+            if key not in best or reward.item() > best[key][0]:
+                best[key] = reward.item(), ids[:length].tolist()
+    assert [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] == [ids for _, ids in best.values()]
+    keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": prefix, "save": tmp_path / "sft"}
+    keys |= {"num_npus": 1, "tensor_model_parallel_size": 1, "global_batch_size": 8, "micro_batch_size": 8, "split": "100,0,0"}
+    cfg = load_run_config(
+        "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in keys.items())]
+    )
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+    losses = [worker.train().metrics.results()["train/loss"] for _ in range(6)]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
