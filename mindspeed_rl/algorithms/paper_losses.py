@@ -208,6 +208,33 @@ def real(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     return losses[:, None].expand_as(mask), torch.zeros_like(mask)
 
 
+def online_dpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Prefer the best response of a prompt to its worst, by advantage (online DPO, arXiv:2402.04792).
+
+    L = -log sigmoid(beta z), or (z - 1 / (2 beta))^2 with `online_dpo_loss_type` ipo, for every token of the group; z = sum_t
+    (log pi - log pi_ref) of the best minus that of the worst. Of equal ones the first counts; a group of equals has no loss.
+
+    Raises:
+        ValueError: the rows are not whole groups.
+    """
+    mask, size = inputs.mask, objective.group_size
+    if mask.shape[0] % size:
+        raise ValueError(f"loss_type online_dpo compares {size} responses of a prompt; {mask.shape[0]} rows are no groups")
+    assert inputs.ref_log_probs is not None  # it needs the reference
+    ratios = torch.where(mask, inputs.log_probs - inputs.ref_log_probs, 0.0).sum(1).view(-1, size)
+    gains, present = row_mean(inputs.advantages, mask).view(-1, size), mask.any(dim=1).view(-1, size)
+    best = torch.where(present, gains, float("-inf")).max(dim=1, keepdim=True)
+    worst = torch.where(present, gains, float("inf")).min(dim=1, keepdim=True)
+    z = (ratios.gather(1, best.indices) - ratios.gather(1, worst.indices))[:, 0]
+    beta = objective.online_dpo_beta
+    if objective.online_dpo_loss_type == "ipo":
+        losses = (z - 1 / (2 * beta)).square()
+    else:
+        losses = -torch.nn.functional.logsigmoid(beta * z)
+    losses = torch.where((best.values > worst.values)[:, 0], losses, 0).repeat_interleave(size)
+    return losses[:, None].expand_as(mask), torch.zeros_like(mask)
+
+
 def _log_ratio(inputs: PolicyInputs) -> Tensor:
     """Return log pi - log pi_old of every token within the limits of the ratio: [B, R], with gradient."""
     return (inputs.log_probs - inputs.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

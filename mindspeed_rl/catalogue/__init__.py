@@ -48,6 +48,7 @@ SETTINGS: dict[str, Bounds] = {
     "kl_cov_ratio": Bounds(0, 1, excludes_low=True),
     "ppo_kl_coef": _NOT_NEGATIVE,
     "real_tau": _POSITIVE,
+    "online_dpo_beta": _POSITIVE,
     "rollout_importance_sampling_threshold": _POSITIVE,
     "rollout_importance_sampling_threshold_min": _NOT_NEGATIVE,
 }
@@ -194,6 +195,22 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         reads=frozenset(("real_tau",)),
         formula="log(1 + sum_+ exp(-s / {real_tau:g})) + log(1 + sum_- exp(s / {real_tau:g})); sum_+, sum_-: over those of the "
         "{group_size} responses of a prompt with A > 0, and the others, s = mean_t(log r)",
+    ),
+    "online_dpo": PolicyLoss(
+        target=f"{_PAPERS}:online_dpo",
+        normalizer="sequence",
+        levels=("token",),
+        compares_group=True,
+        needs=frozenset(("reference",)),
+        reads=frozenset(("online_dpo_beta", "online_dpo_loss_type")),
+        choices={
+            "form": Choice(
+                "online_dpo_loss_type",
+                {"ipo": "(z - 1 / (2 * {online_dpo_beta:g}))^2"},
+                "-log sigmoid({online_dpo_beta:g} * z)",
+            )
+        },
+        formula="{form}, z = sum_t(log pi - log pi_ref) of the best of {group_size} responses to a prompt - that of the worst",
     ),
 }
 

@@ -177,6 +177,16 @@ ADVICE: dict[str, dict[str, Advice]] = {
             "",
             "real",
         ),
+        "online_dpo": Advice(
+            "2402.04792",
+            (
+                "preferences instead of sizes of rewards: a judge or reward model that only orders responses",
+                "只看好坏次序、不看奖励大小：评判或奖励模型只能给出排序时",
+            ),
+            "",
+            "",
+            "OnlineDPOTrainer",
+        ),
     },
     "adv_estimator": {
         "group_norm": Advice(
@@ -271,6 +281,36 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "tpo": "triple preference optimization (2405.16681) trains on preference data; nearest: stage cpo, which is the same "
         "where the best response is the gold one",
         "rlsd": "self-distillation weighs tokens by a teacher; nearest: rl_config.distillation with teacher_models: [actor]",
+    },
+    "dpo_loss_type": {
+        "exo_pair": "EXO (2402.00856) fits the smoothed preference by a reverse KL; nearest: sigmoid with dpo_label_smoothing",
+        "nca_pair": "NCA (2402.05369) also keeps the chosen log-prob up; nearest: sigmoid with pref_ftx",
+        "robust": "robust DPO (2403.00409) makes the smoothed loss unbiased; nearest: sigmoid with dpo_label_smoothing",
+        "bco_pair": "BCO (2404.04656) is a classifier with a moving average of rewards; nearest: stage kto",
+        "sppo_hard": "SPPO (2405.00675) regresses each log-ratio on half a win; nearest: ipo",
+        "aot": "AOT (2406.05882) compares sorted margins of a batch; nearest: sigmoid",
+        "aot_unpaired": "AOT (2406.05882) compares sorted rewards of a batch; nearest: stage kto",
+        "apo_zero": "APO (2408.06266) raises the chosen and lowers the rejected response; nearest: kto_loss_type apo_zero_unpaired",
+        "apo_down": "APO (2408.06266) lowers both responses, the rejected one more; nearest: sigmoid",
+        "discopop": "DiscoPOP (2406.08414) blends a logistic and an exponential loss; nearest: sigmoid",
+        "sft": "the log-prob of the chosen response; nearest: sigmoid with pref_ftx, which adds it, or stage sft",
+        "sigmoid_norm": "log-probs divided by the length (Tulu 3, 2411.15124); nearest: stage simpo, which does so without a "
+        "reference",
+    },
+    "stage": {
+        "distillation": "it is no stage of its own; nearest: rl_config.distillation, or stage sft with sft_loss_type forward_kl",
+        "server_distillation": "teachers are servers; nearest: rl_config.distillation with addresses in teacher_models",
+        "async_distillation": "nearest: rl_config.distillation with trainer_mode async",
+        "gkd": "on-policy distillation; nearest: rl_config.distillation with loss_mode jsd_topk",
+        "gold": "distillation between tokenizers; nearest: rl_config.distillation, with a teacher of the same tokenizer",
+        "iw_opd": "distillation with importance weights; nearest: rl_config.distillation with a rollout_importance_sampling_mode",
+        "sdft": "self-distillation from a prompt with an example; nearest: rl_config.distillation with teacher_models: [actor]",
+        "sdpo": "self-distillation from feedback; nearest: rl_config.distillation with teacher_models: [actor]",
+        "async_grpo": "nearest: stage ray_grpo with rl_config.trainer_mode async",
+        "a2po": "A*-PO (2505.20686) estimates optimal values before training; nearest: stage ray_grpo with adv_estimator rloo",
+        "tpo": "triple preference optimization (2405.16681); nearest: stage cpo, which is the same where the best response is the "
+        "gold one",
+        "bema_for_ref_model": "a reference that follows the actor; nearest: rl_config.sync_ref_model in reinforcement learning",
     },
     "optimizer": {
         "muon": "Megatron's Muon needs the package emerging_optimizers, which no package index has; nearest: adam",

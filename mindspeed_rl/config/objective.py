@@ -151,6 +151,8 @@ class Objective:
     kl_cov_ratio: float
     ppo_kl_coef: float
     real_tau: float
+    online_dpo_beta: float
+    online_dpo_loss_type: str
     max_response_length: int | None
     entropy_coeff: float
     top_entropy_quantile: float
@@ -356,6 +358,8 @@ def build_objective(
         kl_cov_ratio=rl.kl_cov_ratio,
         ppo_kl_coef=rl.ppo_kl_coef,
         real_tau=rl.real_tau,
+        online_dpo_beta=rl.online_dpo_beta,
+        online_dpo_loss_type=rl.online_dpo_loss_type,
         max_response_length=max_response_length,
         entropy_coeff=rl.entropy_coeff,
         top_entropy_quantile=rl.top_entropy_quantile,

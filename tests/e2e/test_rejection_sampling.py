@@ -19,9 +19,11 @@ def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None
     from mindspeed_rl.trainers.model_plans import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
-    run = finished(task, tmp_path / "sample", *ONE_PROCESS, "rl_config.save_rollouts_interval=1", "megatron_training.train_iters=2")
+    keys = ["rl_config.save_rollouts_interval=1", "megatron_training.train_iters=2"]
+    run = finished(task, tmp_path / "sample", *ONE_PROCESS, *keys)
     prefix = tmp_path / "best"
-    assert main(["rejection-sample", "--input", str(run.folder / "run"), "--output-prefix", str(prefix), "--keep-truncated"]) == 0
+    words = ["rejection-sample", "--input", str(run.folder / "run"), "--output-prefix", str(prefix)]
+    assert main([*words, "--keep-truncated"]) == 0
     dataset = InstructionDataset(prefix)
     best: dict[bytes, tuple[float, list[int]]] = {}
     for path in sorted((run.folder / "run" / "rollouts").glob("*.safetensors")):
@@ -31,10 +33,10 @@ def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None
             if key not in best or reward.item() > best[key][0]:
                 best[key] = reward.item(), ids[:length].tolist()
     assert [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] == [ids for _, ids in best.values()]
-    keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": prefix, "save": tmp_path / "sft"}
-    keys |= {"num_npus": 1, "tensor_model_parallel_size": 1, "global_batch_size": 8, "micro_batch_size": 8, "split": "100,0,0"}
+    values = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": prefix, "save": tmp_path / "sft"}
+    values |= {"num_npus": 1, "tensor_model_parallel_size": 1, "global_batch_size": 8, "micro_batch_size": 8, "split": "100,0,0"}
     cfg = load_run_config(
-        "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in keys.items())]
+        "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in values.items())]
     )
     worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(6)]

@@ -186,7 +186,8 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
     data = actor.data_path if isinstance(actor.data_path, list) else [actor.data_path]
     rates = read_schedule(actor, iters or 0, steps).over(total, steps)
     # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
-    losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type, "orm": "ranking"}
+    losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type}
+    losses["orm"] = "ranking"
     shared = SourcePlan(
         stage=cfg.stage or "",
         step_samples=plan.mini_batch_size,

@@ -30,7 +30,8 @@ from mindspeed_rl.config.errors import ConfigError
 
 #: program -> stage here; others only generate
 _STAGES = {
-    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "kto": "kto", "rm": "orm", "sft": "sft", "pt": "pretrain",
+    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "kto": "kto", "rm": "orm", "sft": "sft",
+    "pt": "pretrain",
 }  # fmt: skip
 #: kinds that read pairs of answers
 _PAIRS = ("dpo", "simpo", "rm")
@@ -1019,7 +1020,7 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
         loss=losses.get(kind, "cross_entropy"),
-        beta={"dpo": command.number("beta", 0.1), "kto": command.number("beta", 0.1), "simpo": command.number("beta", 2.0)}.get(kind),
+        beta=command.number("beta", 2.0 if kind == "simpo" else 0.1) if kind in ("dpo", "kto", "simpo") else None,
         sequence_length=None if sizes.rollout else _read_length(command),
         tp=sizes.tp,
         pp=sizes.pp,

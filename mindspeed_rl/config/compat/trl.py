@@ -1,4 +1,4 @@
-"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo`, `kto` and `reward`, and their scripts under accelerate."""
+"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo`, `kto`, `reward`, and their scripts under accelerate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "
 _OTHER_PROGRAMS = {
     "gkd": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "distillation": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
-    "online_dpo": "online DPO is not available",
+    "online_dpo": "its commands are not imported; rl_config.loss_type online_dpo has its loss (docs/which_algorithm.md)",
     "vllm-serve": "a rollout server is started by mindspeed-rl rollout with the run file of the training",
     "env": "it trains nothing",
     "skills": "it trains nothing",

@@ -370,6 +370,10 @@ class _LossKeys:
         "kl_cov：这些 token 与旧策略距离的权重", needs=_read_by(POLICY_LOSSES, "ppo_kl_coef"), on_resume="exact")
     real_tau: float = key(0.5, "real: temperature of the scores; the lower, the more the worst ones count",
         "real：得分的温度；越低，最差的得分越重要", needs=_read_by(POLICY_LOSSES, "real_tau"), on_resume="exact")
+    online_dpo_beta: float = key(0.1, "online_dpo: strength of the tie to the reference", "online_dpo：与参考模型联系的强度",
+        needs=_read_by(POLICY_LOSSES, "online_dpo_beta"), on_resume="exact")
+    online_dpo_loss_type: Literal["sigmoid", "ipo"] = key("sigmoid", "online_dpo: form of the loss", "online_dpo：损失的形式",
+        needs=_read_by(POLICY_LOSSES, "online_dpo_loss_type"), on_resume="exact")
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", "熵奖励的权重", range=Range.WEIGHT,
         elsewhere="entropy_coef entropy_loss_coef", on_resume="exact")
     top_entropy_quantile: float = key(1.0, "fraction of tokens, those of highest entropy, that enter the policy term",

@@ -207,6 +207,7 @@ NORMALIZER = {
     "luspo": "summed",
     "gmpo": "sequence",
     "real": "sequence",
+    "online_dpo": "sequence",
     **{name: "token" for name in ("gpg", "dppo_tv", "dppo_kl", "vespo", "fipo", "dro", "clip_cov", "kl_cov")},
 }
 
@@ -239,6 +240,21 @@ def real(log_probs, b, old, group, s):
             kinds.add(gains)
             right, wrong = right + (math.exp(-score) if gains else 0.0), wrong + (0.0 if gains else math.exp(score))
     return math.log(right) + math.log(wrong) if len(kinds) == 2 else 0.0
+
+
+def online_dpo(log_probs, b, group, s):
+    """The loss that all tokens of the responses of a prompt share."""
+    beta, rows = s.get("online_dpo_beta", 0.1), []
+    for i in group:
+        where = np.nonzero(b["loss_mask"][i])[0]
+        if len(where):
+            rows.append((_mean([b["advantages"][i, t] for t in where]), sum(log_probs[i, t] - b["ref"][i, t] for t in where)))
+    if not rows or max(rows)[0] == min(rows)[0]:
+        return 0.0
+    z = max(rows)[1] - min(rows)[1]
+    if s.get("online_dpo_loss_type") == "ipo":
+        return (z - 1 / (2 * beta)) ** 2
+    return math.log(1 + math.exp(-beta * z))
 
 
 def paper_losses(name, new, at, old, advantages, s, marked):
@@ -337,6 +353,9 @@ def policy_loss(log_probs, fixed, b, s):
                 start = i - i % s["group_size"]
                 every_old = b["old"] if b["old"] is not None else fixed
                 loss = weight * real(log_probs, b, every_old, range(start, start + s["group_size"]), s)
+            elif loss_type == "online_dpo":
+                start = i - i % s["group_size"]
+                loss = weight * online_dpo(log_probs, b, range(start, start + s["group_size"]), s)
             else:
                 new = [log_probs[i, k] if k in where else None for k in range(log_probs.shape[1])]
                 loss = weight * paper_losses(loss_type, new, fixed[i], old, b["advantages"][i], s, b["marked"][i])[t]

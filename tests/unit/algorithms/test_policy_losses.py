@@ -136,6 +136,8 @@ PAPER_OPTIONS = [
     ("clip_cov", dict(clip_ratio_low=0.05, clip_ratio_high=0.1)),
     ("kl_cov", dict(ppo_kl_coef=0.2)),
     ("real", dict(real_tau=0.1)),
+    ("online_dpo", dict(online_dpo_beta=0.7)),
+    ("online_dpo", dict(online_dpo_beta=0.7, online_dpo_loss_type="ipo")),
 ]
 
 
@@ -248,7 +250,7 @@ def test_a_policy_that_has_run_away_gives_finite_losses_and_gradients_in_float32
         mask = torch.ones(3, 2, dtype=torch.bool)
         advantages = torch.tensor([advantage, advantage, -advantage])[:, None].expand(3, 2)
         old = torch.tensor([[-1.0 - log_ratio, -1.0]]).expand(3, 2)
-        batch = PolicyBatch(log_probs, advantages, mask, old_log_probs=old, marked=mask)
+        batch = PolicyBatch(log_probs, advantages, mask, old_log_probs=old, ref_log_probs=old, marked=mask)
         output = policy_loss(batch, objective(**settings_for(loss_type)))
         output.loss_sum.backward()
         assert torch.isfinite(output.loss_sum) and torch.isfinite(log_probs.grad).all()
@@ -346,6 +348,25 @@ def test_real_refuses_a_part_of_a_group():
     batch = PolicyBatch(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="3 responses of a prompt; 2 rows are no whole groups"):
         policy_loss(batch, objective("real", group_size=3))
+
+
+def test_online_dpo_by_hand_compares_the_best_and_the_worst_response_of_a_prompt():
+    # of the second prompt all responses are equally good, and of the first the last one has no score
+    ratios = [0.2, -0.4, 5.0, 1.0, 2.0, 3.0]
+    log_probs = torch.full((6, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    reference = log_probs.detach() - torch.tensor(ratios, dtype=torch.float64)[:, None] / 2
+    advantages = torch.tensor([-0.3, 0.9, 7.0, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None].expand(6, 2)
+    mask = torch.tensor([True, True, False, True, True, True])[:, None].expand(6, 2)
+    batch = PolicyBatch(log_probs, advantages, mask, ref_log_probs=reference)
+    output = policy_loss(batch, objective("online_dpo", online_dpo_beta=0.5, group_size=3))
+    z = 0.5 * (-0.4 - 0.2)
+    # rows that count are five, of which two share the loss of the first prompt
+    loss = math.log(1 + math.exp(-z)) * 2 / 5
+    assert (output.loss_sum / output.count).item() == pytest.approx(loss)
+    (output.loss_sum / output.count).backward()
+    slope = 0.5 / (1 + math.exp(z)) * 2 / 5
+    expected = torch.tensor([slope, -slope, 0, 0, 0, 0], dtype=torch.float64)[:, None].expand(6, 2)
+    torch.testing.assert_close(log_probs.grad, expected)
 
 
 def random_marks(loss_type, **options):
