@@ -45,6 +45,8 @@ SETTINGS: dict[str, Bounds] = {
     "fipo_safety_threshold": _POSITIVE,
     "dro_beta": _POSITIVE,
     "clip_cov_ratio": Bounds(0, 1, excludes_low=True),
+    "clip_cov_lb": Bounds(-1e6, 1e6),
+    "clip_cov_ub": Bounds(-1e6, 1e6),
     "kl_cov_ratio": Bounds(0, 1, excludes_low=True),
     "ppo_kl_coef": _NOT_NEGATIVE,
     "real_tau": _POSITIVE,

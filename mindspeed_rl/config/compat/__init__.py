@@ -120,8 +120,10 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "rm": "orm",
         "pt": "pretrain",
         "reward_model": "orm",
+        "reward": "orm",
     },
     "kl_penalty": {"full": "low_var_kl", "unbiased": "low_var_kl"},
+    "sft_loss_type": {"chunked_nll": "nll"},
     "lr_decay_style": {
         "cosine_with_min_lr": "cosine",
         "constant_with_warmup": "constant",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES
+from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from mindspeed_rl.catalogue.guide import ADVICE, NOT_AVAILABLE
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import VALUES_ELSEWHERE
@@ -17,13 +18,9 @@ from mindspeed_rl.config.keys import GROUPS
 
 DOCS = Path(__file__).parents[3] / "docs"
 FAMILIES = {"loss_type": POLICY_LOSSES, "adv_estimator": ADVANTAGES}
-#: registries of verl 0.9.1 (core_algos), loss types of TRL 1.16 (GRPOConfig) and ms-swift 4.6 (GRPO arguments)
-ELSEWHERE = {
-    "loss_type": "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo bypass_mode "
-    "grpo bnpo dr_grpo dapo luspo vespo real fipo",
-    "adv_estimator": "gae grpo gdpo grpo_passk reinforce_plus_plus reinforce_plus_plus_baseline rloo opo remax gpg "
-    "optimal_token_baseline tir_optimal_token_baseline grpo_vectorized rloo_vectorized",
-}
+#: registries and choices of other projects; tests of the algorithms hold them against the packages
+ELSEWHERE = json.loads((DOCS.parent / "tests" / "data" / "registries" / "names.json").read_text(encoding="utf-8"))
+NAMES = sorted({(key, name) for table in ELSEWHERE.values() for key in table.keys() - {"source"} for name in table[key]})
 
 
 @pytest.mark.parametrize(("page", "language"), [("which_algorithm.md", "en"), ("zh/which_algorithm.md", "zh")])
@@ -40,21 +37,40 @@ def test_every_algorithm_has_advice_in_both_languages(key):
         assert re.fullmatch(r"(\d{4}\.\d{5})?", advice.paper), name
 
 
-@pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in ELSEWHERE.items() for name in names.split()])
+#: of keys that take one of a list of words
+_WORDS = get_type_hints(GROUPS["megatron_training"]), get_type_hints(GROUPS["rl_config"])
+
+
+def list_choices(key):
+    """The names of ours that a key takes."""
+    if key in FAMILIES:
+        return set(FAMILIES[key])
+    (hint,) = (hints[key] for hints in _WORDS if key in hints)
+    found, left = set(), [hint]
+    while left:
+        item = left.pop()
+        left += get_args(item)
+        found |= {item} if isinstance(item, str) else set()
+    return found or set({"kl_penalty": KL_ESTIMATORS, "rollout_importance_sampling_mode": CORRECTIONS}[key])
+
+
+@pytest.mark.parametrize(("key", "name"), NAMES)
 def test_every_name_of_another_registry_is_here_or_answered_with_the_nearest(key, name):
-    if name in FAMILIES[key]:
+    if name in list_choices(key):
         return
+    group = "rl_config" if key in _WORDS[1] else "megatron_training"
     with pytest.raises(ConfigError) as caught:
-        build_run_config({"megatron_training": {"stage": "ray_grpo"}, "rl_config": {key: name}})
-    (sentence,) = caught.value.errors
-    here = VALUES_ELSEWHERE[key].get(name)
-    answer = f"did you mean {here!r}" if here else f"is {name!r}, which is not available: {NOT_AVAILABLE[key][name]}"
-    assert answer in sentence
-    assert here is None or here in FAMILIES[key]
+        build_run_config({"megatron_training": {"stage": "ray_grpo"}} | {group: {key: name}})
+    (sentence,) = (text for text in caught.value.errors if f"{key} is" in text)
+    here, missing = VALUES_ELSEWHERE.get(key, {}).get(name), NOT_AVAILABLE.get(key, {}).get(name)
+    if missing is not None:
+        assert f"is {name!r}, which is not available: {missing}" in sentence and "nearest: " in missing
+    elif here is not None:
+        assert f"did you mean {here!r}" in sentence and here in list_choices(key)
+    else:  # a name of another key here
+        assert re.search(r"; write (rl_config|megatron_training)\.\w+: \w+$", sentence)
 
 
 def test_what_is_not_available_is_no_name_of_ours():
-    optimizers = get_args(get_type_hints(GROUPS["megatron_training"])["optimizer"])
-    here = {**FAMILIES, "optimizer": optimizers}
     for key, names in NOT_AVAILABLE.items():
-        assert not set(names) & (set(here[key]) | set(VALUES_ELSEWHERE[key]))
+        assert not set(names) & (list_choices(key) | set(VALUES_ELSEWHERE.get(key, {})))

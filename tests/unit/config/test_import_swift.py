@@ -48,7 +48,7 @@ def values(run: Import, *paths: str) -> list[object]:
         ("--model OpenGVLab/InternVL3-8B", "models of images but Qwen2.5-VL and Qwen3-VL"),
         ("--model Qwen/Qwen2.5-Omni-7B", "data with video or audio"),
         ("--reward_model models/a models/b", "several reward models"),
-        ("--loss_type real", "the policy loss real"),
+        ("--loss_type real", "the loss real next to a KL"),
         ("--advantage_reweight rlsd", "RLSD"),
         ("--fp16 true", "fp16"),
         ("--multi_turn_scheduler math_tip_trick", "scheduler math_tip_trick"),

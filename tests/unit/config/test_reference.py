@@ -62,10 +62,11 @@ def test_a_row_says_type_default_bounds_names_and_readers() -> None:
     gamma = english["rl_config.gamma"]
     assert (gamma.kind, gamma.default) == ("number", "1")
     assert gamma.meaning == (
-        "discount of later tokens; at least 0 and at most 1. Read while `adv_estimator` is reinforce_plus_plus, remax, gae"
+        "discount of later tokens; at least 0 and at most 1. Read while `adv_estimator` is reinforce_plus_plus, remax, gae, "
+        "grouped_gae"
     )
     assert chinese["rl_config.gamma"].meaning == (
-        "对后面 token 的折扣；不小于 0，不大于 1。`adv_estimator` 为 reinforce_plus_plus, remax, gae 时才读取"
+        "对后面 token 的折扣；不小于 0，不大于 1。`adv_estimator` 为 reinforce_plus_plus, remax, gae, grouped_gae 时才读取"
     )
     assert english["rl_config.kl_ctrl_type"].kind == "`fixed` `adaptive`"
     assert english["megatron_training.lr"].kind == "number or null"

@@ -77,6 +77,7 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
+    "algorithms/paper_losses.py": "real_tau",  # its groups do not fit the micro-batches of the base runs
     "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
@@ -130,7 +131,8 @@ ELSEWHERE: dict[str, str] = {
     "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens "
     "missing_eos_penalty",
     "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization cudagraph_capture_sizes compilation_config "
-    "trust_remote_code enable_prefix_caching enforce_eager max_model_len engine_kwargs",
+    "trust_remote_code enable_prefix_caching enforce_eager max_model_len engine_kwargs "
+    "kv_cache_dtype",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "trainers/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
