@@ -12,6 +12,7 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.importing import collecting_seldom
 
 Scope = Literal["train", "rollout"]
 
@@ -39,6 +40,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
+        "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
@@ -52,6 +54,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
+        "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
@@ -64,6 +67,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
+        "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
@@ -86,8 +90,9 @@ def engine_hooks() -> EngineHooks:
 
 def apply(scope: Scope) -> None:
     """Prepare this process for Megatron ("train") or vLLM ("rollout") on the current platform. Idempotent."""
-    for module in _ADAPTORS[platform.current().name, scope]:
-        importlib.import_module(module).apply()
+    with collecting_seldom():
+        for module in _ADAPTORS[platform.current().name, scope]:
+            importlib.import_module(module).apply()
 
 
 #: (platform, function of this package) -> module that has the platform's own form of it

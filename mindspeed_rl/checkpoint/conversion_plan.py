@@ -17,6 +17,7 @@ from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
 from mindspeed_rl.checkpoint.source import Source
+from mindspeed_rl.checkpoint.stacked_experts import list_targets, stack_shapes
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
@@ -110,17 +111,18 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _HfPlan:
-    """The weight files of an HF folder and their tensors."""
+    """The weight files of an HF folder and their tensors; `stacked` are matrices of experts that are stored in one tensor."""
 
     folder: Path
     files: Sequence[tuple[str, list[str]]]
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     owners: Mapping[str, str]
+    stacked: Sequence[str]
 
-    def create(self) -> list[HfTarget]:
+    def create(self) -> list[Target]:
         """Make the files with holes, write the index, and return what fills the holes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        targets = []
+        targets: list[Target] = []
         weight_map: dict[str, str] = {}
         total = 0
         for file_name, names in self.files:
@@ -135,7 +137,11 @@ class _HfPlan:
                 with path.open("wb") as stream:
                     stream.write(header)
                     stream.truncate(size)
-            targets += [HfTarget(name, record, self.owners.get(name, name)) for name, record in records.items()]
+            stacks = list_targets(records, self.stacked)
+            filled = {target.name for target in stacks}
+            singles = (name for name in names if name not in filled)
+            targets += [HfTarget(name, records[name], self.owners.get(name, name)) for name in singles]
+            targets += stacks
             weight_map |= dict.fromkeys(names, file_name)
             total += size - len(header)
         write_index(self.folder, weight_map, total)
@@ -280,8 +286,10 @@ def _plan_hf(
             entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
     copies = source.architecture.hf_copies(source.model_config)
     entries |= {copy: entries[owner] for copy, owner in copies.items()}
+    separate = tuple(entries) if source.architecture.expert_names.stacked else ()
+    entries = stack_shapes(entries) if separate else entries
     sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
-    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
+    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies, separate)
 
 
 def _memory_bound(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.stacked_experts import is_stack, separate_stacks
 from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
@@ -124,7 +125,9 @@ class HfFolder(RecordSource):
         stored = read_weight_files(folder)
         separate: dict[str, TensorRecord] = {}
         self.renamed: frozenset[str] = frozenset()
-        if any(_FUSED_EXPERTS.match(name) for name in stored):
+        if any(map(is_stack, stored)) and architecture_for(self.config).expert_names.stacked:
+            separate, self.renamed = separate_stacks(stored)
+        elif any(_FUSED_EXPERTS.match(name) for name in stored):
             architecture = architecture_for(self.config)
             hidden = architecture.read_model_config(self.config).hidden_size
             separate, self.renamed = _separate_experts(stored, architecture.expert_names, hidden)

@@ -52,7 +52,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
         folder = Path(value).expanduser()
         try:
             if find_adapter_base(folder) is not None:
-                folder, adapter = _find_base(folder, config), folder
+                folder, adapter = _find_base(folder, config.base_model), folder
             kind = weights_kind(folder, asked)
         except ValueError as error:
             raise ValueError(f"{role}.{key}: {error}") from None
@@ -79,9 +79,9 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     )
 
 
-def _find_base(adapter: Path, config: MegatronConfig) -> Path:
+def _find_base(adapter: Path, base_model: str | None) -> Path:
     """Return the folder of a PEFT adapter's base model; ValueError where it has no weights to add an adapter to."""
-    base = find_adapter_base(adapter, config.base_model)
+    base = find_adapter_base(adapter, base_model)
     if not base:
         raise ValueError(f"{adapter} is an adapter that names no base model; name the folder of its base in base_model.")
     if weights_kind(Path(base).expanduser()) not in ("hf", "megatron"):
@@ -105,7 +105,7 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
     """
     start = config.pretrained_checkpoint
     if start and find_adapter_base(start) is not None:
-        start = str(_find_base(Path(start).expanduser(), config))
+        start = str(_find_base(Path(start).expanduser(), config.base_model))
     kind = weights_kind(Path(start).expanduser()) if start else None
     if start is None or kind not in ("hf", "megatron"):
         raise ValueError(

@@ -189,9 +189,9 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     _check_model_type(options, architecture, model_config)
     _check_layer_count(folder, architecture, model_config)
     warnings = []
-    if block is not None:
-        warnings.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
-        gone = without_quantization(config)
+    if gone := without_quantization(config):
+        form = "4-bit floats (MXFP4)" if block is None else "8-bit floats"
+        warnings.append(f"the weights are in {form} with a scale for each block; they are written as bfloat16")
         config = {name: value for name, value in config.items() if name not in gone}
     groups: list[Group] = []
     expected: set[str] = set()

@@ -45,6 +45,7 @@ ARCHITECTURES: dict[str, str] = {
     "ernie4_5": "mindspeed_rl.models.ernie4_5:ERNIE4_5",
     "ernie4_5_moe": "mindspeed_rl.models.ernie4_5:ERNIE4_5_MOE",
     "hunyuan": "mindspeed_rl.models.hunyuan:HUNYUAN",
+    "gpt_oss": "mindspeed_rl.models.gpt_oss:GPT_OSS",
 }
 
 

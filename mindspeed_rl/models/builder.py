@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -31,6 +32,7 @@ from torch.nn import functional
 
 from mindspeed_rl.models import specs
 from mindspeed_rl.models.layers import (
+    BiasedRowLinear,
     BiasedSoftmaxRouter,
     GatedDeltaNetSubmodules,
     HeadsNorm,
@@ -48,6 +50,8 @@ from mindspeed_rl.models.reward_model import GPTRewardModel
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    # x sigmoid(1.702 x)
+    "clamped_swish": quick_gelu,
 }
 
 #: fields of a TransformerConfig
@@ -89,7 +93,9 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         "layernorm_zero_centered_gamma": model_config.layernorm_zero_centered_gamma,
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[model_config.activation],
-        "add_bias_linear": False,
+        "activation_func_clamp_value": model_config.activation_limit,
+        "glu_linear_offset": 1.0 if model_config.activation == "clamped_swish" else 0.0,
+        "add_bias_linear": model_config.add_bias_linear,
         "add_qkv_bias": model_config.add_qkv_bias,
         # with it Megatron sums gradients of the norms over tensor parallel ranks, which `HeadsNorm` divides its weight over
         "qk_layernorm": model_config.qk_layernorm_after_rope
@@ -272,6 +278,8 @@ def layer_spec(
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
     if model_config.moe_router_biased_softmax:
         specs.substitute_layers(block, lambda name, part: BiasedSoftmaxRouter if name == "router" else part)
+    if model_config.add_bias_linear:
+        specs.substitute_layers(block, lambda name, part: BiasedRowLinear if name == "linear_fc2" else part)
     return block
 
 
@@ -336,12 +344,13 @@ def _one_layer(
     elif model_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = core_attention
-    if windowed or model_config.attn_logit_softcapping:
+    if windowed or model_config.attn_logit_softcapping or model_config.attention_sinks:
         attention.core_attention = ModuleSpec(
             module=WindowedAttention,
             params={
                 "window": model_config.sliding_window if windowed else None,
                 "softcap": model_config.attn_logit_softcapping,
+                "sinks": model_config.attention_sinks,
             },
         )
     if model_config.qk_layernorm_after_rope:

@@ -72,13 +72,14 @@ class GatedDeltaNetSubmodules:
 
 
 class WindowedAttention(nn.Module):
-    """Causal attention with a sliding window, capped logits, or both, written out in plain tensor operations.
+    """Causal attention with a sliding window, capped logits or sinks, written out in plain tensor operations.
 
     It materializes the scores of one sequence at a time; context parallelism is refused.
 
     Args:
         window: a token sees itself and the ``window`` - 1 tokens before it; None means all.
         softcap: logits become softcap * tanh(logits / softcap); None means unchanged.
+        sinks: each head has a logit that takes part in the softmax, and whose weight is dropped.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class WindowedAttention(nn.Module):
         layer_number: int,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         softmax_scale: float | None = None,
         **unused: object,
     ) -> None:
@@ -98,6 +100,19 @@ class WindowedAttention(nn.Module):
         self.window, self.softcap = window, softcap
         assert config.kv_channels is not None  # Megatron derives it where it is not given
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_offset: nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -143,7 +158,11 @@ class WindowedAttention(nn.Module):
         position = torch.arange(scores.size(-1), device=scores.device)
         distance = position[-scores.size(-2) :, None] - position[None, :]
         hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.size(-2)]
         out = (weights @ value).permute(2, 0, 1, 3)
         return out.reshape(out.size(0), out.size(1), -1)
 
@@ -265,6 +284,18 @@ class BiasedSoftmaxRouter(TopKRouter):
         scores = super().gating(input).softmax(-1, dtype=torch.float32)
         # a score of 1 would have an infinite logit
         return torch.logit(scores.clamp(1e-12, 1.0 - 1e-7))
+
+
+class BiasedRowLinear(tensor_parallel.RowParallelLinear):
+    """The second linear layer of an expert with biases.
+
+    Megatron adds the bias in place, weighted by the router. Autograd refuses that for what the layer returns on one rank.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return output and bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class TwoBaseAttention(SelfAttention):

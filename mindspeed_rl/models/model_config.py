@@ -118,6 +118,8 @@ class ModelConfig:
     one with "reward" in one score per token. With ``qk_layernorm_over_heads`` a query or key is normalized over all its heads
     together. With ``local_rotary_base`` the layers in ``sliding_window_layers`` rotate with this base and without scaling. With
     ``moe_router_biased_softmax`` the bias is added to scores of a softmax, which Megatron computes as sigmoids of other logits.
+    ``clamped_swish`` is gate * sigmoid(1.702 gate) * (up + 1), both at most ``activation_limit``. With ``attention_sinks`` each
+    head has a logit that takes part in every softmax and gives nothing.
     """
 
     architecture: str
@@ -140,7 +142,10 @@ class ModelConfig:
     layernorm_zero_centered_gamma: bool = False
     pre_norm: bool = True
     post_norm: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
+    activation_limit: float | None = None
+    add_bias_linear: bool = False
+    attention_sinks: bool = False
     head: Literal["lm", "reward"] = "lm"
 
     rotary_base: float = 10000.0
@@ -350,13 +355,15 @@ def read_quantization_block(hf_config: HfConfig) -> tuple[int, int] | None:
     if not settings:
         return None
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method == "mxfp4":
+        return None  # tensors in it are known by their names: see `checkpoint.stacked_experts`
     if method == "fp8" and isinstance(block, list) and len(block) == 2:
         rows, columns = block
         if isinstance(rows, int) and isinstance(columns, int) and rows > 0 and columns > 0:
             return rows, columns
     raise ValueError(
         f"config.json has a quantization_config with quant_method {method!r} and weight_block_size {block!r}; read are "
-        "weights without one, and fp8 with a block of two sizes"
+        "weights without one, mxfp4, and fp8 with a block of two sizes"
     )
 
 

@@ -106,7 +106,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
             installed megatron-core lacks what the keys require.
     """
     architecture, model_config, hf_config = read_model(hf_folder)
-    _check_grouped_experts(config, model_config)
+    _check_experts(config, model_config)
     model_config = replace(model_config, head=head)
     check_model_keys(config, model_config, Path(hf_folder, "config.json"))
     return lay_out_model(config, architecture, model_config, hf_config)
@@ -202,8 +202,20 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
     return architecture, architecture.read_model_config(hf_config), hf_config
 
 
-def _check_grouped_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
-    """Raise ValueError for grouped experts where the installed megatron-core would silently build single ones."""
+def _check_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
+    """Raise ValueError for what experts with biases cannot do, and for groups that megatron-core would silently build singly."""
+    targets = [name for name in config.lora_target_modules or () if name in ("linear_fc1", "linear_fc2")]
+    violations = {
+        "moe_grouped_gemm: true": config.moe_grouped_gemm,
+        "recompute_activation_function: true": config.recompute_activation_function,
+        f"expert_tensor_parallel_size: {config.expert_sizes[1]}": config.expert_sizes[1] > 1,
+        f"lora_target_modules: {' '.join(targets)}": bool(targets),
+    }
+    for setting in (setting for setting, is_set in violations.items() if is_set and model_config.add_bias_linear):
+        raise ValueError(
+            f"{setting} cannot be used with {model_config.architecture}, whose experts have biases; "
+            + ("adapt linear_qkv and linear_proj" if targets else "leave it out; expert_tensor_parallel_size must be 1")
+        )
     if not (config.moe_grouped_gemm and model_config.num_moe_experts):
         return
     try:

@@ -70,7 +70,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
                 ops = architecture.weight_ops(model_config)
                 adapter = open_peft(source.adapter, ops)
                 ranks = adapter.count_ranks(ops, list_adapted_modules(role.lora_target_modules))
-                role = _fill_adapter_keys(role, adapter, ranks, written)
+                role = dataclasses.replace(role, **_derive_adapter_keys(adapter, ranks, role.lora_r, written))
             changes[name] = role
         except ValueError as error:
             violations.append(f"{name}: {error}")
@@ -86,22 +86,20 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
-def _fill_adapter_keys(role: MegatronConfig, adapter: PeftMerge, ranks: int, written: frozenset[str]) -> MegatronConfig:
-    """Return the role with rank and scale of the PEFT adapter that it trains on, where the run file has none.
+def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, int]:
+    """Return the keys of a PEFT adapter that trains on, `lora_r` and `lora_alpha`, that the run file does not have.
 
     Raises:
         ValueError: the rank in the run file is too small for the adapter.
     """
-    if "lora_r" not in written:
-        role = dataclasses.replace(role, lora_r=ranks)
-    elif role.lora_r < ranks:
+    if "lora_r" in written and lora_r < ranks:
         raise ValueError(
-            f"lora_r: {role.lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are "
+            f"lora_r: {lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are "
             "one parameter here (query, key and value; gate and up) need the sum of their ranks; leave it out"
         )
-    if "lora_alpha" in written:
-        return role
-    return dataclasses.replace(role, lora_alpha=max(1, round(adapter.scale * role.lora_r)))
+    rank = lora_r if "lora_r" in written else ranks
+    keys = {"lora_r": rank, "lora_alpha": max(1, round(adapter.scale * rank))}
+    return {key: value for key, value in keys.items() if key not in written}
 
 
 def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | None]) -> None:

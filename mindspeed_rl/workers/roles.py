@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json
@@ -300,7 +301,10 @@ class Role:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
             with HfFolderWriter(folder, self.source.hf_folder, self._hf_changes() | padding) as writer:
-                for name, tensor in self.stream.named_tensors(ranks=[0]):
+                plan, named = self.model.plan, self.stream.named_tensors(ranks=[0])
+                if plan.architecture.expert_names.stacked:
+                    named = join_experts(named, plan.model_config.num_moe_experts or 0)
+                for name, tensor in named:
                     writer.add(name, tensor)
         else:
             # gathering is collective: every rank takes part to the end

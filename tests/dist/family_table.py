@@ -42,12 +42,13 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "ernie4_5": ("ERNIE 4.5 (dense)", ("ernie4.5",), False),
     "ernie4_5_moe": ("ERNIE 4.5 (experts)", ("ernie4.5-moe",), False),
     "hunyuan": ("Hunyuan (dense)", ("hunyuan",), False),
+    "gpt_oss": ("gpt-oss", ("gpt-oss",), False),
 }
 _EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("minimax_m2", "ernie4_5_moe"),
+    *("minimax_m2", "ernie4_5_moe", "gpt_oss"),
 )
-_WINDOWS = ("gemma2", "gemma3", "olmo3")
+_WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
 #: families whose layers are those of another one, under another name: tested by weights and logits
 _SAME_AS = {"mimo": "qwen2", "internlm3": "llama"}
 

@@ -75,7 +75,8 @@ def test_every_layout_trains_as_one_process_does(
     layout: str,
     name: str,
 ) -> None:
-    reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), LAYOUTS[layout]), timeout_s=240)
+    keys = LAYOUTS[layout] | tiny_families.KEYS.get(name, {})
+    reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), keys), timeout_s=240)
     assert_same_training(reports, one_process(name), tolerance=2e-5)
 
 
@@ -88,7 +89,9 @@ def test_adapters_train_alike_on_one_rank_and_on_two(
     folders: dict[str, Path],
     name: str,
 ) -> None:
-    alone = one_process(name, _LORA)
+    adapters = _LORA | {"lora_target_modules": tiny_families.ADAPTED.get(name, _LORA["lora_target_modules"])}
+    alone = one_process(name, adapters)
     assert losses(alone)[-1] < losses(alone)[0]
-    reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), SP | _LORA), timeout_s=240)
+    keys = SP | adapters | tiny_families.KEYS.get(name, {})
+    reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), keys), timeout_s=240)
     assert_same_training(reports, alone, tolerance=2e-5)

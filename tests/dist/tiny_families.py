@@ -57,6 +57,9 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_SIZES | {"tie_word_embeddings": True}, **_two_ropes(_LINEAR, 1e4), query_pre_attn_scalar=24
     ),
     "hunyuan": lambda: transformers.HunYuanDenseV1Config(**_SIZES, rope_parameters=_DYNAMIC),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_SIZES | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+    ),
 }
 #: those that other tests of this folder train too, under the names of `tiny_hf`
 _ELSEWHERE = {
@@ -74,11 +77,18 @@ _CONFIGS |= {
     ),
 }
 #: the others are run with the slow tests
-NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "ernie4_5_moe", "gemma3", "hunyuan")
+NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "ernie4_5_moe", "gemma3", "hunyuan", "gpt_oss")
 FAMILIES = tuple(_CONFIGS)
-EXPERTS = ("glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe")
+EXPERTS = (
+    *("glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe"),
+    "gpt_oss",
+)
 #: whose layers attend to windows, which context parallelism refuses
-WINDOWS = ("olmo3", "gemma2", "gemma3")
+WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
+#: keys without which a layout or adapters are refused
+KEYS = {"gpt_oss": {"expert_tensor_parallel_size": 1}}
+#: layers that adapters are on
+ADAPTED = {"gpt_oss": ["linear_qkv", "linear_proj"]}
 
 
 def build(name: str) -> transformers.PreTrainedModel:

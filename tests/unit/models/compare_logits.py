@@ -42,7 +42,9 @@ from mindspeed_rl.models.model_config import ModelConfig
 TOKENS = 24
 
 TENSOR_PARALLEL = {name: {"tp": 2, "sequence_parallel": name != "gemma2"} for name in tiny_models.CONFIGS}
+TENSOR_PARALLEL["gpt-oss"] |= {"etp": 1}  # its experts have biases, which are not divided
 OTHERS: dict[str, dict] = {
+    "gpt-oss": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "mixtral": {"ep": 2},
     "qwen2-moe": {"ep": 2},
     "qwen3-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
@@ -59,7 +61,7 @@ OTHERS: dict[str, dict] = {
     "gemma3": {"pp": 2},
     "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},
 }
-NEW = ("glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
+NEW = ("gpt-oss", "glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
 DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5", *NEW)
 REWARD = ("llama", "qwen3")
 
@@ -209,7 +211,8 @@ def run(folder: Path, models: list[str]) -> dict[str, float]:
         if name in OTHERS:
             results |= case(folder, name, "other", expected, tokens, **OTHERS[name])
         if name in DISTRIBUTED:
-            results |= case(folder, name, "torch_dist", expected, tokens, kind="torch_dist", tp=2)
+            etp = TENSOR_PARALLEL[name].get("etp")
+            results |= case(folder, name, "torch_dist", expected, tokens, kind="torch_dist", tp=2, etp=etp)
         if name in REWARD:
             torch.manual_seed(5)
             config = transformers.AutoConfig.from_pretrained(folder / name, num_labels=1, pad_token_id=0)

@@ -140,6 +140,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     ),
+    "gpt-oss": lambda: _config("GptOss", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "seed-oss": lambda: _config("SeedOss", head_dim=16),
     "mimo": lambda: _config("Qwen2", head_dim=16),
     "internlm3": lambda: _config(
