@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import parts
 import pytest
 from megatron_release import GROUPED_EXPERTS, RELEASE
 from ports import find_free_port
@@ -21,8 +22,32 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips grouped experts, told by the test's id, where the installed Megatron has none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parts")
+    group.addoption("--share", action="append", default=[], metavar="FILE=FROM:TO", help="only these tests of FILE (parts.py)")
+    group.addoption("--record-durations", action="store_true", help="write what files took to tests/durations.json")
+
+
+_SECONDS: dict[str, list[float]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the seconds of a file: [tests that are not slow, slow ones]."""
+    _SECONDS.setdefault(report.nodeid.partition("::")[0], [0.0, 0.0])["slow" in report.keywords] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+        parts.record(_SECONDS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the share of a file, and skip grouped experts, told by the test's id, where the installed Megatron has none."""
+    for file, _, share in (words.rpartition("=") for words in config.getoption("--share")):
+        of_file = [item for item in items if item.nodeid.partition("::")[0] == file]
+        out = {item for position, item in enumerate(of_file) if not parts.is_in_share(position, len(of_file), share)}
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
     if GROUPED_EXPERTS:
         return
     skip = pytest.mark.skip(reason=f"megatron-core {RELEASE} has no grouped experts without TransformerEngine")

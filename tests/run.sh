@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
+# Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [--part K/N] [pytest arguments]
 #
 # Unit tests run on as many cores as there are (at most four), a file on one of them; the others start processes of their own.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that touch Megatron on the releases of the second line (tests/second_line).
+# --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
+# whole, so that a part that was interrupted or failed is run again alone.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
 # Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one
@@ -18,9 +20,17 @@ venv="${VENV_DIR:-$root/.venv}"
 select=(-m "not slow")
 arguments=()
 paths=()
-for argument in "$@"; do
+part=1/1
+while [[ $# -gt 0 ]]; do
+    argument="$1"
+    shift
     if [[ "$argument" == --all ]]; then
         select=()
+    elif [[ "$argument" == --part ]]; then
+        part="${1:-}"
+        shift || true
+    elif [[ "$argument" == --part=* ]]; then
+        part="${argument#*=}"
     elif [[ "$argument" != -* && -e "${argument%%::*}" ]]; then
         paths+=("$argument")
     else
@@ -30,7 +40,13 @@ done
 whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
     whole=yes
-    paths=(tests/dist tests/e2e tests/faults)
+elif [[ "$part" != 1/1 ]]; then
+    echo "tests/run.sh: --part $part is of the whole; with paths there are no parts." >&2
+    exit 2
+fi
+if [[ ! "$part" =~ ^([1-9][0-9]*)/([1-9][0-9]*)$ ]] || ((BASH_REMATCH[1] > BASH_REMATCH[2])); then
+    echo "tests/run.sh: --part is ${part:-empty}; it is K/N with 1 <= K <= N, as in --part 2/4." >&2
+    exit 2
 fi
 
 bash envs/cpu/install.sh "$venv"
@@ -42,24 +58,12 @@ bash envs/cpu/install.sh "$venv"
 export OMP_NUM_THREADS=1
 
 status=0
-"$venv/bin/ruff" check --quiet . || status=1
-"$venv/bin/lint-imports" --no-logo --cache-dir "$venv/.import_linter_cache" || status=1
-"$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
+if [[ "$part" == 1/* ]]; then
+    "$venv/bin/ruff" check --quiet . || status=1
+    "$venv/bin/lint-imports" --no-logo --cache-dir "$venv/.import_linter_cache" || status=1
+    "$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
+fi
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
-
-# of packages that are optional, or that want other versions than the CPU environment has
-of_extras=(
-    tests/unit/observability/test_tracker_services.py
-    tests/unit/inference/test_lm_harness.py
-    tests/unit/checkpoint/test_gguf.py
-    tests/unit/data/test_hub.py
-    tests/unit/test_documents.py
-    tests/unit/dumps/test_msprobe_compare.py
-    tests/e2e/test_lm_eval.py
-    tests/e2e/test_verifiers_run.py
-    tests/unit/rollout/test_public_agent.py
-    tests/unit/tools/test_environments.py
-)
 
 found=no
 take_result() { # pytest says 5 where nothing was selected, as by -k
@@ -72,30 +76,43 @@ run_tests() {
     take_result "$result"
 }
 
-if [[ "$whole" == yes ]]; then
+# what ENVIRONMENT runs in this part, into the array `files`; fails where that is nothing
+choose() {
+    local all=() lines
+    [[ "$whole" == yes ]] || return 1
+    [[ ${#select[@]} -gt 0 ]] || all=(--all)
+    lines="$("$venv/bin/python" tests/parts.py "$1" --part "$part" ${all[@]+"${all[@]}"})" || exit 1
+    [[ -n "$lines" ]] && mapfile -t files <<< "$lines"
+}
+
+if choose unit; then
     cores="$(getconf _NPROCESSORS_ONLN)"
-    run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile tests/unit
+    run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile "${files[@]}"
 fi
-run_tests "${paths[@]}"
-if [[ "$whole" == yes && ${#select[@]} -eq 0 ]]; then
+if [[ "$whole" == no ]]; then
+    run_tests "${paths[@]}"
+elif choose processes; then
+    run_tests "${files[@]}"
+fi
+if [[ ${#select[@]} -eq 0 ]] && choose extras; then
     extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
     if bash envs/cpu/extras.sh "$venv" "$extras"; then
-        "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${of_extras[@]}" || result=$?
+        "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
         take_result "$result"
     else
         status=1  # --all asked for everything
     fi
 fi
 # Other releases of Megatron have environments of their own, beside this one.
-if [[ "$whole" == yes && ${#select[@]} -eq 0 ]]; then
-    for release in 0.17.1 0.18.0; do
+for release in 0.17.1 0.18.0; do
+    if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
         result=0
-        VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} || result=$?
+        VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
         take_result "$result"
-    done
-fi
+    fi
+done
 # The simulated NPU has an environment of its own.
-if [[ "$whole" == yes ]]; then
+if choose npu_sim; then
     reason=""
     [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
     for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
@@ -109,7 +126,7 @@ if [[ "$whole" == yes ]]; then
         echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
     else
         result=0
-        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} || result=$?
+        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
         take_result "$result"
     fi
 fi

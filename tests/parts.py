@@ -1,0 +1,103 @@
+"""Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
+
+The files of all environments, one after another, are a line as long as `durations.json` says: seconds of a file without its
+slow tests, and of these. Part K of N is the K-th of N equal stretches of the line. Where a file is cut, `--share FILE=FROM:TO`
+chooses its tests by their position (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part.
+`pytest --record-durations` keeps the longer of what it measured and what is in the file: delete it first to measure anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = _ROOT / "tests" / "durations.json"
+
+#: files and folders; tests that touch Megatron run again on its later releases
+_LATER_RELEASE = (
+    "tests/unit/adaptors tests/unit/engine tests/unit/models tests/unit/resharding tests/unit/npu/test_stack.py tests/dist "
+    "tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"
+)
+ENVIRONMENTS: dict[str, str] = {
+    "unit": "tests/unit",
+    "processes": "tests/dist tests/e2e tests/faults",
+    # of packages that are optional, or that want other versions than the CPU environment has
+    "extras": (
+        "tests/unit/observability/test_tracker_services.py tests/unit/inference/test_lm_harness.py "
+        "tests/unit/checkpoint/test_gguf.py tests/unit/data/test_hub.py tests/unit/test_documents.py "
+        "tests/unit/dumps/test_msprobe_compare.py tests/e2e/test_lm_eval.py tests/e2e/test_verifiers_run.py "
+        "tests/unit/rollout/test_public_agent.py tests/unit/tools/test_environments.py "
+        "tests/unit/algorithms/test_against_verl.py tests/unit/algorithms/test_against_trl.py"
+    ),
+    "megatron-0.17.1": _LATER_RELEASE,
+    "megatron-0.18.0": _LATER_RELEASE,
+    "npu_sim": "tests/npu_sim",
+}
+#: that `tests/run.sh` starts with --all only
+_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.18.0")
+#: seconds of a file that has not been measured, and the least that one counts
+_NEW_S, _LEAST_S = 5.0, 0.1
+#: processes that the unit tests count with: a constant, for the parts of two machines are the same
+_UNIT_PROCESSES = 2
+
+
+def list_files(environment: str) -> list[str]:
+    """Return the test files of an environment in the order in which they run."""
+    files: list[str] = []
+    for name in ENVIRONMENTS[environment].split():
+        path = _ROOT / name
+        files += [name] if path.is_file() else sorted(found.relative_to(_ROOT).as_posix() for found in path.rglob("test_*.py"))
+    return files
+
+
+def select(environment: str, part: int, count: int, *, with_slow: bool) -> list[str]:
+    """Return pytest's arguments for what an environment runs in part `part` (from 1) of `count`."""
+    measured: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    line: list[tuple[str, str, float]] = []
+    for name in ENVIRONMENTS:
+        if name in _WITH_ALL and not with_slow:
+            continue
+        slow = with_slow and not name.startswith("megatron")
+        for file in list_files(name):
+            fast_s, slow_s = measured.get(file, (_NEW_S, 0.0))
+            seconds = max(_LEAST_S, fast_s + slow * slow_s)
+            line.append((name, file, seconds / _UNIT_PROCESSES if name == "unit" else seconds))
+    total = sum(seconds for _, _, seconds in line)
+    first, last = total * (part - 1) / count, total if part == count else total * part / count
+    start, arguments = 0.0, []
+    for index, (name, file, seconds) in enumerate(line):
+        end = total if index == len(line) - 1 else start + seconds  # exactly the end of the last part
+        low, high = max(0.0, (first - start) / seconds), 1.0 if last >= end else (last - start) / seconds
+        if name == environment and low < 1.0 and high > 0.0:
+            arguments += [file] if (low, high) == (0.0, 1.0) else [file, f"--share={file}={low!r}:{high!r}"]
+        start = end
+    return arguments
+
+
+def is_in_share(position: int, count: int, share: str) -> bool:
+    """Return whether test `position` of the `count` tests of a file is in the share FROM:TO of it."""
+    low, high = (float(bound) for bound in share.split(":"))
+    return low <= (position + 0.5) / count < high
+
+
+def record(measured: dict[str, list[float]]) -> None:
+    """Write seconds of files, [without slow tests, of slow tests], where they are more than those in the file."""
+    known: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    for file, seconds in measured.items():
+        known[file] = [round(max(pair), 1) for pair in zip(seconds, known.get(file, (0.0, 0.0)))]
+    lines = [f"  {json.dumps(file)}: {json.dumps(known[file])}" for file in sorted(known) if (_ROOT / file).exists()]
+    DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("environment", choices=ENVIRONMENTS)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--part", default="1/1")
+    asked = parser.parse_args()
+    k, n = (int(number) if number.isdecimal() else 0 for number in asked.part.partition("/")[::2])
+    if not 1 <= k <= n:
+        parser.error(f"--part is {asked.part}; it is K/N with 1 <= K <= N, as in 2/4")
+    print(*select(asked.environment, k, n, with_slow=asked.all), sep="\n", end="")

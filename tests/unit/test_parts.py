@@ -1,0 +1,90 @@
+"""The parts of `tests/run.sh --part K/N` are the whole suite, once, and about equally long."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import parts
+import pytest
+
+TESTS = Path(parts.__file__).parent
+
+
+def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict[str, str]:
+    """File -> its share in a part, "0:1" for all of it."""
+    arguments = parts.select(environment, part, count, with_slow=with_slow)
+    found = dict.fromkeys((file for file in arguments if not file.startswith("--")), "0:1")
+    return found | dict(re.fullmatch(r"--share=(.+)=(.+)", share).groups() for share in arguments if share.startswith("--"))
+
+
+def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
+    listed = {file for name in parts.ENVIRONMENTS for file in parts.list_files(name)}
+    assert listed == {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
+    script = (TESTS / "run.sh").read_text()
+    chosen = set(re.findall(r"choose ([a-z_]+)\b(?!-)", script))
+    (releases,) = re.findall(r"for release in (.*); do\n.*choose \"megatron-\$release\"", script)
+    assert chosen | {f"megatron-{release}" for release in releases.split()} == parts.ENVIRONMENTS.keys()
+
+
+@pytest.mark.parametrize("with_slow", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_each_test_is_in_exactly_one_part(count: int, with_slow: bool) -> None:
+    sizes = (1, 2, 3, 10, 97)
+    for environment in parts.ENVIRONMENTS:
+        times: dict[str, list[list[int]]] = defaultdict(lambda: [[0] * size for size in sizes])
+        for part in range(1, count + 1):
+            for file, share in _shares(environment, part, count, with_slow=with_slow).items():
+                for of_size in times[file]:
+                    for position in range(len(of_size)):
+                        of_size[position] += parts.is_in_share(position, len(of_size), share)
+        runs = with_slow or environment in ("unit", "processes", "npu_sim")
+        assert sorted(times) == sorted(parts.list_files(environment) if runs else [])
+        assert all(number == 1 for of_file in times.values() for of_size in of_file for number in of_size)
+
+
+@pytest.mark.parametrize("with_slow", [False, True])
+def test_parts_are_equally_long_by_what_files_took(with_slow: bool) -> None:
+    measured = json.loads(parts.DURATIONS.read_text())
+    seconds = []
+    for part in range(1, 5):
+        seconds.append(0.0)
+        for environment in parts.ENVIRONMENTS:
+            with_its_slow = with_slow and "megatron" not in environment
+            for file, share in _shares(environment, part, 4, with_slow=with_slow).items():
+                low, high = map(float, share.split(":"))
+                of_file = sum(measured[file][: 1 + with_its_slow]) if file in measured else 0.0
+                seconds[-1] += of_file * (high - low) / (2 if environment == "unit" else 1)
+    assert max(seconds) < 1.15 * min(seconds)
+
+
+def test_pytest_runs_the_tests_of_a_share(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.parametrize('i', range(5))\ndef test_it(i): pass\n"
+    (tmp_path / "test_it.py").write_text(text + "def test_other(): pass\n")
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
+    found: list[str] = []
+    for share in ("0.0:0.42", "0.42:1.0"):
+        words = [*command, "--collect-only", f"--share=test_it.py={share}", "test_it.py"]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        found.append(" ".join(line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line))
+    assert found == ["test_it[0] test_it[1] test_it[2]", "test_it[3] test_it[4] test_other"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--part", "5/4"], "--part is 5/4; it is K/N with 1 <= K <= N, as in --part 2/4."),
+        (["--part=0/4"], "--part is 0/4; it is"),
+        (["--all", "--part"], "--part is empty; it is"),
+        (["--part", "1/2", "tests/unit"], "--part 1/2 is of the whole; with paths there are no parts."),
+    ],
+)
+def test_a_part_that_there_is_not_is_refused_before_anything_runs(words: list[str], message: str) -> None:
+    done = subprocess.run(["bash", TESTS / "run.sh", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
