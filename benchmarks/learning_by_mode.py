@@ -2,6 +2,7 @@
 
     bash examples/quickstart.sh
     python benchmarks/learning_by_mode.py [--iterations 100] [--seeds 3]
+    python benchmarks/learning_by_mode.py --modes sync --against generate_config.quantization=int8
 
 All runs have one device that trains and a rollout server on another, the quickstart's keys, and a learning rate that decays to
 the last iteration. A seed is that of the prompts' order and of what is sampled. Asynchronous runs weigh tokens by how much the
@@ -25,14 +26,15 @@ WEIGHED = "rl_config.rollout_importance_sampling_mode=token_truncate"
 
 @dataclass(frozen=True)
 class Learned:
-    """Held-out accuracy before and after, and the mean age of a token in versions."""
+    """Held-out accuracy before and after, the mean age of a token in versions, the mean |log-prob| difference to the engine."""
 
     before: float
     after: float
     staleness: float
+    difference: float
 
 
-def learn(folder: Path, quickstart: Path, mode: str, seed: int, iterations: int) -> Learned:
+def learn(folder: Path, quickstart: Path, mode: str, seed: int, iterations: int, *changes: str) -> Learned:
     """One run."""
     keys: dict[str, Any] = {
         "megatron_training.seed": seed,
@@ -50,10 +52,11 @@ def learn(folder: Path, quickstart: Path, mode: str, seed: int, iterations: int)
         "rl_config.log_probs_diff_limit": "null",  # a server's tokens may be old
     }
     weighed = [] if mode == "sync" else [WEIGHED]
-    run = train(folder, keys, *MODES[mode], *weighed, environment={"OMP_NUM_THREADS": "1"})
+    run = train(folder, keys, *MODES[mode], *weighed, *changes, environment={"OMP_NUM_THREADS": "1"})
     staleness = statistics.mean(run.history.finite("rollout/staleness_mean").y or [0.0])
     accuracies = run.history.finite("eval/accuracy").y or [0.0]
-    return Learned(run.report["results"]["eval/accuracy/first"], accuracies[-1], staleness)
+    difference = statistics.mean(run.history.finite("rollout/log_probs_diff_mean").y or [0.0])
+    return Learned(run.report["results"]["eval/accuracy/first"], accuracies[-1], staleness, difference)
 
 
 def main() -> None:
@@ -61,22 +64,27 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--against", nargs="+", default=[], metavar="KEY=VALUE", help="each mode once more, with these keys")
     parser.add_argument("--quickstart", type=Path, default=ROOT / "runs/quickstart")
     options = parser.parse_args()
-    found: dict[str, list[Learned]] = {mode: [] for mode in options.modes}
+    variants = {mode: (mode, ()) for mode in options.modes}
+    if options.against:
+        variants |= {f"{mode}, {' '.join(options.against)}": (mode, tuple(options.against)) for mode in options.modes}
+    found: dict[str, list[Learned]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, options.seeds + 1):
-            for number, mode in enumerate(options.modes):
+            for number, (name, (mode, changes)) in enumerate(variants.items()):
                 run_folder = Path(folder, f"mode_{number}_seed_{seed}")
-                found[mode].append(learn(run_folder, options.quickstart.resolve(), mode, seed, options.iterations))
-                print(f"{mode}, seed {seed}: {found[mode][-1]}", flush=True)
+                found[name].append(learn(run_folder, options.quickstart.resolve(), mode, seed, options.iterations, *changes))
+                print(f"{name}, seed {seed}: {found[name][-1]}", flush=True)
     print(f"\naccuracy on held-out prompts after {options.iterations} iterations")
-    print("| mode, threshold | before | after, by seed | mean | mean staleness |")
-    print("|---|---|---|---|---|")
+    print("| mode, threshold | before | after, by seed | mean | mean staleness | mean log-prob difference |")
+    print("|---|---|---|---|---|---|")
     for mode, runs in found.items():
         after = [one.after for one in runs]
         cells = [mode, f"{statistics.mean(one.before for one in runs):.1%}", " ".join(f"{each:.1%}" for each in after)]
         cells += [f"{statistics.mean(after):.1%}", f"{statistics.mean(one.staleness for one in runs):.2f}"]
+        cells.append(f"{statistics.mean(one.difference for one in runs):.1e}")
         print("| " + " | ".join(cells) + " |")
 
 

@@ -58,7 +58,15 @@ class EngineModel(nn.Module):
                 self._expert(name, match, shape, sizes)
             else:
                 self._plain(name, shape, sizes)
-        self._tensors = {name: nn.Parameter(torch.randn(size).to(dtype), requires_grad=False) for name, size in sizes.items()}
+        self._tensors = {
+            name: nn.Parameter(torch.randn(size).to(self._format(name, dtype, sizes)), requires_grad=False)
+            for name, size in sizes.items()
+        }
+
+    @staticmethod
+    def _format(name: str, dtype: torch.dtype, sizes: Mapping[str, list[int]]) -> torch.dtype:
+        """Matrices that have scales are in int8, the scales in float32."""
+        return torch.int8 if f"{name}_scale" in sizes else torch.float32 if name.endswith("_scale") else dtype
 
     def named_parameters(self, *args: object, **kwargs: object):
         return iter(self._tensors.items())
@@ -82,13 +90,13 @@ class EngineModel(nn.Module):
             first, stop = at.rank * padded, min((at.rank + 1) * padded, rows)
             self._add(name, name, lambda held, whole: held[: max(0, stop - first)].copy_(whole[first:stop]))
             return
-        if module in _BY_COLUMNS:
+        if module in _BY_COLUMNS and parts[-1] == "weight":
             width = shape[1] // at.tp
             columns = slice(at.rank * width, (at.rank + 1) * width)
         elif module in ("k_proj", "v_proj") and at.kv_heads < at.tp:
             head = at.rank * at.kv_heads // at.tp
             first, stop = head * rows // at.kv_heads, (head + 1) * rows // at.kv_heads
-        elif not any(module == whole or module.endswith("norm") for whole in _WHOLE):
+        elif module not in _BY_COLUMNS and not any(module == whole or module.endswith("norm") for whole in _WHOLE):
             first, stop = at.rank * rows // at.tp, (at.rank + 1) * rows // at.tp
         parameter = ".".join([*parts[:-2], _FUSED.get(module, module), parts[-1]])
         size = sizes.setdefault(parameter, [0, *(shape[1:] if columns == slice(None) else (shape[1] // at.tp,))])

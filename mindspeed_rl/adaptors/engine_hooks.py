@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
-DERIVED = (".W_UV", ".W_UK_T")
+DERIVED = (".W_UV", ".W_UK_T", ".weight_offset")
 
 
 def refresh_latent_attention(model: nn.Module) -> None:
@@ -62,6 +62,27 @@ class EngineHooks:
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
+
+    def quantization_config(self, num_layers: int) -> dict[str, Any]:
+        """Return vLLM's description of a model with matrices in int8, as a published model has it in its config.json.
+
+        Scales of a row of weights are loaded, those of a token are computed with each product (W8A8, dynamic).
+        """
+        del num_layers
+        form = {"num_bits": 8, "type": "int", "symmetric": True}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": form | {"strategy": "channel", "dynamic": False},
+                    "input_activations": form | {"strategy": "token", "dynamic": True},
+                }
+            },
+            "ignore": ["lm_head"],
+        }
 
     def before_load(self, model: nn.Module) -> None:
         """Put the weights of vLLM's model into the layout that `model.load_weights` expects."""

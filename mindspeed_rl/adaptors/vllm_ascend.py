@@ -8,6 +8,7 @@
 | sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
 | placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
+| int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
@@ -152,6 +154,12 @@ def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def _int8_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if "weight_scale" in module._parameters and module._parameters["weight"].dtype == torch.int8:
+            yield name, module
+
+
 class VllmAscendHooks(EngineHooks):
     """Sleep mode for memory, expert weights in the layout that each step needs."""
 
@@ -180,6 +188,18 @@ class VllmAscendHooks(EngineHooks):
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
+    def quantization_config(self, num_layers: int) -> dict[str, Any]:
+        """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
+
+        It is passed as a part of config.json, from which vllm-ascend takes it without a file. A name that a model does not have
+        is ignored; one that is missing is an error of vllm-ascend.
+        """
+        modules = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "qkv")]
+        modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down", "gate_up")]
+        names = [f"model.layers.{layer}.{module}.weight" for layer in range(num_layers) for module in modules]
+        kept = dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"), "FLOAT")
+        return {"quant_method": "ascend", **dict.fromkeys(names, "W8A8_DYNAMIC"), **kept}
+
     def before_load(self, model: nn.Module) -> None:
         """Put expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""
         for _, module in _expert_modules(model):
@@ -189,6 +209,10 @@ class VllmAscendHooks(EngineHooks):
                     parameter = nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
                     module.register_parameter(weight, parameter)
                 parameter.weight_loader = module.weight_loader
+        for _, module in _int8_modules(model):
+            # views: the memory is the pool's that sleeps
+            if module.weight_scale.dim() == 1:
+                module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
         self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
@@ -205,13 +229,23 @@ class VllmAscendHooks(EngineHooks):
                         "expert weights out differently from 0.18 and 0.23."
                     )
                 module.register_parameter(weight, nn.Parameter(data, requires_grad=False))
+        for name, module in _int8_modules(model):
+            module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, 0]
+            if not module.weight.data.is_contiguous():
+                raise RuntimeError(f"weight push: {name}.weight was not a view of the kernel's layout in this vllm-ascend.")
+            module.weight_scale_fp32.copy_(module.weight_scale.data)
+            # the quantization is symmetric; a new engine has dummy values here
+            module.weight_offset.data.zero_()
         self._in_checkpoint_layout = False
         refresh_latent_attention(model)
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         if self._in_checkpoint_layout:
             return {}
-        return {f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS}
+        found = {f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS}
+        for name, _ in _int8_modules(model):
+            found |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
+        return found
 
     def release(self, llm: LLM) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):

@@ -3,6 +3,7 @@
 - live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
   and `reload_weights` is silently wrong for tied embeddings;
 - live convolutions of gated delta nets (gdn_attention._causal_conv1d_*): their weights are packed at load too, in place;
+- live int8 matrices (CPUInt8ScaledMMLinearKernel): the same, with their scales;
 - bfloat16 without AVX-512 (_custom_ops.create_onednn_mm): "could not create a primitive descriptor for the matmul primitive".
   There the packed copy is in float32, and so is the product (see `cpu_halves`).
 
@@ -66,6 +67,21 @@ class _LiveLinear:
         self._packed_bytes = packed.nbytes
 
 
+class _LiveInt8Linear(_LiveLinear):
+    """The product with an int8 weight [n, k] and scales [n, 1]; each row of x is quantized on its own, symmetrically."""
+
+    def multiply(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        kernels = _kernels()
+        if self._packed is None:
+            # True: scales of rows of x come with each product; False: there are no zero points
+            self._packed = kernels.create_onednn_scaled_mm(weight.t(), scales, x.dtype, True, False, _KEPT_SHAPES)
+            self._packed_bytes = weight.nbytes
+        rows, x_scales, _ = kernels.onednn_scaled_int8_quant(x.reshape(-1, x.size(-1)), None, None, True)
+        out = x.new_empty(rows.size(0), weight.size(0))
+        kernels.onednn_scaled_mm(self._packed, rows, out, x_scales, None, None, bias)
+        return out.view(*x.shape[:-1], weight.size(0))
+
+
 @functools.cache
 def _kernels() -> Any:
     # for every product of a decoding step
@@ -97,6 +113,17 @@ def apply() -> None:
         layer.cpu_linear = _LiveLinear()
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    def keep(self: Any, layer: Any) -> None:
+        layer.cpu_linear = _LiveInt8Linear()
+
+    def multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return layer.cpu_linear.multiply(x, layer.weight, layer.weight_scale, bias)
+
+    kernel: Any = CPUInt8ScaledMMLinearKernel
+    kernel.process_weights_after_loading, kernel.apply_weights = keep, multiply
 
 
 @functools.cache

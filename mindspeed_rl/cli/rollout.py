@@ -41,6 +41,7 @@ def make_parser() -> Parser:
     )
     add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
     add("--dtype", choices=("bfloat16", "float32"), help="data type of the weights")
+    add("--quantization", choices=("int8",), help="format of the matrices; weights that are quantized come from the run")
     add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
     add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")
     add("--platform", choices=PLATFORMS, default="auto", help="device kind")
@@ -89,6 +90,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "kv_cache_memory_gib": args.kv_cache_memory_gib,
     }

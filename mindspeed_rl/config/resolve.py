@@ -176,6 +176,10 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
         derived["clip_higher_enable"] = Derivation(True, f"{' and '.join(bounds)}, which it lets act")
         for name in {"clip_ratio_low", "clip_ratio_high"}.difference(bounds):
             derived[name] = Derivation(rl.clip_ratio, f"clip_ratio {rl.clip_ratio:g}")
+    generate, mismatch = cfg.generate_config, "rollout_importance_sampling_mode"
+    if generate is not None and generate.quantization is not None and mismatch not in set_keys:
+        source = f"generate_config.quantization {generate.quantization}: the engine samples from a slightly different policy"
+        derived[mismatch] = Derivation("token_truncate", source)
     if not rl.filter_groups_enable:
         return derived
     functions, sizes = rl.verifier_function, cfg.sizes

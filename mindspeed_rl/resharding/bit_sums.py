@@ -29,9 +29,9 @@ from torch import Tensor
 
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # empty: by their types numba compiles a loop for each
-_IN_NUMPY = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
+_IN_NUMPY = {1: np.empty(0, np.int8), 2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
 #: elements that exist as eight bytes each at a time on a device, and in a processor's memory

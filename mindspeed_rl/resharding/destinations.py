@@ -9,8 +9,9 @@ slices (a loader that interleaves rows or computes) gets no entry, and its tenso
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +24,8 @@ from mindspeed_rl.resharding.layouts import Slice, full_slice, num_elements, sli
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 # Codes are written as the upper 16 bits of an element: finite, normal values in bfloat16, float16 and float32, so that
-# a copy to a wider type keeps them.
-_BASE = 1 << 14
+# a copy to a wider type keeps them. Where an engine has elements of one byte all codes are digits that such an element holds.
+_BASE, _BYTE_BASE = 1 << 14, 254
 _MIN_NORMAL = 1 << 10  # smaller values are subnormal in float16
 _PRIME = 16381  # the largest below _BASE
 #: more runs than this along an edge mean that the loader interleaves rows
@@ -146,6 +147,7 @@ def read_destinations(
     dtype: torch.dtype,
     *,
     skip: tuple[str, ...] = (),
+    quantized: Collection[str] = (),
 ) -> Destinations:
     """Read from an engine where it puts each tensor; its weights are meaningless afterwards.
 
@@ -155,15 +157,25 @@ def read_destinations(
         shapes: of every HF tensor, in the order of a checkpoint.
         dtype: of the tensors that the engine is given.
         skip: suffixes of names of parameters that are computed from others.
+        quantized: tensors that the engine is given, and stores, in int8.
 
     Raises:
-        RuntimeError: a parameter of the engine has content that was not given.
+        RuntimeError: a parameter of the engine has content that was not given, or another format.
     """
-    return _Reader(model, load, shapes, dtype, skip).read()
+    parameters = (parameter for name, parameter in model.named_parameters() if not name.endswith(skip))
+    in_int8 = any(parameter.dtype == torch.int8 for parameter in parameters)
+    if in_int8 != bool(quantized):
+        raise RuntimeError(
+            f"weight push: the rollout engine has {'' if in_int8 else 'no '}matrices in int8, and the trainer sends "
+            f"{'some' if quantized else 'none'}: generate_config.quantization of both must be the same."
+        )
+    return _Reader(model, load, shapes, dtype, skip, frozenset(quantized)).read()
 
 
 def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return elements of a type whose upper bits are codes of the numbers, which are below _BASE."""
+    """Return elements of a type whose upper bits are codes of the numbers, which are below _BASE (of one byte: _BYTE_BASE)."""
+    if dtype == torch.int8:
+        return (numbers + 1).to(torch.uint8).view(dtype)
     codes = numbers + _MIN_NORMAL
     if dtype in _HALVES:
         return codes.to(torch.int16).view(dtype)
@@ -172,6 +184,8 @@ def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _decode(elements: Tensor) -> Tensor:
     """Return the numbers that `_encode` took; negative where nothing was loaded."""
+    if elements.dtype == torch.int8:
+        return elements.contiguous().view(torch.uint8).to(torch.int64) - 1
     if elements.dtype in _HALVES:
         return elements.contiguous().view(torch.int16).to(torch.int64) - _MIN_NORMAL
     return (elements.contiguous().view(torch.int32).to(torch.int64) >> 16) - _MIN_NORMAL
@@ -234,8 +248,10 @@ class _Reader:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         skip: tuple[str, ...],
+        quantized: frozenset[str],
     ) -> None:
-        self._load, self._dtype, self._shapes = load, dtype, shapes
+        self._load, self._dtype, self._shapes, self._quantized = load, dtype, shapes, quantized
+        self._base = _BYTE_BASE if quantized else _BASE
         self._names = list(shapes)
         parameters = {name: _squeeze(value.data) for name, value in model.named_parameters() if not name.endswith(skip)}
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
@@ -291,17 +307,18 @@ class _Reader:
         Args:
             kind: of the indexes.
             factor: of the digit that is written.
-            salt: write what `_mix_indexes` returns for it, instead of a digit.
+            salt: write a digit of what `_mix_indexes` returns for it.
         """
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for index, (name, shape) in enumerate(self._shapes.items()):
                 rows, columns = _matrix(shape)
                 if salt is None:
-                    codes = _index_elements(kind, index, rows, columns) // factor % _BASE
+                    codes = _index_elements(kind, index, rows, columns)
                 else:
                     codes = _mix_indexes(kind, salt, index, rows, columns)
-                elements = _encode(codes.to(self._device), self._dtype)
+                dtype = torch.int8 if name in self._quantized else self._dtype
+                elements = _encode((codes // factor % self._base).to(self._device), dtype)
                 full = elements.expand(rows, columns)
                 yield name, full[:, 0] if len(shape) == 1 else full.unsqueeze(1) if len(shape) == 3 else full.reshape(shape)
 
@@ -331,11 +348,16 @@ class _Reader:
         rows, columns = (max(size) for size in zip(*map(_matrix, self._shapes.values())))
         counts: dict[_Kind, int] = {"tensor": len(self._names), "row": rows, "column": columns}
         for kind, count in counts.items():
-            factor = 1
-            while factor == 1 or factor < count:
+            for factor in self._list_factors(count):
                 self._load_codes(kind, factor=factor)
                 yield kind, factor
-                factor *= _BASE
+
+    def _list_factors(self, count: int) -> Iterator[int]:
+        """Yield the factors of the digits of numbers below a count."""
+        factor = 1
+        while factor == 1 or factor < count:
+            yield factor
+            factor *= self._base
 
     def _read_elements(self, broken: set[str]) -> dict[str, dict[_Kind, Tensor]]:
         """Return the indexes of every element of these parameters; negative where there is none."""
@@ -444,8 +466,9 @@ class _Reader:
         wrong = set()
         # codes of rows and columns at once could not be expanded: they would be as large as the model
         salts: dict[_Kind, int] = {"row": 31, "column": 57}
-        for kind, salt in salts.items():
-            self._load_codes(kind, salt=salt)
+        for kind, factor in itertools.product(salts, self._list_factors(_PRIME)):
+            salt = salts[kind]
+            self._load_codes(kind, factor=factor, salt=salt)
             for name, some in entries.items():
                 parameter = self._parameters[name]
                 # every code is nonzero: this finds elements outside of all entries, and entries that overlap
@@ -453,7 +476,8 @@ class _Reader:
                     wrong.add(name)
                 for entry in some:
                     rows, columns = _matrix(self._shapes[entry.tensor])
-                    expected = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns).expand(rows, columns)
+                    mixed = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns)
+                    expected = (mixed // factor % self._base).expand(rows, columns)
                     sides = entry.tensor_slice
                     # of more than three dimensions the rows are full
                     matrix_sides = sides[::2] if len(sides) == 3 else sides[: 2 if len(sides) < 3 else 1]

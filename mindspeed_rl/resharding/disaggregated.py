@@ -32,6 +32,7 @@ class ServedModel:
     Attributes:
         holders: see `TrainedWeights`.
         shapes: of every HF tensor, in forward order.
+        quantized: matrices that are sent in int8.
     """
 
     holders: RanksBySlice
@@ -39,6 +40,7 @@ class ServedModel:
     copies: Mapping[str, str]
     bucket_bytes: int
     delta: bool
+    quantized: tuple[str, ...]
 
 
 class WeightSyncGroup:
@@ -99,7 +101,9 @@ class WeightSyncGroup:
         model = _unpack(exchange.broadcast(None, device))
         nodes = _gather_nodes(exchange, device)
         destinations, repacked = read(model)
-        trained = TrainedWeights(model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
+        trained = TrainedWeights(
+            model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized
+        )
         return WeightPush(
             trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta
         )
@@ -118,14 +122,15 @@ def _pack(trained: TrainedWeights, delta: bool) -> bytes:
         for name, slices in trained.holders.items()
     }
     copies = dict(trained.copies or {})
-    fields = [holders, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta]
+    fields = [holders, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta, trained.quantized]
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
 def _unpack(content: bytes) -> ServedModel:
-    packed, groups, shapes, copies, bucket_bytes, delta = json.loads(zlib.decompress(content))
+    packed, groups, shapes, copies, bucket_bytes, delta, quantized = json.loads(zlib.decompress(content))
     holders = {
         name: {tuple((start, stop) for start, stop in tensor_slice): groups[index] for tensor_slice, index in slices}
         for name, slices in packed.items()
     }
-    return ServedModel(holders, {name: tuple(shape) for name, shape in shapes.items()}, copies, bucket_bytes, delta)
+    shapes = {name: tuple(shape) for name, shape in shapes.items()}
+    return ServedModel(holders, shapes, copies, bucket_bytes, delta, tuple(quantized))

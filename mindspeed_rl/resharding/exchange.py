@@ -6,9 +6,9 @@ Members without either take part in the exchanges, because an all-to-all needs a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,21 @@ from torch import Tensor
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index, slice_shape
 from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
-if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
-    from mindspeed_rl.resharding.transfer import Sources
+
+class ReadsSlices(Protocol):
+    """Slices of HF tensors from this rank's shards: `transfer.Sources`, or its weights in another format."""
+
+    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
+        """Write a slice that this rank has to `out`, which has its shape."""
+        ...
+
+    def views(self, name: str, tensor_slice: Slice) -> Iterable[tuple[Slice, Tensor]]:
+        """Return the parts of a slice that this rank has, each with its elements."""
+        ...
+
+    def forget_merged(self) -> None:
+        """Drop what was computed from weights that have changed since, or whose memory is needed."""
+        ...
 
 
 class Exchange:
@@ -40,9 +53,11 @@ class Exchange:
         """Start one exchange; sizes are bytes for and from each member."""
         return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work:
-        """Replace the tensor by the sum over all members, once the returned work was waited for."""
-        return self._group.allreduce([tensor])
+    def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+        """Replace the tensor by the sum (or another operation) over all members, once the returned work was waited for."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(operation)
+        return self._group.allreduce([tensor], options)
 
     def all_gather(self, text: str, device: torch.device) -> list[str]:
         """Return the text of each member, in their order.
@@ -119,7 +134,7 @@ class PlanExecution:
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         *,
-        sources: Sources | None = None,
+        sources: ReadsSlices | None = None,
         sinks: Sinks | None = None,
         chunks: Collection[int] | None = None,
     ) -> None:

@@ -14,19 +14,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.bit_sums import MASK, sum_groups
 from mindspeed_rl.resharding.destinations import Destinations
-from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.transfer_plan import Chunk, Plan
-
-if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
-    from mindspeed_rl.resharding.transfer import Sources
 
 
 class WeightDeliveryError(RuntimeError):
@@ -77,7 +73,7 @@ class _ChunkSums:
 @torch.no_grad()
 def compute_chunk_sums(
     plan: Plan,
-    sources: Sources | None,
+    sources: ReadsSlices | None,
     dtypes: Mapping[str, torch.dtype],
     exchange: Exchange,
     device: torch.device,

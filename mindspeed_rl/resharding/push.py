@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.destinations import Destinations, LoadWeights
-from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
+from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, ReadsSlices, Sinks
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, num_elements
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, compute_chunk_sums
+from mindspeed_rl.resharding.quantization import update_scales
 from mindspeed_rl.resharding.transfer_plan import Plan, RanksBySlice, TensorInfo, plan_transfer
-
-if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
-    from mindspeed_rl.resharding.transfer import Sources
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,17 @@ class TrainedWeights:
         bucket_bytes: limit of the bytes in flight on a member in one exchange.
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
+        quantized: matrices that the engines have in int8 (`quantization.quantize_side`).
     """
 
     holders: RanksBySlice
     shapes: Mapping[str, tuple[int, ...]]
-    sources: Sources | None
+    sources: ReadsSlices | None
     device: torch.device
     bucket_bytes: int
     find_node: Callable[[int], int] = lambda rank: 0
     copies: Mapping[str, str] | None = None
+    quantized: tuple[str, ...] = ()
 
 
 class WeightPush:
@@ -160,6 +160,8 @@ class WeightPush:
         if trained.sources is not None:
             # the adapters were trained further since they were merged
             trained.sources.forget_merged()
+        if trained.quantized:
+            update_scales(trained, self._exchange, self._dtypes)
         chunks, current = self._select_chunks()
         self.received_bytes = self.plan.moves.received_bytes(self._exchange.rank, chunks)
         self._delivered = None  # unknown if this sync fails

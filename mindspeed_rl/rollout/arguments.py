@@ -92,9 +92,12 @@ def build_engine_arguments(
     hf_config = json.loads(Path(hf_folder, "config.json").read_text())
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
-    if "quantization_config" in hf_config:
-        # the trainer sends weights in full precision, also where the published ones are quantized
-        arguments["hf_overrides"] = {"quantization_config": None}
+    if "quantization_config" in hf_config or config.quantization is not None:
+        # the format of the trainer's weights, also where the published ones are quantized
+        form = None if config.quantization is None else hooks.quantization_config(hf_config["num_hidden_layers"])
+        arguments["hf_overrides"] = {"quantization_config": form}
+    if config.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.fp32_lm_head:
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {FLOAT32_HEAD: True}
     if platform.current().name == "cpu":
@@ -102,7 +105,7 @@ def build_engine_arguments(
         if "linear_num_value_heads" in hf_config:
             linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
             state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
-        kv_bytes_per_token += read_draft_bytes(config, 4 if config.dtype == "float32" else 2)[1]
+        kv_bytes_per_token += read_draft_bytes(config, config.cache_itemsize)[1]
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -192,7 +192,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             generate,
             adaptors.engine_hooks(),
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
-            kv_bytes_per_token=read_kv_bytes(settings.hf_folder, 2 if generate.dtype == "bfloat16" else 4),
+            kv_bytes_per_token=read_kv_bytes(settings.hf_folder, generate.cache_itemsize),
             changes=changes,
             image_rules=rules,
         ),
@@ -215,6 +215,7 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
     metadata = {
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
+        "quantization": generate.quantization,
         "max_model_len": generate.max_model_len,
         "log_probs": LOG_PROBS,
     }

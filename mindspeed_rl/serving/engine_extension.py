@@ -127,6 +127,13 @@ class EngineExtension:
         model = self.model_runner.model
         known: Destinations | None = getattr(self, "_weights_destinations", None)
         if known is None or known.shapes != served.shapes:
-            known = read_destinations(model, model.load_weights, served.shapes, self.model_config.dtype, skip=DERIVED)
+            known = read_destinations(
+                model,
+                model.load_weights,
+                served.shapes,
+                self.model_config.dtype,
+                skip=DERIVED,
+                quantized=served.quantized,
+            )
             self._weights_destinations = known
         return known, self._weights_hooks.repacked(model)

@@ -55,6 +55,7 @@ class ServerMetadata(TypedDict):
 
     num_workers: int
     dtype: str
+    quantization: str | None
     max_model_len: int
     log_probs: str
     version: int

@@ -160,6 +160,9 @@ class RolloutServers:
         violations = []
         if metadata["dtype"] != config.dtype:
             violations.append(f"its dtype is {metadata['dtype']}, generate_config.dtype is {config.dtype}")
+        if metadata.get("quantization") != config.quantization:
+            reported, expected = metadata.get("quantization") or "none", config.quantization or "none"
+            violations.append(f"its quantization is {reported}, generate_config.quantization is {expected}")
         if metadata["max_model_len"] < config.max_model_len:
             violations.append(
                 f"its max_model_len is {metadata['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"

@@ -80,7 +80,8 @@ def serve(
         platform=device.name,
         folder=None,
         with_tokenizer=True,
-        load_weights=any(folder.glob("*.safetensors")),
+        # quantized weights come from the run
+        load_weights=generate.quantization is None and any(folder.glob("*.safetensors")),
     )
 
     async def serve_until_interrupted() -> None:

@@ -17,6 +17,7 @@ from mindspeed_rl.workers.update_plan import UpdatePlan
 class DisagreementError(RuntimeError):
     """Trainer and rollout engine disagree about the log-probs of the same tokens."""
 
+
 #: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: the ratio of measured differences
 _QUANTIZED_DIFFERENCE = 4.0
 
@@ -167,13 +168,14 @@ class Schedule:
             self.kl.update(results[name], self.num_train_samples)
             metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
+        scaled = ""
         if limit is not None and self._is_quantized:
-            limit *= _QUANTIZED_DIFFERENCE
+            limit, scaled = limit * _QUANTIZED_DIFFERENCE, f" ({_QUANTIZED_DIFFERENCE:g} times the key: the engine is in int8)"
         # later steps of an iteration compare a policy that has been updated
         if limit is not None and difference is not None and self._on_policy and difference > limit:
             raise DisagreementError(
                 f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
-                f"{'the scaled ' if self._is_quantized else ''}log_probs_diff_limit {limit:g}: other weights, or another precision."
+                f"log_probs_diff_limit {limit:g}{scaled}: other weights, or another precision."
             )
 
     def state_dict(self, iteration: int) -> dict[str, object]:

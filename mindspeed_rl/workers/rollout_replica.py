@@ -35,6 +35,7 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
@@ -107,7 +108,7 @@ class RolloutReplica:
             config,
             sampling,
             run_id=run_id,
-            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, self.dtype.itemsize),
+            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
             image_rules=read_image_rules(actor),
             engine_arguments={
                 **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
@@ -175,9 +176,10 @@ class RolloutReplica:
         if self.push is None:  # the layouts do not change during a run
             config = self.run.generate
             trained = stream.base if base_only else stream.trained
+            trained = trained if config.quantization is None else quantize_side(trained)
             self.push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
-                read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED),
+                read_destinations(model, load, trained.shapes, self.dtype, skip=DERIVED, quantized=trained.quantized),
                 Exchange.from_world(),
                 replica=self._weights_index,
                 derived=DERIVED,

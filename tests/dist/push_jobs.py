@@ -19,6 +19,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import _find_stage, rank_positions, training_slices
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.transfer import Sources
 
 
@@ -60,6 +61,7 @@ class Case:
     bucket_bytes: int = 6000
     dtype: torch.dtype = torch.float32
     updates: int = 3
+    quantized: bool = False
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,6 +101,19 @@ def weights_of(ops: list[WeightOp], update: int, dtype: torch.dtype, frozen: str
     return found
 
 
+def in_int8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of layers by the definition of int8 with a scale a row, and those scales; the others as they are."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            scales = torch.stack([row.abs().max() / 127 for row in tensor.float()])[:, None]
+            found[name] = torch.stack([(row / scale).round() for row, scale in zip(tensor.float(), scales)]).to(torch.int8)
+            found[f"{name}_scale"] = scales
+        else:
+            found[name] = tensor
+    return found
+
+
 class Side:
     """One rank's training shards and engine, as the case says; without `meets` there is no push between them."""
 
@@ -119,6 +134,9 @@ class Side:
         held = training_slices(self.ops, self.layout, self.places)
         sources = Sources(self.shards, {}) if self.shards else None
         self.trained = TrainedWeights(held, shapes, sources, torch.device("cpu"), case.bucket_bytes)
+        if case.quantized:
+            self.trained = quantize_side(self.trained)
+            shapes = dict(self.trained.shapes)
         self.engine: EngineModel | None = None
         found: Destinations | None = None
         first = case.train_ranks or 0
@@ -136,7 +154,8 @@ class Side:
                 case.dealt,
             )
             self.engine, self.reference = EngineModel(shapes, at, case.dtype), EngineModel(shapes, at, case.dtype)
-            found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype)
+            names = self.trained.quantized
+            found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, quantized=names)
         self.destinations = found
         repacked = {entry.parameter for entry in found.entries if "w13" in entry.parameter} if found and case.repacks else ()
         if meets:
@@ -196,6 +215,8 @@ def deliver(case: Case) -> dict[str, Any]:
         for update in range(case.updates):
             tensors = weights_of(side.ops, update, case.dtype, **case.keywords)
             side.train(tensors)
+            if case.quantized:
+                tensors = in_int8(tensors)
             side.push.write(side.engine)
             report["differing"].append(side.differing(tensors))
             report["proven"].append(side.push.prove(side.engine).num_parameters)

@@ -53,6 +53,9 @@ CASES = {
     "EP2 to TP2": (2, Case(MOE, {"ep": 2}, 2, transposed=True)),
     "EP2 grouped to TP1x2, shared experts": (2, Case(SHARED, {"ep": 2}, 1, grouped=True)),
     "PP2 to TP2, a loader that deals out rows": (2, Case(TIED | {"hidden_size": 160}, PP, 2, dealt=True, bucket_bytes=50000)),
+    "TP2 PP2 to TP2x2, int8": (4, Case(FOUR_HEADS, TP_PP, 2, quantized=True)),
+    "TP2 to TP1x2, bfloat16 in int8": (2, Case(TIED, TP, 1, quantized=True, dtype=torch.bfloat16)),
+    "disjoint TP2 to TP2, int8, only changes": (4, Case(TIED, TP, 2, train_ranks=2, quantized=True, delta=True)),
     "TP2 to TP1x2, latent in bfloat16 with a float32 buffer": (2, Case(LATENT, TP, 1, dtype=torch.bfloat16)),
 }
 

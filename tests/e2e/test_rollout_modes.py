@@ -127,3 +127,15 @@ def test_drafts_change_no_response_and_save_steps_in_process_and_in_servers(task
     for metrics in (local.metrics[0], served.metrics[1]):
         assert 1.0 < metrics["rollout/tokens_per_step"] < 9.0
         assert 0.0 < metrics["rollout/draft_acceptance"] < 1.0
+
+
+@pytest.mark.slow
+def test_an_int8_rollout_is_near_the_trainer_and_corrected_in_process_and_in_servers(task: Path, tmp_path: Path) -> None:
+    keys = ["generate_config.quantization=int8", "rl_config.log_probs_diff_limit=0.1", iterations(3)]
+    plain = finished(task, tmp_path / "plain", *SHARED, iterations(3))
+    for name, where in (("process", SHARED), ("server", [*SERVER, "generate_config.update_weight_mode=delta"])):
+        run = finished(task, tmp_path / name, *where, *keys)
+        for metrics, exact in zip(run.metrics, plain.metrics, strict=True):
+            # another policy, by little: the weights of the correction are near 1
+            assert exact["rollout/log_probs_diff_mean"] < 1e-5 < metrics["rollout/log_probs_diff_mean"] < 0.02
+            assert 0.99 < metrics["rollout/ess"] < 1

@@ -49,6 +49,8 @@ ROWS = (
      ("test_rollout.test_dies_that_share_experts",)),
     ("vllm-ascend 0.23 alone: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
      "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
+    ("vllm-ascend 0.23 alone: int8 matrices (W8A8 dynamic), with the log-probs of their definition",
+     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），对数概率符合其定义", ("test_rollout.test_int8",)),
     ("vllm-ascend 0.23 alone: latent attention (DeepSeek-V3), TP2", "单独运行 vllm-ascend 0.23：潜在注意力（DeepSeek-V3）、TP2",
      ("test_rollout.test_latent",)),
     ("GRPO as a command: Ray, MindSpeed, vllm-ascend, offload, proven pushes, resume",

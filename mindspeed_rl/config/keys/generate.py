@@ -93,6 +93,15 @@ class GenerateConfig:
         "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是", on_resume="exact")
     fp32_lm_head: bool | None = key(None, "logits of a bfloat16 engine in float32; unset: as the actor's",
         "bfloat16 引擎的 logits 用 float32 计算；不设时与 actor 相同", on_resume="exact")
+    quantization: Literal["int8"] | None = key(None,
+        "format of the engine's matrices of attention and MLP: int8, with a scale for each row of weights and for each token "
+        "(W8A8), quantized from the trained weights at each weight sync; unset: dtype",
+        "引擎中注意力与 MLP 矩阵的格式：int8，权重每行、每个 token 各一个 scale（W8A8），每次推送时由训练权重量化；"
+        "不设时同 dtype",
+        elsewhere="rollout_quantization vllm_quantization rollout.quantization", on_resume="exact")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = key("auto",
+        "format of the engine's keys and values; auto: dtype", "引擎 KV cache 的格式；auto 同 dtype",
+        elsewhere="vllm_kv_cache_dtype", on_resume="exact")
     update_weights_bucket_mb: int = key(512,
         "maximum MiB in flight on a device in one exchange of a weight sync, which takes two such buckets of memory",
         "一次权重推送的每轮交换中，一个设备上在途数据的上限，单位 MiB；推送共占两个这样的桶", range=Bounds(1, 10**6),
@@ -163,6 +172,11 @@ class GenerateConfig:
         "存有这些服务器令牌的文件；不设时取变量 MINDSPEED_RL_SERVER_TOKEN", on_resume="exact")
 
     sampling_config: SamplingConfig = key(SamplingConfig, "sampling of a response", "如何采样一个回答", on_resume="exact")
+
+    @property
+    def cache_itemsize(self) -> int:
+        """Bytes of a value in the KV cache."""
+        return 1 if self.kv_cache_dtype != "auto" else 4 if self.dtype == "float32" else 2
 
     @property
     def drafts(self) -> dict[str, object] | None:

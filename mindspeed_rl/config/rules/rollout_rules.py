@@ -26,7 +26,7 @@ _OWN_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode "
         "generation_config override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
-        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats quantization "
+        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats "
         "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
         _BY_ROLLOUT,
     ),
@@ -43,7 +43,8 @@ _OWN_ARGUMENTS: dict[str, str] = {
     **{
         name: _BY_KEY.format(name)
         for name in "dtype enforce_eager trust_remote_code max_model_len max_num_seqs max_num_batched_tokens additional_config "
-        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel speculative_config".split()
+        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel speculative_config "
+        "quantization kv_cache_dtype".split()
     },
 }
 #: methods of speculative decoding -> True where drafts come from a model
@@ -324,6 +325,31 @@ def _drafts(cfg: RunConfig) -> Iterator[Violation]:
         yield wrong(group, "cannot be used with this model: the states of its gated delta nets are not rolled back here", off)
 
 
+def _quantization(cfg: RunConfig) -> Iterator[Violation]:
+    """Check `quantization`, and what cannot be used with it."""
+    generate, key = cfg.generate_config, "generate_config.quantization"
+    if generate is None or cfg.is_supervised or generate.quantization is None:
+        return
+    actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
+    gated = metadata is not None and metadata.shape.linear_heads
+    is_npu = cfg.platform == "npu"
+    for is_on, other, reason in (
+        (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
+        (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
+        (not _is_dense(cfg) and actor.num_experts, None, "with the experts of this model: only dense matrices are quantized"),
+        (actor.multi_latent_attention, None, "with latent attention, which computes further matrices from its weights"),
+        (gated, None, "with the gated delta nets of this model"),
+        (cfg.reads_images, None, "with a model of images"),
+        (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
+        (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
+    ):
+        if is_on:
+            names = {key: generate.quantization}
+            names |= {} if other is None else {f"generate_config.{other}": getattr(generate, other)}
+            message = f"{key} ({generate.quantization}) is not available {reason}"
+            yield Violation("quantization", names, message, ({key: None},))
+
+
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
     """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
     temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
@@ -368,4 +394,6 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-ROLLOUT_RULES = (_turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts)
+ROLLOUT_RULES = (
+    _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization
+)  # fmt: skip

@@ -37,6 +37,19 @@ def keep_float32() -> None:
     mla_v1.torch = Torch("torch")
 
 
+def in_int8(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A matrix as int8 with a scale for each row, in the matrix' own format as vllm-ascend stores it."""
+    scales = (weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
+    return [(name, torch.round(weight.float() / scales.float()).to(torch.int8)), (f"{name}_scale", scales)]
+
+
+def product_in_int8(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    (_, weight), (_, scales) = in_int8("", layer.weight.data)
+    x_scales = inputs[0].abs().amax(-1, keepdim=True) / 127
+    product = torch.round(inputs[0] / x_scales) @ weight.float().t() * x_scales * scales[:, 0].float()
+    return product if layer.bias is None else product + layer.bias
+
+
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
@@ -80,6 +93,7 @@ def main() -> None:
         gpu_memory_utilization=0.05,
         enforce_eager=True,
         speculative_config=settings.get("drafts"),
+        quantization=settings.get("quantization"),
     )
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
     if not settings.get("cast_prompts", True):
@@ -97,11 +111,18 @@ def main() -> None:
 
         tensors = load_file(folder / "weights" / "model.safetensors")
         scaled = lambda name: scale if "mlp" in name else 1.0  # noqa: E731
-        engine.load_weights(((name, (t * scaled(name)).to("npu", torch_dtype)) for name, t in tensors.items()), version)
+        changed = {name: (t * scaled(name)).to(torch_dtype) for name, t in tensors.items()}
+        if config.quantization:
+            changed |= {new: t for name, old in changed.items() if "_proj.weight" in name for new, t in in_int8(name, old)}
+        engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
 
     def drawn() -> list[tuple[list[int], list[float]]]:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
+    if config.quantization:  # the reference computes as int8 is defined
+        for name, module in reference.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_hook(product_in_int8)
     result: dict[str, object] = {"built_mib": used()}
     engine.restore_memory("weights")
     push(0)
@@ -125,19 +146,19 @@ def main() -> None:
         result["again"] = [one.token_ids for one in again] == [one.token_ids for one in greedy]
         result["drafts"] = vllm_drafts.counts.take()
 
-    def worst(responses: list[tuple[list[int], list[float]]], temperature: float) -> float:
-        gap = 0.0
+    def gaps(responses: list[tuple[list[int], list[float]]], temperature: float) -> list[float]:
+        found: list[float] = []
         for prompt, (tokens, log_probs) in zip(prompts, responses):
             with torch.no_grad():
                 logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
             wanted = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            gap = max(gap, (wanted - torch.tensor(log_probs)).abs().max().item())
-        return gap
+            found += (wanted - torch.tensor(log_probs)).abs().tolist()
+        return found
 
-    result["worst"] = worst(first, 1.0)
+    result["worst"], result["mean"] = max(gaps(first, 1.0)), sum(gaps(first, 1.0)) / len(gaps(first, 1.0))
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
-    result["worst_cut"] = worst([(completion.token_ids, completion.log_probs) for completion in cut], 0.7)
+    result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
     for version in range(1, 1 + settings.get("rounds", 2)):
         before = used()
         engine.release_memory()

@@ -6,6 +6,7 @@
 | `npu::npu_fused_infer_attention_score` (TND, paged or not, also latent attention's) | aclnnFusedInferAttentionScore |
 | `npu::npu_fused_infer_attention_score_v2`, `npu::npu_kv_rmsnorm_rope_cache` | the aclnn kernels of latent attention |
 | `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
+| `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
@@ -338,7 +339,31 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> l
     return [out.to(rows.dtype)]
 
 
+def _dynamic_quant(x: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Each token in int8 with a scale of its own."""
+    refused = [name for name, value in settings.items() if value is not None and name != "dst_type"]
+    if refused or settings.get("dst_type", torch.int8) not in (torch.int8, 1):
+        raise RuntimeError(f"npu_dynamic_quant: this form is not simulated ({settings})")
+    scales = x.float().abs().amax(-1) / 127
+    return torch.round(x.float() / scales[..., None]).to(torch.int8), scales
+
+
+def _quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **settings: Any) -> Tensor:
+    """Rows with a scale of a token each times columns with a scale of a channel each."""
+    known = ("pertoken_scale", "bias", "output_dtype")
+    refused = [name for name, value in settings.items() if value is not None and name not in known]
+    if refused or x1.dtype != torch.int8 or x2.dtype != torch.int8 or not x2.is_contiguous() or scale.dim() != 1:
+        raise RuntimeError(f"npu_quant_matmul: this form is not simulated ({', '.join(refused)})")
+    out = (x1.float() @ x2.float()) * settings["pertoken_scale"][:, None] * scale.float()
+    out = out if settings.get("bias") is None else out + settings["bias"].float()
+    # the dispatcher gives types by their numbers
+    types = {6: torch.float32, 15: torch.bfloat16}
+    return out.to(types.get(settings.get("output_dtype"), settings.get("output_dtype")))
+
+
 KERNELS = {
+    "npu_dynamic_quant": _dynamic_quant,
+    "npu_quant_matmul": _quant_matmul,
     "npu_fused_infer_attention_score": _infer_attention,
     "npu_fused_infer_attention_score_v2": _infer_attention_v2,
     "npu_interleave_rope": _interleave_rope,

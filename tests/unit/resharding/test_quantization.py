@@ -1,0 +1,125 @@
+"""Weights in int8: a scale for each full row, whatever part of it a rank has; the proof covers elements and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_model import EngineModel, EngineRank
+
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.layouts import Slice, full_slice
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.quantization import quantize_side
+
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+SHAPES: dict[str, tuple[int, ...]] = {UP: (600, 40), DOWN: (40, 300), NORM: (40,), "model.embed_tokens.weight": (64, 40)}
+
+
+@pytest.fixture(scope="module")
+def group(one_process_world: None) -> None:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo")
+
+
+class Held:
+    """HF tensors that this process holds in two parts each: of rows, or of columns where a layer is split by its input."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor) -> None:
+        out.copy_(self.tensors[name][tuple(slice(*side) for side in tensor_slice)])
+
+    def views(self, name: str, tensor_slice: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:
+        yield tensor_slice, self.tensors[name][tuple(slice(*side) for side in tensor_slice)]
+
+    def forget_merged(self) -> None:
+        pass
+
+
+def split(name: str) -> list[Slice]:
+    rows, *columns = full_slice(SHAPES[name])
+    if name == DOWN:
+        return [(rows, (0, 100)), (rows, (100, 300))]
+    return [((0, 25), *columns), ((25, rows[1]), *columns)]
+
+
+def pushed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> tuple[WeightPush, EngineModel]:
+    held = {name: {part: [0] for part in split(name)} for name in SHAPES}
+    side = quantize_side(TrainedWeights(held, SHAPES, Held(tensors), torch.device("cpu"), 1 << 14))
+    engine = EngineModel(side.shapes, EngineRank(1, 0), dtype)
+    found = read_destinations(engine, engine.load_weights, side.shapes, dtype, quantized=side.quantized)
+    push = WeightPush(side, found, Exchange.from_world())
+    push.write(engine)
+    return push, engine
+
+
+def random_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_and_scales_are_those_of_the_definition_for_every_row(group: None, dtype: torch.dtype) -> None:
+    tensors = random_tensors(dtype)
+    tensors[UP][7] = 0  # a row without a maximum
+    push, engine = pushed(tensors, dtype)
+    held = {name: parameter.data for name, parameter in engine.named_parameters()}
+    for name, parameter in ((UP, UP.replace("up_proj", "gate_up_proj")), (DOWN, DOWN)):
+        for row, ints, scale in zip(tensors[name].float(), held[parameter], held[f"{parameter}_scale"][:, 0]):
+            largest = max(map(abs, row.tolist()))
+            want = torch.tensor(largest) / 127 if largest else torch.tensor(1.0)
+            assert scale == want and ints.tolist() == [round(value) for value in (row / want).tolist()]
+            assert (row - ints * scale).abs().max() <= 0.5001 * scale
+    assert held[NORM].dtype == held["model.embed_tokens.weight"].dtype == dtype
+    assert push.prove(engine).num_tensors == 6
+
+
+@pytest.mark.parametrize("name", [DOWN, f"{DOWN}_scale"])
+def test_a_changed_element_or_scale_is_named(group: None, name: str) -> None:
+    push, engine = pushed(random_tensors())
+    flat = dict(engine.named_parameters())[name].data.view(-1)
+    flat[3] = flat[3] + 1
+    with pytest.raises(WeightDeliveryError, match=f"1 parameters .* differ from those trained: {name}"):
+        push.prove(engine)
+
+
+def test_a_weight_that_changes_after_it_was_sent_is_found_where_its_int8_changes(group: None) -> None:
+    tensors = random_tensors()
+    push, engine = pushed(tensors)
+    tensors[DOWN][3, 5] *= -1
+    with pytest.raises(WeightDeliveryError, match=DOWN):
+        push.prove(engine)
+
+
+def test_an_engine_whose_format_is_another_is_refused(group: None) -> None:
+    held = {name: {full_slice(shape): [0]} for name, shape in SHAPES.items()}
+    side = quantize_side(TrainedWeights(held, SHAPES, None, torch.device("cpu"), 1 << 14))
+    plain = EngineModel(SHAPES, EngineRank(1, 0), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="engine has no matrices in int8, and the trainer sends some"):
+        read_destinations(plain, plain.load_weights, side.shapes, torch.bfloat16, quantized=side.quantized)
+    small = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="engine has matrices in int8, and the trainer sends none"):
+        read_destinations(small, small.load_weights, SHAPES, torch.bfloat16)
+
+
+def test_matrices_of_attention_and_mlp_are_quantized_and_nothing_else() -> None:
+    shapes = {f"model.layers.0.{name}.weight": (8, 8) for name in ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj")}
+    shapes |= {"lm_head.weight": (8, 8), "model.layers.0.self_attn.q_proj.bias": (8,)}
+    held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
+    side = quantize_side(TrainedWeights(held, shapes, None, torch.device("cpu"), 1 << 14))
+    assert side.quantized == ("model.layers.0.self_attn.q_proj.weight",)
+
+
+def test_fingerprints_of_bytes_are_sums_of_signed_elements_by_position() -> None:
+    elements = torch.tensor([[1, -2, 3], [-128, 127, 0]], dtype=torch.int8)
+    whole = bit_sum(elements)
+    swapped = bit_sum(elements.flip(1))
+    wide = bit_sum(elements.to(torch.int16).view(torch.bfloat16))
+    assert whole == wide != swapped and 0 <= whole <= MASK
