@@ -428,9 +428,16 @@ class _E2b(_Service):
         self.sandbox_url = options.read_text("sandbox_url", "https://49983-{id}.e2b.app") or ""
 
     async def start(self, snapshot: str = "") -> Sandbox:
-        body = {"templateID": snapshot or self.template, "timeout": int(self.lifetime_s), "secure": True}
-        url = f"{self.url}/sandboxes"
-        made = _parse(await self.request("POST", url, _START_LIMIT_S, json=body, headers={"X-API-Key": self.key}), url)
+        body: JsonObject = {"templateID": snapshot or self.template, "timeout": int(self.lifetime_s)}
+        headers, url = {"X-API-Key": self.key}, f"{self.url}/v2/sandboxes"
+        try:
+            reply = await self.request("POST", url, _START_LIMIT_S, json=body, headers=headers)
+        except SandboxError as error:
+            if "status 404" not in str(error):
+                raise
+            url = f"{self.url}/sandboxes"  # of services with the interface before
+            reply = await self.request("POST", url, _START_LIMIT_S, json=body | {"secure": True}, headers=headers)
+        made = _parse(reply, url)
         return _E2bSandbox(self, str(made["sandboxID"]), str(made.get("envdAccessToken") or ""))
 
 
@@ -520,13 +527,13 @@ class _Daytona(_Service):
                 raise SandboxError(f"{url}: the sandbox is in the state {made.get('state')}")
             await asyncio.sleep(0.5)
             made = _parse(await self.request("GET", f"{url}/{made['id']}", _START_LIMIT_S, headers=headers), url)
-        return _DaytonaSandbox(self, str(made["id"]))
+        return _DaytonaSandbox(self, str(made["id"]), str(made.get("toolboxProxyUrl") or f"{self.url}/toolbox").rstrip("/"))
 
 
 class _DaytonaSandbox(Sandbox):
-    def __init__(self, provider: _Daytona, name: str) -> None:
+    def __init__(self, provider: _Daytona, name: str, toolbox: str) -> None:
         self._provider, self._name = provider, name
-        self._url = f"{provider.url}/toolbox/{name}/toolbox"
+        self._url = f"{toolbox}/{name}"
         self._headers = {"Authorization": f"Bearer {provider.key}"}
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
@@ -544,9 +551,10 @@ class _DaytonaSandbox(Sandbox):
         import aiohttp
 
         form = aiohttp.FormData()
-        form.add_field("file", data, filename=PurePosixPath(path).name)
-        more = {"params": {"path": path}, "headers": self._headers, "data": form}
-        await self._provider.request("POST", f"{self._url}/files/upload", _START_LIMIT_S, **more)
+        form.add_field("files[0].path", path)
+        form.add_field("files[0].file", data, filename=path)
+        more = {"headers": self._headers, "data": form}
+        await self._provider.request("POST", f"{self._url}/files/bulk-upload", _START_LIMIT_S, **more)
 
     async def stop(self) -> None:
         url = f"{self._provider.url}/sandbox/{self._name}"

@@ -1,4 +1,7 @@
-"""Services with the HTTP interfaces of SandboxFusion, E2B and Daytona, which run the commands in folders of this machine."""
+"""Services with the HTTP interfaces of SandboxFusion, E2B and Daytona, which run the commands in folders of this machine.
+
+The published clients of the three work with them (`service_clients.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,35 @@ class Services:
 
     Attributes:
         folders: of the sandboxes of E2B and Daytona that are there.
+        has_v2: E2B's interface is the present one.
         started: sandboxes so far.
+        requests: (method, path without the sandbox's name, names of the body's keys) in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_v2: bool = True) -> None:
+        self.has_v2 = has_v2
         self.folders: dict[str, Path] = {}
         self.started = 0
+        self.requests: list[tuple[str, str, tuple[str, ...]]] = []
+
+    @web.middleware
+    async def record(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        body: dict[str, Any] = {}
+        if request.content_type == "application/json" and request.can_read_body:
+            body = await request.json()
+        names = {*self.folders, "last"}
+        path = "/".join("{id}" if part in names else part for part in request.path.split("/"))
+        self.requests.append((request.method, path, tuple(sorted(body))))
+        return await handler(request)
+
+    def folder_of(self, request: web.Request) -> Path:
+        name = request.match_info["id"]
+        return list(self.folders.values())[-1] if name == "last" else self.folders[name]
 
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[self.record])
         app.router.add_post("/run_code", self.run_code)
-        app.router.add_post("/sandboxes", self.start)
+        app.router.add_post("/v2/sandboxes" if self.has_v2 else "/sandboxes", self.start)
         app.router.add_delete("/sandboxes/{id}", self.stop)
         app.router.add_post("/sandboxes/{id}/snapshots", self.snapshot)
         app.router.add_post("/{id}/process.Process/Start", self.start_process)
@@ -49,9 +70,10 @@ class Services:
         app.router.add_post("/sandbox", self.start)
         app.router.add_get("/sandbox/{id}", self.state)
         app.router.add_delete("/sandbox/{id}", self.stop)
-        app.router.add_post("/toolbox/{id}/toolbox/process/execute", self.execute)
-        app.router.add_post("/toolbox/{id}/toolbox/files/upload", self.upload)
-        app.router.add_get("/toolbox/{id}/toolbox/files/download", self.download)
+        app.router.add_post("/proxy/{id}/process/execute", self.execute)
+        app.router.add_post("/proxy/{id}/files/bulk-upload", self.upload_several)
+        app.router.add_get("/proxy/{id}/files/download", self.download)
+        app.router.add_post("/proxy/{id}/files/bulk-download", self.download_several)
         return app
 
     async def run_code(self, request: web.Request) -> web.Response:
@@ -67,7 +89,8 @@ class Services:
         result = {"status": "Finished", "return_code": status, "stdout": output, "stderr": errors}
         if status is None:
             result = {"status": "TimeLimitExceeded", "return_code": None, "stdout": output, "stderr": errors}
-        return web.json_response({"status": "Failed" if status else "Success", "run_result": result, "files": fetched})
+        outcome = {"status": "Failed" if status else "Success", "message": "", "run_result": result, "files": fetched}
+        return web.json_response(outcome)
 
     async def start(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -80,10 +103,21 @@ class Services:
         self.folders[name] = Path(tempfile.mkdtemp())
         if (source := str(body.get("templateID", ""))).startswith("/"):
             shutil.copytree(source, self.folders[name], dirs_exist_ok=True)
-        return web.json_response({"id": name, "state": "starting", "sandboxID": name, "envdAccessToken": "token"}, status=201)
+        e2b = {"sandboxID": name, "templateID": "base", "clientID": "c", "envdVersion": "0.5.8", "envdAccessToken": "token"}
+        status = 200 if request.path == "/sandbox" else 201
+        return web.json_response(self.describe(request, name, "starting") | e2b, status=status)
+
+    def describe(self, request: web.Request, name: str, state: str) -> dict[str, Any]:
+        """Daytona's description of a sandbox, with all that its client needs."""
+        texts = dict.fromkeys(("organizationId", "user", "target", "name"), "x")
+        numbers = dict.fromkeys(("cpu", "gpu", "memory", "disk"), 1)
+        flags = dict.fromkeys(("public", "networkBlockAll", "kvm"), False)
+        proxy = f"{request.scheme}://{request.host}/proxy"
+        maps = {"env": {}, "labels": {"code-toolbox-language": "python"}}
+        return {"id": name, "state": state, "toolboxProxyUrl": proxy, **maps, **texts, **numbers, **flags}
 
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response({"id": request.match_info["id"], "state": "started"})
+        return web.json_response(self.describe(request, request.match_info["id"], "started"))
 
     async def stop(self, request: web.Request) -> web.Response:
         folder = self.folders.pop(request.match_info["id"], None)
@@ -94,8 +128,8 @@ class Services:
 
     async def snapshot(self, request: web.Request) -> web.Response:
         copy = tempfile.mkdtemp()
-        shutil.copytree(self.folders[request.match_info["id"]], copy, dirs_exist_ok=True)
-        return web.json_response({"snapshotID": copy}, status=201)
+        shutil.copytree(self.folder_of(request), copy, dirs_exist_ok=True)
+        return web.json_response({"snapshotID": copy, "names": []}, status=201)
 
     async def start_process(self, request: web.Request) -> web.Response:
         data = await request.read()
@@ -103,7 +137,7 @@ class Services:
         assert flags == 0 and len(data) == 5 + size and request.headers["X-Access-Token"] == "token"
         process = json.loads(data[5:])["process"]
         limit_s = int(request.headers["connect-timeout-ms"]) / 1000
-        folder = self.folders[request.match_info["id"]]
+        folder = self.folder_of(request)
         status, output, errors = await asyncio.to_thread(execute, [process["cmd"], *process["args"]], folder, limit_s)
         events: list[dict[str, Any]] = [{"event": {"start": {"pid": 1}}}]
         for name, text in (("stdout", output), ("stderr", errors)):
@@ -127,20 +161,38 @@ class Services:
 
     async def execute(self, request: web.Request) -> web.Response:
         body = await request.json()
-        folder = self.folders[request.match_info["id"]]
+        folder = self.folder_of(request)
         status, output, errors = await asyncio.to_thread(execute, ["sh", "-c", body["command"]], folder, body["timeout"])
         return web.json_response({"exitCode": status, "result": output + errors})
 
     async def upload(self, request: web.Request) -> web.Response:
-        path = self.folders[request.match_info["id"]] / request.query["path"]
+        path = self.folder_of(request) / request.query["path"]
         part = await (await request.multipart()).next()
         assert part is not None and part.name == "file"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(await part.read())
-        return web.json_response([])
+        return web.json_response([{"path": str(path), "name": path.name, "type": "file"}])
+
+    async def upload_several(self, request: web.Request) -> web.Response:
+        parts = await request.multipart()
+        paths: dict[str, Path] = {}
+        async for part in parts:
+            index, _, kind = part.name.partition(".")
+            if kind == "path":
+                paths[index] = self.folder_of(request) / await part.text()
+            else:
+                paths[index].parent.mkdir(parents=True, exist_ok=True)
+                paths[index].write_bytes(await part.read())
+        return web.json_response({})
+
+    async def download_several(self, request: web.Request) -> web.Response:
+        (path,) = (await request.json())["paths"]
+        body = (self.folder_of(request) / path).read_bytes()
+        head = f'--b\r\nContent-Disposition: form-data; name="file"; filename="{path}"\r\n\r\n'.encode()
+        return web.Response(body=head + body + b"\r\n--b--\r\n", headers={"content-type": "multipart/form-data; boundary=b"})
 
     async def download(self, request: web.Request) -> web.Response:
-        path = self.folders[request.match_info["id"]] / request.query["path"]
+        path = self.folder_of(request) / request.query["path"]
         return web.Response(body=path.read_bytes()) if path.is_file() else web.Response(status=404, text="no such file")
 
 

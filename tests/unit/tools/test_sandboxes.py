@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,10 @@ SERVICES: dict[str, dict[str, Any]] = {
     "e2b": {"sandbox_url": "URL/{id}", "key_env": "TEST_SANDBOX_KEY"},
     "daytona": {"key_env": "TEST_SANDBOX_KEY"},
 }
+
+
+#: an interpreter with the clients that the services publish
+CLIENTS = Path(sys.prefix, "sandboxes", "bin", "python")
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +161,45 @@ def test_a_snapshot_begins_another_sandbox_or_is_refused(name: str) -> None:
         assert with_provider(name, use, **(find_containers() if name == "container" else {})) == (b"2", b"1")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CLIENTS.exists(), reason="there is no Python with the services' clients here: bash envs/cpu/extras.sh")
+def test_the_published_clients_send_what_the_providers_send() -> None:
+    """The clients of E2B, Daytona and SandboxFusion work with the stand-in services, by the same requests."""
+
+    async def use_clients() -> tuple[dict[str, Any], Services]:
+        services = Services()
+        async with serve(services) as url:
+            process = await asyncio.create_subprocess_exec(
+                str(CLIENTS), str(Path(__file__).with_name("service_clients.py")), url, stdout=asyncio.subprocess.PIPE
+            )
+            output, _ = await process.communicate()
+            assert process.returncode == 0
+            return json.loads(output), services
+
+    async def use(provider: Provider, services: Services) -> list[tuple[str, str, tuple[str, ...]]]:
+        sandbox = await provider.start()
+        await sandbox.write("a.txt", b"one\n")
+        await sandbox.run("cat a.txt", 20.0)
+        await sandbox.read("a.txt")
+        if type(sandbox).__name__ == "_E2bSandbox":
+            await sandbox.snapshot()
+        await sandbox.stop()
+        return services.requests
+
+    found, services = asyncio.run(asyncio.wait_for(use_clients(), 120))
+    assert {tuple(one) for one in found.values()} == {(3, "one\nwrong\n", "one\n")} and not services.folders
+    known: dict[tuple[str, str], set[str]] = {}
+    for method, path, names in services.requests:
+        known.setdefault((method, path), set()).update(names)
+    # the client polls the state by another path, and downloads by one that can take several files
+    own = {("GET", "/sandbox/{id}"), ("GET", "/proxy/{id}/files/download")}
+    for name in SERVICES:
+        for method, path, names in with_provider(name, use):
+            # SandboxFusion's server reads the limit of memory; its published client does not have it
+            own_names = set(names) - {"memory_limit_MB"}
+            assert (method, path) in own or known[method, path] >= own_names, (name, method, path)
+
+
 def test_a_local_command_has_limits_of_memory_and_no_network_and_leaves_no_process() -> None:
     async def use(provider: Provider, services: Services) -> list[Any]:
         sandbox = await provider.start()
@@ -180,7 +224,7 @@ def test_a_local_command_has_limits_of_memory_and_no_network_and_leaves_no_proce
 
 def test_a_provider_that_fails_is_named_and_the_next_one_is_used(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> list[Any]:
-        services, processes = Services(), ProcessPool(["mindspeed_rl.tools.agent_program"])
+        services, processes = Services(has_v2=False), ProcessPool(["mindspeed_rl.tools.agent_program"])
         await processes.start()
         async with serve(services) as url:
             dead = {"provider": "daytona", "url": "http://127.0.0.1:9", "key_env": "TEST_SANDBOX_KEY"}
