@@ -9,6 +9,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
+| rotation, optimizer | several | see `fused_steps` |
 | scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
 They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
@@ -39,7 +40,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindspeed_rl.adaptors import hccl_buffers, npu_attention, npu_experts, packed_rope
+from mindspeed_rl.adaptors import fused_steps, hccl_buffers, npu_attention, npu_experts, packed_rope
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
@@ -215,6 +216,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     _check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
+    fused_steps.apply()
     _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
     npu_attention.configure(fuse_ring_update=config.use_fused_ring_attention_update)
     dispatcher = config.moe_token_dispatcher_type or "alltoall"

@@ -80,11 +80,10 @@ def measure_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     rollout/ess: (sum w)^2 / (n sum w^2) of the token weights w = pi_old / mu; 1.0 when both policies agree.
     """
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
-    weight = difference.exp()
-    masked = torch.where(mask, weight, 0)
+    excess = torch.where(mask, difference.expm1(), 0)
     return {
         "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
         "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
         "rollout/kl": masked_mean(k3(-difference), mask),
-        "rollout/ess": ("ess", (masked.sum(), mask.sum(), masked.square().sum())),
+        "rollout/ess": ("ess", (excess.sum(), mask.sum(), excess.square().sum())),
     }

@@ -34,7 +34,7 @@ class _EffectiveSampleFraction(Metric):
 
 
 Terms = tuple[str, tuple[Tensor, ...]]
-"""A metric still on the device: (reduction, (value, count)); for "negated mean" the value is that of the negated one, and for "ess"
+"""A metric still on the device: (reduction, (value, count)). For "negated mean" the value is that of the negated one; for "ess"
 there are (sum of w - 1, count, sum of (w - 1)^2), which keep their digits where all weights are close to 1."""
 
 

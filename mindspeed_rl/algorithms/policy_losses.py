@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
+from mindspeed_rl.algorithms.fused_loss import fused_policy_loss, fuses
 from mindspeed_rl.algorithms.interfaces import (
     LossOutput,
     PendingMetrics,
@@ -102,6 +103,13 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     Raises:
         ValueError: a term that the objective switches on lacks its tensor.
     """
+    if fuses(batch, objective):
+        return fused_policy_loss(batch, objective, LOG_RATIO_LIMIT)
+    return compute_plain_loss(batch, objective)
+
+
+def compute_plain_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
+    """Return the result of `policy_loss`, as its formulas are written."""
     mask, response_mask = batch.mask, batch.response_mask
     inputs, term = _build_inputs(batch, objective), objective.distillation
     distance = None if term is None else _measure_distance(batch, inputs, term)
@@ -258,6 +266,7 @@ def _build_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
         ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0),
         entropy=batch.entropy,
         old_entropy=batch.old_entropy,
+        marked=None if objective.loss.marks is None else _require(batch.marked, "marked tokens", objective.loss_type),
     )
 
 
@@ -266,7 +275,6 @@ def _compute_importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> 
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
     latter with the gradient of log pi(t) alone.
-        marked=None if objective.loss.marks is None else _require(batch.marked, "marked tokens", objective.loss_type),
     """
     if level == "token":
         return log_ratio.exp()

@@ -20,6 +20,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors import fused_steps
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.diagnostics.cost_iteration import CountJob
@@ -119,6 +120,7 @@ class _MegatronTrainer:
 
     def __init__(self, job: CountJob) -> None:
         config, plan = job.config, job.plan
+        fused_steps.remove()
         self._rows, self._device = _build_rows(job), platform.current().current_device()
         transformer = plan_transformer_config(config, plan)
         # rows are equally long, so stages need not send each other shapes, as in Megatron's script

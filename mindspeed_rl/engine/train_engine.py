@@ -355,8 +355,19 @@ class TrainEngine:
     def _finalize_gradients(
         self, chunks: list[torch.nn.Module], num_counted: Tensor | None = None, *others: Any, **keywords: Any
     ) -> None:
-        finalize_model_grads(chunks, num_counted, *others, **keywords)
-        # summed over all ranks by now
+        # without the count, since Megatron's division by it reads it back
+        finalize_model_grads(chunks, None, *others, **keywords)
+        assert num_counted is not None  # `calculate_per_token_loss` is set
+        dist.broadcast(
+            num_counted,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        dist.all_reduce(num_counted, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        # without any token gradients are 0, or those of the routers alone: as they are
+        scale = 1.0 / num_counted.clamp(min=1)
+        for chunk in self.model.ddp_chunks:
+            chunk.scale_gradients(scale)
         self._num_counted = num_counted
 
     def _check_norm(self, norm: float | None) -> None:
@@ -381,7 +392,7 @@ class TrainEngine:
             return bool(num_counted > 0)
         # NaN and infinity survive a sum: one number a buffer is enough
         sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
-        is_broken = torch.stack([torch.isfinite(value) for value in sums]).all().logical_not()
+        is_broken = torch.stack(sums).isfinite().all().logical_not()
         state = torch.stack([is_broken.to(num_counted.dtype), num_counted.reshape(())])
         # on all ranks: if one raised alone, the others would wait in the optimizer
         dist.all_reduce(state, op=dist.ReduceOp.MAX)

@@ -22,9 +22,11 @@ COMMON = ("--config-name", "grpo_tiny_cpu", "--json", "megatron_training.bf16=tr
 VOCABULARY = "model.tiny_qwen25.padded_vocab_size=4096"
 ONE_RANK = "actor_config.tensor_model_parallel_size=1"
 #: two layers, two micro-batches, one rank
-MOST_KERNELS = {"log-probs": 184, "update": 831}
-#: Megatron's two (whether there are tokens, the norm), whether all is finite, and the metrics
-MOST_WAITS = {"log-probs": 1, "update": 4, "offload": 2, "onload": 0}
+MOST_KERNELS = {"log-probs": 136, "update": 395}
+#: of an update: whether all is finite, the norm, and the metrics
+MOST_WAITS = {"log-probs": 1, "update": 3, "offload": 2, "onload": 0}
+#: kernels of an update over those of plain Megatron + MindSpeed
+MOST_OVER_PLAIN = 1.05
 #: phases of a step outside the passes of its micro-batches
 OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "offload")
 #: columns of the loss, its terms, and blocks that the allocator does not cut
@@ -55,6 +57,8 @@ def check(found: dict[str, Any]) -> None:
     for phase in ("log-probs / forward", "update / forward"):
         assert ours[phase]["kernels"] <= plain[phase]["kernels"]
     for phase in ("log-probs", "update"):
+        assert ours[phase]["kernels"] <= MOST_OVER_PLAIN * plain[phase]["kernels"]
+        assert ours[phase]["waits"] <= plain[phase]["waits"]
         assert ours[phase]["collective_mib"] <= plain[phase]["collective_mib"] + 1e-4
         assert ours[phase]["peak_mib"] <= MORE_MEMORY * plain[phase]["peak_mib"]
         assert ours[phase]["copies"] <= plain[phase]["copies"]
