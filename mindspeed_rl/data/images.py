@@ -28,6 +28,7 @@ from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, IndexedColumns, column_prefix, read_index
 from mindspeed_rl.data.sources import ArrowRow
+from mindspeed_rl.data.turns import IMAGE_MARK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,6 +46,8 @@ _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 #: keys of a part of a message, or of an image that is an object, in the order in which they are read
 _SOURCES = ("bytes", "image_url", "image", "url", "path", "base64", "data")
+#: types of the parts of a message
+_IMAGE_PARTS, _OTHER_PARTS = ("image", "image_url", "input_image"), ("video", "video_url", "audio", "input_audio")
 _MAX_RATIO = 200
 #: pixels of the longer side of an image on a page
 _THUMBNAIL = 160
@@ -331,6 +334,59 @@ def is_embedded(reference: str) -> bool:
 # ---------------------------------------------------------------------- rows
 
 
+def make_reference(value: object, folder: str | None = None) -> str:
+    """Return the reference of an image in any of its forms.
+
+    Args:
+        folder: of relative paths; None: the working directory.
+
+    Raises:
+        ImageError: the form is not supported.
+    """
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in _SOURCES if value.get(name) is not None), None)
+        return make_reference(value, folder)
+    if isinstance(value, (bytes, bytearray)):
+        return embed_image(bytes(value))
+    if hasattr(value, "save") and hasattr(value, "mode"):  # pillow's, in a dataset of the hub
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return embed_image(buffer.getvalue())
+    if not isinstance(value, str) or not value:
+        raise ImageError(f"has an image of type {type(value).__name__}; give a path, bytes, base64 or a data: URL")
+    if is_embedded(value):
+        return value
+    if value.startswith(("http://", "https://")):
+        raise ImageError(f"image {_shorten(value)} is on the network; download it, training reads local files")
+    path = Path(value.removeprefix("file://")).expanduser()
+    path = path if path.is_absolute() or folder is None else Path(folder).expanduser() / path
+    with contextlib.suppress(OSError):  # base64 may be too long for a name
+        if path.is_file():
+            return str(path.absolute())
+    return f"data:image/any;base64,{''.join(value.split())}" if _BASE64.fullmatch(value) else str(path.absolute())
+
+
+def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
+    """Return a message's content with IMAGE_MARK for each image, and the references; what is no list of parts stays.
+
+    Raises:
+        ImageError: a part is neither text nor an image.
+    """
+    if not isinstance(content, (list, tuple)):
+        return content, ()
+    texts, references = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind in _IMAGE_PARTS:
+            texts.append(IMAGE_MARK)
+            references.append(make_reference(part))
+        elif isinstance(text := part if isinstance(part, str) else part.get("text"), str):
+            texts.append(text)
+        else:
+            raise ImageError(f"has a part of type {kind!r}: only text and images are supported")
+    return "".join(texts), tuple(references)
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads the images of raw rows.
@@ -384,7 +440,7 @@ class ImageReader:
             if len(own) != len(parts):
                 raise ImageError(f"has {missing} image parts without an image, and no column with them")
             parts = own
-        return changed, tuple(self._reference(value) for value in parts or own)
+        return changed, tuple(make_reference(value, self.folder) for value in parts or own)
 
     def _mark(self, value: Any, parts: list[object]) -> Any:
         """Return a column's value with markers; images of message parts are added to `parts`, None for a part without one."""
@@ -397,39 +453,15 @@ class ImageReader:
         marked = []
         for item in value:
             kind = item.get("type") if isinstance(item, Mapping) else None
-            if kind in ("image", "image_url", "input_image"):
+            if kind in _IMAGE_PARTS:
                 parts.append(next((item[name] for name in _SOURCES if item.get(name) is not None), None))
                 item = {"type": "text", "text": self.marker}
-            elif kind in ("video", "video_url", "audio", "input_audio"):
+            elif kind in _OTHER_PARTS:
                 raise ImageError(f"has a part of type {kind!r}: only images are supported, so give a few frames as images")
             else:
                 item = self._mark(item, parts)
             marked.append(item)
         return marked
-
-    def _reference(self, value: object) -> str:
-        """Return the reference of an image in any of its forms."""
-        if isinstance(value, Mapping):
-            value = next((value[name] for name in _SOURCES if value.get(name) is not None), None)
-            return self._reference(value)
-        if isinstance(value, (bytes, bytearray)):
-            return embed_image(bytes(value))
-        if hasattr(value, "save") and hasattr(value, "mode"):  # pillow's, in a dataset of the hub
-            buffer = io.BytesIO()
-            value.save(buffer, "PNG")
-            return embed_image(buffer.getvalue())
-        if not isinstance(value, str) or not value:
-            raise ImageError(f"has an image of type {type(value).__name__}; give a path, bytes, base64 or a data: URL")
-        if is_embedded(value):
-            return value
-        if value.startswith(("http://", "https://")):
-            raise ImageError(f"image {_shorten(value)} is on the network; download it, training reads local files")
-        path = Path(value.removeprefix("file://")).expanduser()
-        path = path if path.is_absolute() or self.folder is None else Path(self.folder).expanduser() / path
-        with contextlib.suppress(OSError):  # base64 may be too long for a name
-            if path.is_file():
-                return str(path.absolute())
-        return f"data:image/any;base64,{''.join(value.split())}" if _BASE64.fullmatch(value) else str(path.absolute())
 
     def place(self, conversation: Conversation, references: tuple[str, ...]) -> Conversation:
         """Return the conversation with a marker for each image; without any, they come before the first question.
@@ -481,13 +513,16 @@ def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> 
     The k-th image has the k-th run of its number of image tokens; other runs were sampled, and stay.
 
     Raises:
-        ValueError: there are fewer such runs than images.
+        ValueError: there are fewer such runs than images, or an image follows an image token that was sampled: engines would
+            put it there.
     """
     collapsed: list[int] = []
     waiting = list(reversed(images))
     for token, run in itertools.groupby(ids):
         length = len(list(run))
         is_image = bool(waiting) and token == waiting[-1].rules.token_id and length == waiting[-1].num_tokens
+        if waiting and token == waiting[-1].rules.token_id and not is_image:
+            raise ValueError("the model has sampled an image token, after which the engine cannot place another image")
         collapsed += [token] * (1 if is_image else length)
         if is_image:
             waiting.pop()

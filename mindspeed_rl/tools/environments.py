@@ -185,7 +185,9 @@ class _CheckedEnvironment:
         if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
             raise InvalidEnvironmentError(f"{where} must return messages with role and content, not {value!r:.200}")
         for message in value:
-            if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
+            if message.get("role") not in _ROLES or not isinstance(message.get("content"), (str, list)):
                 roles = ", ".join(_ROLES)
-                raise InvalidEnvironmentError(f"{where}: a message has a role of {roles} and a text, not {message!r:.200}")
+                raise InvalidEnvironmentError(
+                    f"{where}: a message has a role of {roles} and a text, or parts with images, not {message!r:.200}"
+                )
         return [dict(message) for message in value]

@@ -92,6 +92,7 @@ class ToolReply:
         reward: the tool's reward for the call; None for none.
         ends_trajectory: the call was the final answer; no further turn follows.
         metrics: numbers from the tool about the call, by name.
+        images: that the tool returned, as data: URLs or paths.
     """
 
     text: str
@@ -101,6 +102,7 @@ class ToolReply:
     reward: float | None = None
     ends_trajectory: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 class Environment(Protocol):

@@ -157,7 +157,7 @@ class McpServers(Tool):
 
         async def run(call: ToolCall, timeout_s: float) -> ToolResult:
             index, name = self._sources[call.name]
-            return ToolResult(await connections[index].call(name, call.arguments, timeout_s))
+            return await connections[index].call(name, call.arguments, timeout_s)
 
         # a call to a server that has ended waits for a new one, and then has its full time
         grace_s = _CONNECT_LIMIT_S + 2 * _GRACE_S
@@ -201,8 +201,8 @@ class _Connection:
             reason = _describe(error)
             raise ToolError(f"MCP server {self._server.name} does not list its tools: {reason}", "crashed") from None
 
-    async def call(self, name: str, arguments: JsonObject, timeout_s: float) -> str:
-        """Call a tool of the server and return its text.
+    async def call(self, name: str, arguments: JsonObject, timeout_s: float) -> ToolResult:
+        """Call a tool of the server and return its text and images.
 
         Raises:
             ToolError: the tool reports a failure, the server has ended, or does not reply in time.
@@ -231,7 +231,8 @@ class _Connection:
         text = _read_text(result)
         if result.is_error:
             raise ToolError(text)
-        return text
+        images = (f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image")
+        return ToolResult(text, images=tuple(images))
 
     async def close(self) -> None:
         """End the connection, and the server if it was started for it; may be called twice."""

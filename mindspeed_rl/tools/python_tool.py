@@ -41,7 +41,8 @@ class PythonTool(Tool):
 
 def decode_result(message: Message) -> ToolResult:
     """Return the result in a process's reply."""
-    return ToolResult(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])
+    images = tuple(message["images"])
+    return ToolResult(message["text"], message["reward"], message["ends_trajectory"], message["metrics"], images)
 
 
 def _derive_schema(function: Callable[..., object], where: str) -> JsonObject:

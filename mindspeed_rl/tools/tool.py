@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.data.images import ImageError, make_reference
 from mindspeed_rl.tools.interface import JsonObject, Problem, ToolCall
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class ToolResult:
     reward: float | None = None
     ends_trajectory: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 class ToolError(Exception):
@@ -124,27 +126,48 @@ def to_tool_result(value: object) -> ToolResult:
     """Convert the return value of a Python function, or of a tool of verl.
 
     Text stays, None is empty, a `ToolResult` is returned, other values are written as JSON. A tuple (text, reward, metrics) has
-    verl's form; its text may be an object with an attribute `text` or a mapping with that key. Metrics must be numbers.
+    verl's form; its text may be an object with an attribute `text` or a mapping with that key. Metrics must be numbers. An
+    `image` of that object or mapping, one or several, is an image of the result, as is a picture of pillow by itself.
+
+    Raises:
+        ToolError: an image is in no form that is read.
     """
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
         text, reward, metrics = value
         numbers = {str(name): float(number) for name, number in metrics.items() if isinstance(number, (int, float))}
-        return ToolResult(to_text(text), float(reward) if isinstance(reward, (int, float)) else None, metrics=numbers)
-    return ToolResult(to_text(value))
+        earned = float(reward) if isinstance(reward, (int, float)) else None
+        return ToolResult(to_text(text), earned, metrics=numbers, images=_find_images(text))
+    images = _find_images(value)
+    return ToolResult("" if images and hasattr(value, "save") else to_text(value), images=images)
+
+
+def _find_images(value: object) -> tuple[str, ...]:
+    """Return the references of the images of a tool's return value."""
+    if hasattr(value, "save") and hasattr(value, "mode"):  # pillow's
+        images: object = value
+    else:
+        images = value.get("image") if isinstance(value, Mapping) else getattr(value, "image", None)
+        if not images or isinstance(value, Mapping) and not isinstance(value.get("text", ""), str):
+            return ()
+    try:
+        return tuple(make_reference(image) for image in (images if isinstance(images, (list, tuple)) else [images]))
+    except ImageError as error:
+        raise ToolError(f"the tool's result {error}") from error
 
 
 def to_text(value: object) -> str:
     """Convert a return value to text; see `to_tool_result`."""
     if value is None:
         return ""
-    if isinstance(value, Mapping) and isinstance(text := value.get("text"), str):
+    if isinstance(value, Mapping) and isinstance(text := value.get("text", "" if "image" in value else None), str):
         return text
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):
         value = getattr(value, "text", value)
+        value = "" if value is None else value
     if isinstance(value, str):
         return value
     try:

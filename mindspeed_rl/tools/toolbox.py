@@ -237,8 +237,8 @@ class Tools:
             text, problem = f"Error: {error}", error.problem
         text = truncate(text, self._limits.max_response_tokens, self._limits.truncate_side, self._count)
         seconds = time.monotonic() - start
-        metrics = dict(result.metrics)
-        return ToolReply(text, problem is not None, seconds, problem, result.reward, result.ends_trajectory, metrics)
+        given = {"reward": result.reward, "ends_trajectory": result.ends_trajectory, "images": result.images}
+        return ToolReply(text, problem is not None, seconds, problem, metrics=dict(result.metrics), **given)
 
     async def _call(self, call: ToolCall | BrokenCall) -> ToolResult:
         if isinstance(call, BrokenCall):

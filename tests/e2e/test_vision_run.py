@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts import load_script
+
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+from mindspeed_rl.cli.parity import replay
+from mindspeed_rl.data.images import make_data_url
 
 ROOT = Path(__file__).resolve().parents[2]
 #: rewards whether the answer is the colour that the picture has at the shape, which the text alone does not say
@@ -26,6 +31,12 @@ def colours(prompt, response, label, images=(), **columns):
     found = {SEEN[colour] for _, colour in open_image(image).getcolors() if colour in SEEN}
     assert label in found and len(found) == 2, (label, found)
     return float(response.strip() in found)
+
+
+def starts_even(prompt, response, label, images=(), **columns):
+    """1 where the first character has an even code, which an untrained model reaches in about half of its samples."""
+    assert len(images) == 1 and open_image(images[0]).size == (84, 84)
+    return float(bool(response) and ord(response[0]) % 2 == 0)
 '''
 
 
@@ -74,6 +85,37 @@ GRPO = [
     "actor_config.save=grpo", "rl_config.verifier_function=[looks:colours]", "rl_config.log_probs_diff_limit=1e-4",
     "rl_config.log_completions=true",
 ]  # fmt: skip
+#: one server next to one trainer
+SERVERS = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=1"]
+MODES = {
+    "one_step_off": [*SERVERS, "rl_config.trainer_mode=one_step_off"],
+    "async": [*SERVERS, "rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"],
+    "servers_of_two": [*SERVERS, "rl_config.rollout_resource.num_npus=2", "generate_config.infer_tensor_parallel_size=2"],
+    "partial": [
+        *("rl_config.partial_rollout_max_split=2", "rl_config.guarantee_order=false"),
+        "generate_config.sampling_config.max_tokens=16",
+    ],
+    "dynamic_sample": ["rl_config.dynamic_sample=true"],
+    "filter_groups": ["rl_config.filter_groups_enable=true", "rl_config.filter_groups_max_batches=4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_on_the_pictures_that_its_engine_saw(mode: str, task: Path) -> None:
+    keys = [f"run_dir={mode}", "actor_config.load=model", "actor_config.save=null", "actor_config.save_hf=false", *MODES[mode]]
+    keys += ["megatron_training.train_iters=3", "rl_config.verifier_function=[looks:starts_even]"]
+    # of no effect, so that log-probs of older weights are those of the new ones wherever both sides see the same picture
+    keys += ["actor_config.lr=1e-12", "actor_config.min_lr=0", "rl_config.save_rollouts_interval=1"]
+    command("train", *GRPO, *keys, folder=task)
+    records = metrics(task / mode)
+    assert len(records) == 3 and records[0]["actor/grad_norm"] > 0.0
+    for record in records:
+        assert record["rollout/log_probs_diff_max"] < 1e-4, record["iteration"]
+        batch = RolloutBatch.load(task / mode / "rollouts" / f"iteration_{record['iteration']:07d}.safetensors")
+        again = replay(batch, {}, torch.float64)
+        loss = record["actor/pg_loss"] + record["actor/kl_coef"] * record["actor/kl_loss"]
+        assert again.loss == pytest.approx(loss, abs=1e-6)
 
 
 def test_pictures_train_and_are_seen_alike_by_trainer_engine_and_rewards(task: Path) -> None:
@@ -91,3 +133,48 @@ def test_pictures_train_and_are_seen_alike_by_trainer_engine_and_rewards(task: P
     pictures = [line["extra"]["images"] for line in lines if "images" in line["extra"]]
     assert pictures and all(one.startswith("data:image/jpeg;base64,") for (one,) in pictures)
     assert "<|image_pad|><|image_pad|>" not in lines[0]["prompt"] and "<|image_pad|>" in lines[0]["prompt"]
+
+
+#: asks about the picture of its row, and shows another one with the second question
+PROGRAM = """
+import json, os, pathlib, urllib.request
+
+def post(messages, **more):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 8, **more}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"]
+
+def ask(url, text):
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]}
+
+task = json.loads(pathlib.Path(os.environ["AGENT_TASK"]).read_text())
+(picture,) = task["images"]
+(first,) = post([ask(picture, "what?")])
+post([ask(picture, "what?"), first["message"], ask(OTHER, "and?")], n=2)
+print(json.dumps({"reward": float(first["message"]["content"].strip() == task["label"])}))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_sends_pictures_is_trained_on_what_the_engine_saw(task: Path) -> None:
+    # a random model samples image tokens, after which the engine cannot place another image
+    more = ["run_dir=sft_program", "megatron_training.save=sft_program_weights", "megatron_training.train_iters=30"]
+    command("train", *SFT, *more, folder=task)
+    other = make_data_url(str(next((task / "raw" / "pictures").iterdir())))
+    (task / "program.py").write_text(PROGRAM.replace("OTHER", repr(other)))
+    more = [
+        "run_dir=program_run", "actor_config.load=sft_program_weights", "rl_config.verifier_function=[]",
+        "rl_config.verifier_weight=[]", "rl_config.multi_turn_enable=true",
+        f"rl_config.agent={{command: [{sys.executable}, {task / 'program.py'}]}}",
+        "rl_config.trajectory_reward=final", "rl_config.use_prefix_grouper=true", "generate_config.limit_mm_image_per_prompt=2",
+        "generate_config.max_model_len=128", "megatron_training.seq_length=128",
+    ]  # fmt: skip
+    command("train", *GRPO, *more, folder=task)
+    records = metrics(task / "program_run")
+    assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < 1e-4 for record in records)
+    assert all(record["branches/mean"] == 1 and record["turns/mean"] == 3 for record in records)
+    assert all(record["rollout/failed_trajectories"] == 0 for record in records)
+    line = json.loads((task / "program_run" / "completions.jsonl").read_text().splitlines()[0])
+    # of each sequence: the picture of the row, and the other one
+    assert len(line["extra"]["images"]) == 4

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.data.images import ImageReader, check_images, read_parts
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
@@ -88,9 +89,14 @@ class AgentConversation:
         turns: ChatTurns,
         tokenizer: PreTrainedTokenizerBase,
         limits: TrajectoryLimits,
+        images: ImageReader | None = None,
+        max_images: int = 0,
     ) -> None:
         self._prompt_ids, self._sampling, self._seed, self._engine = tuple(prompt_ids), sampling, seed, engine
         self._turns, self._tokenizer, self._limits = turns, tokenizer, limits
+        self._reader, self._max_images = images, max_images
+        self._prompt_images = self._start_images = sampling.images  # of the prompt, and of the start of the current sequence
+        self._added_images: list[tuple[int, tuple[str, ...]]] = []  # index of a segment, and the images in it
         self._finished: list[TokenSequence] = []  # sequences that the current one has replaced
         self._start = self._prompt_ids  # of the current sequence
         self._segments: list[Segment] = []  # of the current sequence
@@ -109,12 +115,15 @@ class AgentConversation:
         max_turns = self._limits.max_turns
         return turn.ended and (max_turns is None or self.num_turns < max_turns)
 
-    def restart(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
+    def restart(
+        self, prompt_ids: Sequence[int], turns: ChatTurns | None = None, images: tuple[str, ...] = ()
+    ) -> bool:
         """Start with another prompt than the task's, or start again after turns; return False where there is no room.
 
         The images of the task's prompt are not part of it.
 
         Args:
+            images: of this prompt.
             turns: of the chat template from now on, where prompts with tools and without differ.
 
         Raises:
@@ -129,9 +138,45 @@ class AgentConversation:
         if self._rewards and not self._start_sequence([], tuple(prompt_ids)):
             return False
         self._prompt_ids = self._start = tuple(prompt_ids)
-        self._sampling = replace(self._sampling, images=())
-        self._has_thought = False
+        self._prompt_images = self._start_images = images
+        self._added_images, self._has_thought = [], False
         return True
+
+    def restart_with(self, messages: Sequence[ChatMessage]) -> bool:
+        """Start with messages in place of the task's prompt; see `restart`."""
+        plain, images = self._read_messages(messages)
+        return self.restart(self._expand(self._turns.render(plain), images, ()), images=images)
+
+    def _read_messages(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], tuple[str, ...]]:
+        """Return messages as text, with marks of images, and the images of all of them."""
+        read = [read_parts(message.get("content")) for message in messages]
+        plain: list[ChatMessage] = [{**message, "content": content} for message, (content, _) in zip(messages, read)]
+        return plain, tuple(image for _, images in read for image in images)
+
+    def _expand(self, ids: tuple[int, ...], images: tuple[str, ...], before: tuple[str, ...]) -> tuple[int, ...]:
+        """Return ids with all tokens of new images.
+
+        Args:
+            before: images that the context has already.
+
+        Raises:
+            ValueError: the model reads none or not as many, or one is broken.
+        """
+        if not images:
+            return ids
+        if self._reader is None:
+            raise ValueError("the model of this run reads no images, and a message has one")
+        if (count := len(before) + len(images)) > self._max_images:
+            key = "generate_config.limit_mm_image_per_prompt"
+            raise ValueError(f"the context has {count} images, and {key} is {self._max_images}")
+        check_images(images)
+        ((expanded, _),), _ = self._reader.expand([(list(ids), [])], images)
+        return tuple(expanded)
+
+    def _list_images(self, num_segments: int) -> tuple[str, ...]:
+        """Return the images of the current sequence up to the end of so many segments."""
+        added = (image for index, images in self._added_images if index < num_segments for image in images)
+        return (*self._start_images, *added)
 
     async def reply(self, max_tokens: int | None = None) -> Turn:
         """Return the model's next turn.
@@ -147,7 +192,7 @@ class AgentConversation:
         room = min(self._sampling.max_tokens, limits.max_tokens - self._num_used, limits.max_context_tokens - len(context))
         room = room if max_tokens is None else min(room, max_tokens)
         # without any room the engine raises that the prompt is too long
-        sampling = replace(self._sampling, max_tokens=max(1, room))
+        sampling = replace(self._sampling, max_tokens=max(1, room), images=self._list_images(len(self._segments)))
         seed = _turn_seed(self._seed, self.num_turns)
         response: Generated | None = None
         start_s = time.time()
@@ -177,21 +222,26 @@ class AgentConversation:
     def add_messages(self, messages: Sequence[ChatMessage]) -> bool:
         """Add messages that the model answers next; return False where there is no room for an answer.
 
-        Where the chat template now renders earlier turns otherwise, a new sequence starts with what it renders.
+        Where the chat template now renders earlier turns otherwise, a new sequence starts with what it renders. Contents may
+        be lists of parts, of which some are images.
 
         Raises:
             MalformedRowError: the template cannot render them.
+            ValueError: the model cannot read their images.
         """
         last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
-        between = self._turns.render_next(messages, last, num_before=num_before, has_thought=self._has_thought)
+        plain, images = self._read_messages(messages)
+        between = self._turns.render_next(plain, last, num_before=num_before, has_thought=self._has_thought)
         added: list[ChatMessage] = [dict(message) for message in messages]
         if between is None:
             return self._start_sequence([*self.messages, *added])
+        between = self._expand(between, images, self._list_images(len(self._segments)))
         if not self._has_room(len(between), len(self._context(self._segments)) + len(between)):
             return False
         self.messages += added
         self._num_used += len(between)
+        self._added_images.append((len(self._segments), images))
         self._segments.append(Segment.from_context(between))
         return True
 
@@ -259,12 +309,21 @@ class AgentConversation:
             messages: the conversation after the prompt.
             start: its first tokens; None for what the chat template renders, which drops thoughts.
         """
-        first = self._turns.rerender(self._prompt_ids, messages) if start is None else start
-        if not self._has_room(len(first), len(first)):
+        before = images = self._list_images(len(self._segments))
+        if start is None:
+            plain, new = self._read_messages(messages)
+            rendered = self._turns.rerender(self._prompt_ids, plain)
+            same = len(os.path.commonprefix([self._prompt_ids, rendered]))  # its images have all their tokens
+            start_ids = (*rendered[:same], *self._expand(rendered[same:], new, self._prompt_images))
+            images = (*self._prompt_images, *new)
+        else:
+            start_ids = start
+        if not self._has_room(len(start_ids), len(start_ids)):
             return False
-        self._finished.append(TokenSequence(self._start, tuple(self._segments), self._sampling.images))
-        self._start, self._segments, self.messages = first, [], messages
-        self._num_used += len(first)
+        self._finished.append(TokenSequence(self._start, tuple(self._segments), before))
+        self._start, self._segments, self.messages = start_ids, [], messages
+        self._start_images, self._added_images = images, []
+        self._num_used += len(start_ids)
         self._has_thought &= start is not None
         return True
 
@@ -297,7 +356,7 @@ class AgentConversation:
         segments = list(self._segments)
         while segments and not segments[-1].sampled:
             segments.pop()  # messages without an answer
-        sequence = TokenSequence(self._start, tuple(segments), self._sampling.images)
+        sequence = TokenSequence(self._start, tuple(segments), self._list_images(len(segments)))
         last = [sequence] if segments or not self._finished else []
         return Trajectory(
             sequences=(*self._finished, *last),

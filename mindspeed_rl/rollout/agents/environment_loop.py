@@ -56,7 +56,6 @@ class _ObjectEpisodes:
                 raise ValueError(f"rl_config.environment: '{target}' is not in envs of external_plugins; {known} is")
             target, args = f"{GymEnvironment.__module__}:{GymEnvironment.__name__}", {"name": target}
         self._make = make_environment_factory(target, args, timeout_s=spec.timeout_s)
-        self._turns = settings.turns
 
     async def play(self, conversation: AgentConversation, task: Task) -> None:
         """Play an episode; turns have rewards here, the final state has none."""
@@ -64,7 +63,7 @@ class _ObjectEpisodes:
         try:
             opening = await environment.reset(task.row)
             if opening:
-                conversation.restart(self._turns.render(opening))
+                conversation.restart_with(opening)
             has_room = True
             while has_room:
                 turn = await conversation.reply()

@@ -128,7 +128,15 @@ class AgentLoop(ABC):
         """Return a conversation in tokens that starts with the task's prompt."""
         settings = self.settings
         return AgentConversation(
-            task.prompt_ids, task.sampling, task.seed, engine, settings.turns, settings.tokenizer, settings.limits
+            task.prompt_ids,
+            task.sampling,
+            task.seed,
+            engine,
+            settings.turns,
+            settings.tokenizer,
+            settings.limits,
+            settings.images,
+            settings.max_images,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.data.turns import ChatMessage
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
@@ -43,9 +44,20 @@ class ToolAgent(AgentLoop):
             _record_replies(conversation, [call.name if isinstance(call, ToolCall) else "" for call in calls], replies)
             if any(reply.ends_trajectory for reply in replies):
                 break
-            has_room = conversation.add_messages([{"role": "tool", "content": reply.text} for reply in replies])
+            try:
+                has_room = conversation.add_messages([self._build_message(reply) for reply in replies])
+            except ValueError as error:  # of an image; the run goes on
+                conversation.metrics["tool_call_num"] = float(tools.num_calls)
+                return conversation.end(final_reward=await tools.close(), failure=f"tools: {error}")
         conversation.metrics["tool_call_num"] = float(tools.num_calls)
         return conversation.end(final_reward=await tools.close())
+
+    def _build_message(self, reply: ToolReply) -> ChatMessage:
+        """Return a reply as a message; a model of text does not see images."""
+        if not reply.images or self.settings.images is None:
+            return {"role": "tool", "content": reply.text}
+        parts = [{"type": "image", "image": image} for image in reply.images]
+        return {"role": "tool", "content": [*([{"type": "text", "text": reply.text}] if reply.text else []), *parts]}
 
 
 def _record_replies(conversation: AgentConversation, names: Sequence[str], replies: Sequence[ToolReply]) -> None:

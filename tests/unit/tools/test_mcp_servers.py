@@ -1,6 +1,7 @@
 """Tools of a real MCP server, over stdio and over HTTP on loopback."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import patient
 from toolboxes import call, open_toolbox
 
 from mindspeed_rl.tools.toolbox import CallLimits
@@ -36,7 +38,7 @@ def http_server():
         port = free.getsockname()[1]
     process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patient(60)
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
@@ -62,6 +64,7 @@ async def check_answers(box):
     )
     assert [reply.problem for reply in replies] == [None, "bad_arguments", "failed", None, None]
     assert replies[0].text == "5" and "fail" in replies[2].text and replies[3].text == "[image]"
+    assert replies[3].images == (f"data:image/png;base64,{base64.b64encode(b'no picture').decode()}",)
     (late,) = await box.open({}).call([call("remember", word="b")])
     assert late.text == "a b"  # one server for all
 
