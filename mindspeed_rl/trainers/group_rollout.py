@@ -14,7 +14,7 @@ from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.images import has_references
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
+from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.run_files import CONSUMED
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -132,6 +132,8 @@ class GroupRollout(Rollout):
         else:
             groups, reports = self._source.take(iteration, expected)
             reports = reports + self._put(groups)
+        self._loader.batch = [group.index for group in groups]
+        reports += self._loader.report()
         _write_record(self._record, iteration + 1, self._source.admission.version(iteration), groups)
         return reports
 
@@ -155,6 +157,8 @@ class GroupRollout(Rollout):
             self._add_model_rewards(groups, rows)
             batch, _ = self._plane.get("dynamic_sampling", list(SCORED_COLUMNS), indexes=rows, timeout_s=self._timeout_s)
             indexes: Batch = {"row": list(rows)}
+            self._loader.batch = [group.index for group in groups]
+            self._loader.observe(ragged(batch["rewards"]).tensor())
             good, rejected = group_filter.split({**batch, **indexes})
             trained += [groups[row // size] for row in good.pop("row")[::size]]
             others += [groups[row // size] for row in rejected.pop("row")[::size]]

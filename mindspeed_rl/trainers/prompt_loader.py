@@ -12,20 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import read_split
-from mindspeed_rl.config.keys.rl import DistillationKeys
+from mindspeed_rl.config.keys.rl import DistillationKeys, RLConfig
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.prompt_sampling import build_prompt_sampler, describe_sampling
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
 from mindspeed_rl.workers.responses import read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_rl.trainers.advantages import TrainBatch
 
 
 class PromptLoader:
@@ -37,37 +43,71 @@ class PromptLoader:
         COLUMNS: that it puts into the data plane.
         next_prompt: index of the next one that was never taken.
         waiting: indexes of prompts that were started before a resume and did not train: they come first.
+        batch: indexes of the prompts whose rows are in the data plane, in their order.
     """
 
     COLUMNS = ("prompt_ids", "labels", "extra")
 
-    def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, rl: RLConfig, *, seed: int, shuffle: bool
+    ) -> None:
         self._prompts, self._plane, self._plan = prompts, plane, plan
         self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
-        self._described = describe_order(prompts, seed=seed, shuffle=shuffle)
+        self._choice = build_prompt_sampler(rl, prompts, seed=seed, shuffle=shuffle)
+        self._described = describe_order(prompts, rl, seed=seed, shuffle=shuffle)
         self._pass_start = self.next_prompt = 0
         self.waiting: list[int] = []
+        self.batch: list[int] = []
 
     def item(self, index: int) -> PromptItem:
         """Return the prompt of this index, counted from the start of the run over all epochs."""
+        if self._choice is not None:
+            return self._prompts[self._choice.row(index - self._pass_start)]
         return self._prompts[next(self._sampler.batches(index - self._pass_start, 1))[0]]
 
     def put(self) -> None:
         """Replace the rows of the data plane by the next prompts."""
         size = self._plan.num_prompts
-        items = [self.item(index) for index in self.waiting[:size]]
+        self.batch = self.waiting[:size]
+        items = [self.item(index) for index in self.batch]
         self.waiting = self.waiting[size:]
         if count := size - len(items):
-            batch = next(self._sampler.batches(self.next_prompt - self._pass_start, count))
-            items += [self._prompts[index] for index in batch]
-            self.next_prompt += count
+            new = range(self.next_prompt, self.next_prompt + count)
+            if self._choice is None:  # the order of a pass is computed once
+                rows = next(self._sampler.batches(new.start - self._pass_start, count))
+                items += [self._prompts[row] for row in rows]
+            else:
+                items += [self.item(index) for index in new]
+            self.batch = [*self.batch, *new]
+            self.next_prompt = new.stop
         repeat = self._plan.n_samples_per_prompt
         self._plane.clear(size)
         self._plane.put(prompt_rows(items, repeat), range(size * repeat))
 
+    def observe(self, rewards: Tensor) -> None:
+        """Take note of the rewards [rows] of the batch, NaN where there is none, where the order depends on them."""
+        if self._choice is not None:
+            groups = rewards.view(len(self.batch), -1).tolist()
+            self._choice.observe([index - self._pass_start for index in self.batch], groups)
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        """Take note of the rewards that train, with those of a reward model."""
+        self.observe(batch.inputs.rewards.masked_fill(~batch.inputs.valid, torch.nan))
+
+    def report(self) -> list[WorkerReport]:
+        """Return the counts of an order that depends on rewards; nothing for another."""
+        if self._choice is None:
+            return []
+        metrics = Metrics()
+        for name, count in self._choice.count().items():
+            metrics.add_sum(f"prompts/{name}", count)
+        return [WorkerReport(metrics)]
+
     def state_dict(self) -> dict[str, object]:
         """Return the position, as plain values."""
-        start = {"pass_start": self._pass_start, "order": self._described}
+        start: dict[str, object] = {"pass_start": self._pass_start, "order": self._described}
+        if self._choice is not None:
+            start["sampler"] = self._choice.state_dict()
         return {"next_prompt": self.next_prompt, "in_flight": self.waiting, **start}
 
     def load_state_dict(self, state: Mapping[str, Any], iteration: int) -> None:
@@ -77,12 +117,15 @@ class PromptLoader:
         self._pass_start, self.waiting = state.get("pass_start", 0), list(state.get("in_flight", ()))
         if state.get("order", self._described) != self._described:
             self._pass_start, self.waiting = self.next_prompt, []
+        elif self._choice is not None and "sampler" in state:
+            self._choice.load_state_dict(state["sampler"])
 
 
-def describe_order(prompts: PromptDataset, *, seed: int, shuffle: bool) -> list[int]:
-    """Return numbers that differ for other prompts, and for another order: their count, a sum over some, seed, shuffling."""
+def describe_order(prompts: PromptDataset, rl: RLConfig, *, seed: int, shuffle: bool) -> list[int]:
+    """Return numbers that differ for other prompts, and for another order: count, a sum over some, seed, shuffling, keys."""
     some = [prompts[index]["prompt_ids"] for index in np.linspace(0, len(prompts) - 1, min(64, len(prompts)), dtype=int)]
-    return [len(prompts), zlib.crc32(json.dumps([list(map(int, ids)) for ids in some]).encode()), seed, int(shuffle)]
+    content = zlib.crc32(json.dumps([list(map(int, ids)) for ids in some]).encode())
+    return [len(prompts), content, seed, int(shuffle), *describe_sampling(rl)]
 
 
 def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:

@@ -82,11 +82,11 @@ class SynchronousRollout(Rollout):
         self._loader.put()
         if self._blocking:
             generated = self._actors.generate(iteration).wait()
-            return generated + self._rewards.start(self._num_samples).wait()
+            return generated + self._rewards.start(self._num_samples).wait() + self._loader.report()
         # started first: it waits in the data plane and scores rows as they come
         scoring = self._rewards.start(self._num_samples)
         generated, scored = self._actors.generate(iteration).wait_with(scoring)
-        return generated + scored
+        return generated + scored + self._loader.report()
 
 
 class FilteredRollout(Rollout):
@@ -126,6 +126,8 @@ class FilteredRollout(Rollout):
         reports: list[WorkerReport] = []
         accepted: list[Batch] = []
         spare: list[Batch] = []
+        kept: list[int] = []
+        rejected: list[int] = []
         expected, num_accepted, num_rollouts = self._plan.num_train_prompts, 0, 0
         while num_accepted < expected:
             if num_rollouts == self._filter.limit and self._filter.limit > 0:
@@ -136,13 +138,19 @@ class FilteredRollout(Rollout):
             batch, _ = self._plane.get(
                 "dynamic_sampling", self._columns, indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
             )
-            good, others = self._filter.split(batch)
+            self._loader.observe(ragged(batch["rewards"]).tensor())
+            size = self._plan.n_samples_per_prompt
+            indexes: Batch = {"prompt": [index for index in self._loader.batch for _ in range(size)]}
+            good, others = self._filter.split({**batch, **indexes})
+            kept += good.pop("prompt")[::size]
+            rejected += others.pop("prompt")[::size]
             accepted.append(good)
             spare.append(others)
             num_accepted += len(good["rewards"]) // self._plan.n_samples_per_prompt
         if num_accepted < expected:
             self._filter.give_up(iteration, f"{num_rollouts} rollouts", num_accepted, expected)
         size = self._plan.num_train_samples
+        self._loader.batch = [*kept, *rejected][:expected]
         # accepted ones first: the others only fill up the batch
         parts = accepted + spare
         rows = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in self._columns}

@@ -541,6 +541,30 @@ class _RewardKeys:
         needs=_OVERLONG, on_resume="in_flight")
     missing_eos_penalty: float = key(0.0, "subtracted from the total reward of a truncated response, which has no end token",
         "从被截断（没有结束 token）的回答的总奖励中减去", range=Range.WEIGHT, on_resume="in_flight")
+    prompt_sources: list[str] = key([], "data sources whose prompts are mixed by prompt_source_weights",
+        "按 prompt_source_weights 混合的数据来源", on_resume="order")
+    prompt_source_weights: list[float] = key([], "share of the prompts of each of prompt_sources, whatever its size",
+        "prompt_sources 中各来源的 prompt 占比，与其大小无关", range=Range.POSITIVE, needs=("prompt_sources", "set"),
+        on_resume="order")
+    prompt_source_key: str = key("data_source", "column with the source of a prompt", "prompt 来源所在的列",
+        needs=("prompt_sources", "set"), on_resume="order")
+    prompt_curriculum: str | None = key(None,
+        "column with the pass rate of each prompt; the first pass over the data goes from high to low",
+        "记有各 prompt 通过率的列；第一遍数据按通过率从高到低进行", on_resume="order")
+    prompt_replay_fraction: float | None = key(None,
+        "fraction of prompts that are hard ones again: with few passing responses; none when unset",
+        "重放难题（通过的回答很少的 prompt）的比例；不设则不重放",
+        range=Bounds(0, 1, excludes_low=True, excludes_high=True), on_resume="order")
+    prompt_replay_below: float = key(0.5, "prompts with a lower pass rate are replayed", "通过率低于此值的 prompt 会被重放",
+        range=Bounds(0, 1, excludes_low=True), needs=("prompt_replay_fraction", "set"), on_resume="order")
+    prompt_skip_above: float | None = key(None,
+        "prompts with at least this pass rate are passed over in the next pass; off when unset",
+        "通过率不低于此值的 prompt 在下一遍中跳过；不设则不跳过", range=Bounds(0, 1, excludes_low=True), on_resume="order")
+    prompt_skip_below: float | None = key(None,
+        "prompts with at most this pass rate are passed over in the next pass; off when unset",
+        "通过率不高于此值的 prompt 在下一遍中跳过；不设则不跳过", range=Bounds(0, 1, excludes_high=True), on_resume="order")
+    prompt_pass_reward: float = key(0.5, "a response passes from this total reward on", "总奖励不低于此值的回答算通过",
+        range=Range.WEIGHT, on_resume="order")
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough",
         "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable", on_resume="exact")
     filter_groups_metric: str = key("acc", "reward function that must vary; when omitted: acc, else the first",

@@ -67,6 +67,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             f"({', '.join(rl.verifier_function)})",
             (*({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),),
         )
+    yield from _prompt_sampling(cfg, rl)
     if rl.filter_groups_enable:
         yield from _fillable_groups(cfg, rl)
     if rl.filter_groups_enable and rl.dynamic_sample:
@@ -81,6 +82,38 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             "soft_cache_length",
             {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
             "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
+        )
+
+
+def _prompt_sampling(cfg: RunConfig, rl: RLConfig) -> Iterator[Violation]:
+    """Check the keys of the order of prompts."""
+    counts = len(rl.prompt_sources), len(rl.prompt_source_weights)
+    if counts[0] != counts[1] or len(set(rl.prompt_sources)) != counts[0]:
+        yield Violation(
+            "prompt_sources",
+            {"rl_config.prompt_sources": rl.prompt_sources, "rl_config.prompt_source_weights": rl.prompt_source_weights},
+            f"rl_config.prompt_source_weights has {counts[1]} weights for {counts[0]} sources; each of "
+            "rl_config.prompt_sources is named once and has one",
+            ({"rl_config.prompt_source_weights": [1.0] * counts[0]},),
+        )
+    low, high = rl.prompt_skip_below, rl.prompt_skip_above
+    if low is not None and high is not None and low >= high:
+        yield Violation(
+            "prompt_skips",
+            {"rl_config.prompt_skip_below": low, "rl_config.prompt_skip_above": high},
+            f"rl_config.prompt_skip_below ({low:g}) must be less than rl_config.prompt_skip_above ({high:g}): no prompt "
+            "would train",
+            ({"rl_config.prompt_skip_below": None},),
+        )
+    names = ("prompt_replay_fraction", "prompt_skip_above", "prompt_skip_below")
+    reads = [name for name in names if getattr(rl, name) is not None]
+    term = None if cfg.objective is None else cfg.objective.distillation
+    if reads and term is not None and not term.use_task_rewards:
+        yield Violation(
+            "prompt_rewards",
+            {f"rl_config.{reads[0]}": getattr(rl, reads[0]), f"{_DISTILLATION}.use_task_rewards": False},
+            f"rl_config.{reads[0]} reads rewards, which do not train: {_DISTILLATION}.use_task_rewards is false",
+            ({f"rl_config.{reads[0]}": None},),
         )
 
 

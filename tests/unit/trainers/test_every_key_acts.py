@@ -77,7 +77,7 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
-    "algorithms/paper_losses.py": "real_tau",  # its groups do not fit the micro-batches of the base runs
+    "algorithms/paper_losses.py": "real_tau online_dpo_beta online_dpo_loss_type",  # its groups do not fit the micro-batches of the base runs
     "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
@@ -140,6 +140,8 @@ ELSEWHERE: dict[str, str] = {
     "image_folder limit_mm_image_per_prompt",
     "config/rules/run_rules.py": "is_multimodal",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
+    "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "
+    "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
     "trainers/rollout_modes.py": "over_sample_rate blocking trainer_mode num_warmup_batches partial_rollout "

@@ -108,7 +108,7 @@ class Plane:
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
     source, plane = Source(_resolve_admission(run)), Plane()
-    loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, seed=1, shuffle=False)
+    loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, run.rl, seed=1, shuffle=False)
     rewards: Any = None  # every group has its scores
     no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
     group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt, Schedule(run).objective, {})

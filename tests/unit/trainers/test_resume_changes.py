@@ -42,8 +42,9 @@ class Recorded:
 
 
 def loader_of(batch: int, plane: Any, *, size: int = 20, seed: int = 1, shuffle: bool = True) -> PromptLoader:
-    plan = dataclasses.replace(points.run("ray_grpo").plan, num_prompts=batch, n_samples_per_prompt=1)
-    return PromptLoader([groups.prompt(number) for number in range(size)], plane, plan, seed=seed, shuffle=shuffle)
+    run = points.run("ray_grpo")
+    plan = dataclasses.replace(run.plan, num_prompts=batch, n_samples_per_prompt=1)
+    return PromptLoader([groups.prompt(number) for number in range(size)], plane, plan, run.rl, seed=seed, shuffle=shuffle)
 
 
 def test_with_another_batch_every_prompt_of_a_pass_comes_once() -> None:

@@ -1,0 +1,187 @@
+"""The order of prompts where it depends on their source, their difficulty, or on how often their responses pass.
+
+Everything is a function of the seed and of what was observed, so a run that resumes samples as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.data.datasets import BatchSampler
+from mindspeed_rl.data.prompts import PromptDataset
+
+#: assignments that are remembered, at least: more than the prompts that are on their way to training
+_REMEMBERED = 4096
+
+
+class _Stream:
+    """The prompts of a source, again and again: the first pass from easy to hard where difficulties are known."""
+
+    def __init__(self, rows: np.ndarray, easiness: np.ndarray | None, weight: float, *, seed: int, shuffle: bool) -> None:
+        self.weight, self.position, self.num_taken = weight, 0, 0
+        self._rows, self._easiness = rows, easiness
+        self._sampler = BatchSampler(len(rows), seed=seed, shuffle=shuffle)
+        self._order: tuple[int, np.ndarray] = (-1, rows)
+
+    def next_row(self) -> int:
+        """Return the next row, and move on."""
+        epoch, place = divmod(self.position, len(self._rows))
+        if self._order[0] != epoch:
+            order = self._sampler.permute(epoch)
+            if epoch == 0 and self._easiness is not None:
+                order = order[np.argsort(-self._easiness[order], kind="stable")]
+            self._order = epoch, self._rows[order]
+        self.position += 1
+        return int(self._order[1][place])
+
+
+class PromptSampler:
+    """Assign a row of the dataset to each index of a prompt, in the order of indexes.
+
+    Sources get their shares to within one prompt at any time. A prompt with a pass rate outside of `prompt_skip_below` to
+    `prompt_skip_above` is passed over once, and then tried again. A fraction of the indexes replays prompts with a pass rate
+    below `prompt_replay_below`, each once for every time that it was measured.
+    """
+
+    def __init__(self, rl: RLConfig, prompts: PromptDataset, *, seed: int, shuffle: bool) -> None:
+        """Read the columns of the prompts.
+
+        Raises:
+            ValueError: a prompt has no such column, a source without a weight or a pass rate that is no number.
+        """
+        self._rl, self._num_rows = rl, len(prompts)
+        easiness = None
+        if (column := rl.prompt_curriculum) is not None:
+            easiness = np.array([_read_number(prompts, index, column) for index in range(len(prompts))])
+        names = np.array([_read_source(rl, prompts, index) for index in range(len(prompts))])
+        pairs = zip(rl.prompt_sources, rl.prompt_source_weights, strict=True) if rl.prompt_sources else [("", 1.0)]
+        self._streams = []
+        for name, weight in pairs:
+            rows = np.flatnonzero(names == name)
+            if not len(rows):
+                raise ValueError(f"rl_config.prompt_sources: no prompt has {name!r} in column {rl.prompt_source_key}.")
+            values = None if easiness is None else easiness[rows]
+            # the order within a source does not depend on the others
+            mixed = seed if not name else seed + zlib.crc32(name.encode())
+            self._streams.append(_Stream(rows, values, weight, seed=mixed, shuffle=shuffle))
+        self._total_weight = sum(stream.weight for stream in self._streams)
+        self._next = 0
+        self._assigned: dict[int, int] = {}
+        self._rates: dict[int, float] = {}
+        self._hard: dict[int, None] = {}  # in the order in which they were measured
+        self._counts = {"replayed": 0, "skipped": 0}
+
+    def row(self, index: int) -> int:
+        """Return the row of an index: the next one, or one of those before it."""
+        while self._next <= index:
+            self._assigned[self._next] = self._take()
+            self._assigned.pop(self._next - max(_REMEMBERED, 2 * self._num_rows), None)
+            self._next += 1
+        return self._assigned[index]
+
+    def _take(self) -> int:
+        fraction = self._rl.prompt_replay_fraction or 0.0
+        if self._hard and math.floor((self._next + 1) * fraction) > math.floor(self._next * fraction):
+            row = next(iter(self._hard))
+            self._counts["replayed"] += 1
+        else:
+            taken = sum(stream.num_taken for stream in self._streams) + 1
+            # the source that is farthest below its share
+            lags = [stream.weight / self._total_weight * taken - stream.num_taken for stream in self._streams]
+            stream = self._streams[lags.index(max(lags))]
+            while self._is_skipped(row := stream.next_row()):
+                self._counts["skipped"] += 1
+                del self._rates[row]
+            stream.num_taken += 1
+        self._hard.pop(row, None)
+        return row
+
+    def _is_skipped(self, row: int) -> bool:
+        low, high = self._rl.prompt_skip_below, self._rl.prompt_skip_above
+        rate = self._rates.get(row)
+        return rate is not None and ((low is not None and rate <= low) or (high is not None and rate >= high))
+
+    def observe(self, indexes: Sequence[int], rewards: Sequence[Sequence[float]]) -> None:
+        """Take note of the total rewards of the responses to these prompts; NaN where a response has none."""
+        for index, values in zip(indexes, rewards, strict=True):
+            scored = [value >= self._rl.prompt_pass_reward for value in values if not math.isnan(value)]
+            row = self._assigned.get(index)
+            if row is None or not scored:
+                continue
+            rate = self._rates[row] = sum(scored) / len(scored)
+            self._hard.pop(row, None)
+            if self._rl.prompt_replay_fraction and rate < self._rl.prompt_replay_below:
+                self._hard[row] = None
+
+    def count(self) -> dict[str, int]:
+        """Return how many prompts were replayed and passed over since the last call, and how many wait to be replayed."""
+        counts = self._counts | {"hard": len(self._hard)}
+        self._counts = dict.fromkeys(self._counts, 0)
+        return counts
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state as plain values."""
+        return {
+            "next": self._next,
+            "streams": [[stream.position, stream.num_taken] for stream in self._streams],
+            "assigned": [list(pair) for pair in self._assigned.items()],
+            "rates": [list(pair) for pair in self._rates.items()],
+            "hard": list(self._hard),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self._next = state["next"]
+        for stream, (position, taken) in zip(self._streams, state["streams"], strict=True):
+            stream.position, stream.num_taken = position, taken
+        self._assigned, self._rates = dict(state["assigned"]), dict(state["rates"])
+        self._hard = dict.fromkeys(state["hard"])
+
+
+def build_prompt_sampler(rl: RLConfig, prompts: PromptDataset, *, seed: int, shuffle: bool) -> PromptSampler | None:
+    """Build the sampler that the run file asks for; None for prompts in the order of the dataset or shuffled.
+
+    Raises:
+        ValueError: see `PromptSampler`.
+    """
+    return PromptSampler(rl, prompts, seed=seed, shuffle=shuffle) if describe_sampling(rl) else None
+
+
+def describe_sampling(rl: RLConfig) -> list[int]:
+    """Return a number that differs for other keys of the sampling of prompts; nothing without such keys."""
+    chosen = [rl.prompt_sources, rl.prompt_source_weights, rl.prompt_curriculum, rl.prompt_replay_fraction]
+    chosen += [rl.prompt_skip_below, rl.prompt_skip_above]
+    values = [*chosen, rl.prompt_source_key, rl.prompt_replay_below, rl.prompt_pass_reward]
+    return [zlib.crc32(repr(values).encode())] if any(value not in ([], None) for value in chosen) else []
+
+
+def _read_source(rl: RLConfig, prompts: PromptDataset, index: int) -> str:
+    if not rl.prompt_sources:
+        return ""
+    value = str(prompts[index]["columns"].get(rl.prompt_source_key))
+    if value not in rl.prompt_sources:
+        raise ValueError(
+            f"rl_config.prompt_sources: {prompts.where(index)} has {value!r} in column {rl.prompt_source_key}, which is none "
+            f"of {', '.join(rl.prompt_sources)}; add it, and make the column one of megatron_training.dataset_additional_keys."
+        )
+    return value
+
+
+def _read_number(prompts: PromptDataset, index: int, column: str) -> float:
+    value = prompts[index]["columns"].get(column)
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"rl_config.prompt_curriculum: {prompts.where(index)} has {value!r} in column {column}, but a pass rate is a "
+            "number; the column must be one of megatron_training.dataset_additional_keys."
+        )
+    return number
