@@ -61,17 +61,18 @@ def batch_shape(
     """Return the layout of this rank's micro-batches. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    # ring attention needs zigzag slices of every sequence, and the tokens of a prefix have no place in several
+    shares = shares_prefixes and packed and (cp_size == 1 or config.context_parallel_algo == "ulysses_cp_algo")
     return BatchShape(
         packed=packed,
         cp_size=cp_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
-        # each rank has two zigzag chunks of every sequence
-        sequence_multiple=2 * cp_size if cp_size > 1 else 1,
+        # each rank has two zigzag chunks of every sequence; with prefix sharing, a slice of the computed tokens
+        sequence_multiple=2 * cp_size if cp_size > 1 and not shares else 1,
         total_multiple=tp_multiple,
         fixed_width=fixed_width,
         pad_id=pad_id,
-        # a zigzag slice of a sequence does not end where its prompt ends
-        shares_prefixes=shares_prefixes and packed and cp_size == 1,
+        shares_prefixes=shares,
         vision=vision,
     )
 

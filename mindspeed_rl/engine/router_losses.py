@@ -171,7 +171,9 @@ class RouterLosses:
         width = len(micro_batch.tokens) // size
         # position and index of every real token on this rank
         if layout is not None and layout.shared is not None and real:
-            positions = layout.shared.representatives[:real] - rank * width
+            # a context-parallel rank has a slice of the computed tokens
+            before = parallel_state.get_context_parallel_rank() * len(micro_batch.tokens) + rank * width
+            positions = layout.shared.representatives[:real] - before
             indices = ((positions >= 0) & (positions < width)).nonzero()[:, 0]
             positions = positions[indices]
         else:

@@ -191,7 +191,8 @@ class RoutedLayers:
             if micro_batch.packed is not None and micro_batch.packed.shared is not None:
                 # with prefix sharing a prompt has the same routing in every row
                 indices = token_indices(micro_batch)
-                representatives = micro_batch.tokens[micro_batch.packed.shared.representatives[: len(indices)]]
+                shared = micro_batch.packed.shared
+                representatives = shared.computed[shared.representatives[: len(indices)]]
                 routing[indices.to(device)] = routing[indices[representatives].to(device)]
         return list(routing.to(torch.int16).cpu().split(rows.lengths))
 

@@ -373,10 +373,11 @@ class PackedLayout(PackedSeqParams):
     Attributes:
         lengths: full length in tokens of each sequence, padding included (before any context-parallel split).
         device: where the tokens are.
-        to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order.
+        to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order;
+            None where both are the same.
         to_rank_major: the inverse.
         shared: the computed tokens under prefix sharing; hidden states, queries and keys are only of those, while `lengths`
-            and boundaries are of full sequences. Never with context parallelism.
+            and boundaries are of full sequences. A context-parallel rank has an equal slice of them, in their order.
         added: features of images, while a micro-batch with images runs.
     """
 
@@ -408,7 +409,12 @@ class PackedLayout(PackedSeqParams):
 
     @classmethod
     def build(
-        cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1, shared: SharedPrefixes | None = None
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        cp_size: int = 1,
+        shared: SharedPrefixes | None = None,
+        cp_rank: int = 0,
     ) -> PackedLayout:
         """Build the layout of sequences with these padded lengths, in this order."""
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -427,8 +433,9 @@ class PackedLayout(PackedSeqParams):
             shared=shared,
         )
         if shared is not None:
-            packed_rope.set_positions(cu_seqlens, packed_rope.packed_positions(cu_seqlens, 1, 0)[shared.computed])
-        if cp_size > 1:
+            mine = shared.computed.chunk(cp_size)[cp_rank]
+            packed_rope.set_positions(cu_seqlens, packed_rope.packed_positions(cu_seqlens, 1, 0)[mine])
+        elif cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
             # sorting a permutation inverts it
             both = [rank_major, torch.argsort(rank_major)]
@@ -443,10 +450,8 @@ class PackedLayout(PackedSeqParams):
 
     def order_naturally(self, x: Tensor) -> Tensor:
         """Return [tokens, ...] in natural order from rank-major order; only with context parallelism."""
-        assert self.to_natural is not None
-        return x.index_select(0, self.to_natural)
+        return x if self.to_natural is None else x.index_select(0, self.to_natural)
 
     def order_by_rank(self, x: Tensor) -> Tensor:
         """Undo `order_naturally`."""
-        assert self.to_rank_major is not None
-        return x.index_select(0, self.to_rank_major)
+        return x if self.to_rank_major is None else x.index_select(0, self.to_rank_major)

@@ -117,6 +117,7 @@ _LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "TP2 SP padded": (2, "sequence", {"keys": SP, "packed": False}),
     "TP2 SP shared prompts": (2, "both", {"keys": SP, "shares_prefixes": True}),
     "CP2 ring": (2, "both", {"keys": RING}),
+    "CP2 Ulysses shared prompts": (2, "both", {"keys": ULYSSES, "shares_prefixes": True}),
     "CP2 Ulysses padded": (2, "aux", {"keys": ULYSSES, "packed": False}),
     "DP2": (2, "aux", {}),
     "DP2 token budget": (2, "both", {"token_budget": 40}),

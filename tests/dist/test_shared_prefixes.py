@@ -13,7 +13,7 @@ import tiny_hf
 import torch
 from comparison import assert_same_training
 from ranks import Ranks
-from slow_layouts import EP, PP, RECOMPUTE, SP, VPP, marked
+from slow_layouts import EP, PP, RECOMPUTE, SP, ULYSSES, VPP, marked
 from training_jobs import TEMPERATURE, Setting
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -30,9 +30,24 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 40},
     ),
+    "CP2 token budget": ("tied", 2, {"keys": ULYSSES, "token_budget": 30}),
+    "CP2 experts": ("moe_mixed", 2, {"keys": ULYSSES, "micro_batch_size": 5}),
+    "CP2 latent attention": ("deepseek", 2, {"keys": ULYSSES, "micro_batch_size": 5}),
+    "CP2 TP2 SP": ("moe_mixed", 4, {"keys": SP | ULYSSES, "micro_batch_size": 10}),
     "TP2 SP PP2": ("moe_mixed", 4, {"keys": SP | PP}),
 }
-_SLOW = ("TP2 SP PP2",)
+_SLOW = ("TP2 SP PP2", "CP2 experts", "CP2 latent attention", "CP2 TP2 SP")
+#: model, processes and setting of runs on trees
+TREES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one process": ("tied", 1, {}),
+    "latent attention": ("deepseek", 1, {}),
+    "TP2 SP": ("tied", 2, {"keys": SP}),
+    "CP2": ("tied", 2, {"keys": ULYSSES}),
+    "CP2 experts": ("moe_mixed", 2, {"keys": ULYSSES}),
+    "TP2 SP latent attention": ("deepseek", 2, {"keys": SP}),
+    "CP2 TP2 SP": ("tied", 4, {"keys": SP | ULYSSES}),
+}
+_SLOW_TREES = ("CP2 experts", "TP2 SP latent attention", "CP2 TP2 SP")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +76,7 @@ def test_training_is_that_of_rows_with_their_own_prompts(
     assert_same_training(reports, own_prompts(name), tolerance=2e-5)
 
 
-@pytest.mark.parametrize(("name", "size", "changes"), [("tied", 1, {}), ("tied", 2, {"keys": SP}), ("deepseek", 1, {})])
+@pytest.mark.parametrize(("name", "size", "changes"), marked(TREES, _SLOW_TREES))
 def test_training_on_a_tree_is_that_of_its_sequences_alone(
     ranks: Callable[[int], Ranks], models: dict[str, Path], name: str, size: int, changes: dict[str, Any]
 ) -> None:
@@ -82,7 +97,9 @@ def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], mode
         np.testing.assert_allclose(found, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "keys"), [(1, {}), (2, SP), (2, EP)], ids=["one process", "TP2 SP", "EP2"])
+@pytest.mark.parametrize(
+    ("size", "keys"), [(1, {}), (2, SP), (2, EP), (2, ULYSSES)], ids=["one process", "TP2 SP", "EP2", "CP2"]
+)
 def test_every_row_has_the_experts_of_a_prompt_that_was_computed_once(
     ranks: Callable[[int], Ranks], models: dict[str, Path], size: int, keys: dict[str, Any]
 ) -> None:

@@ -101,13 +101,14 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
         )
     if rl is None or not rl.use_remove_padding:
         return
-    if rl.use_prefix_grouper and actor.context_parallel_size > 1:
+    if rl.use_prefix_grouper and actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo":
         yield Violation(
             "prefixes_are_whole",
-            {"rl_config.use_prefix_grouper": True, "actor_config.context_parallel_size": actor.context_parallel_size},
-            f"rl_config.use_prefix_grouper excludes actor_config.context_parallel_size ({actor.context_parallel_size}) "
-            "above 1: a rank holds pieces of every sequence, not its prompt",
-            ({"rl_config.use_prefix_grouper": False}, {"actor_config.context_parallel_size": 1}),
+            {"rl_config.use_prefix_grouper": True, "actor_config.context_parallel_algo": actor.context_parallel_algo},
+            f"rl_config.use_prefix_grouper with actor_config.context_parallel_size ({actor.context_parallel_size}) needs "
+            "context_parallel_algo: ulysses_cp_algo. Ring attention passes on slices of every sequence, and a token "
+            "that several sequences share would have a place in none of them",
+            ({"rl_config.use_prefix_grouper": False}, {"actor_config.context_parallel_algo": "ulysses_cp_algo"}),
         )
 
 
@@ -417,6 +418,30 @@ def _dumps(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _muon(cfg: RunConfig) -> Iterator[Violation]:
+    """Check that every matrix is in one piece, or in parts that can be put together."""
+    roles = {"actor_config": cfg.actor_config} | ({} if cfg.critic_config is None else {"critic_config": cfg.critic_config})
+    for role, config in roles.items():
+        if config.optimizer != "muon":
+            continue
+        reasons = {
+            "use_distributed_optimizer": "splits weights without regard to their rows and columns",
+            "moe_grouped_gemm": "keeps the experts of a rank in one weight",
+            "lora_target_modules": "adapters train with adam",
+        }
+        if cfg.platform == "npu":
+            reasons |= {"swap_optimizer": "swaps the state of AdamW", "reuse_fp32_param": "needs the AdamW of MindSpeed"}
+        for name, reason in reasons.items():
+            if value := getattr(config, name):
+                shown = str(value).lower() if isinstance(value, bool) else str(value)
+                yield Violation(
+                    "muon_matrices",
+                    {f"{role}.optimizer": "muon", f"{role}.{name}": value},
+                    f"{role}.optimizer muon excludes {role}.{name} ({shown}): {reason}",
+                    ({f"{role}.{name}": None if name == "lora_target_modules" else False}, {f"{role}.optimizer": "adam"}),
+                )
+
+
 def _adapters(cfg: RunConfig) -> Iterator[Violation]:
     targets = cfg.actor_config.lora_target_modules or []
     for name in targets:
@@ -574,6 +599,7 @@ RUN_RULES = (
     _rollout_modes,
     *ROLLOUT_RULES,
     _adapters,
+    _muon,
     _profiler,
     _dumps,
     _rates,

@@ -305,6 +305,8 @@ def test_engines_get_one_token_an_image_and_sampled_image_tokens_stay(rules: Ima
     assert collapse_image_tokens(ids, images) == [9, START, PAD, END, 8, START, PAD, END, 7, PAD, PAD, PAD]
     with pytest.raises(ValueError, match="lacks those of 1 of its 2 images"):
         collapse_image_tokens(ids[:8], images)
+    with pytest.raises(ValueError, match="has sampled an image token"):
+        collapse_image_tokens([9, PAD, *ids], images)
 
 
 def test_a_cut_image_is_an_error(rules: ImageRules) -> None:
