@@ -27,15 +27,19 @@ def find_stack(name: str) -> tuple[str, int, str] | None:
     return f"{block}.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}", int(expert), part
 
 
-def join_parts(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return one expert's matrix as a stack has it: inputs before outputs, gate and up in alternate columns."""
+def join_parts(parts: Mapping[str, Tensor], *, alternate: bool = True) -> Tensor:
+    """Return one expert's matrix as a stack has it: inputs before outputs, gate and up in alternate columns or as halves."""
     if "down" in parts:
         return parts["down"].t()
+    if not alternate:
+        return torch.cat([parts["gate"], parts["up"]]).t()
     return torch.stack([parts["gate"].t(), parts["up"].t()], dim=-1).flatten(-2)
 
 
-def join_experts(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same tensors with the experts of a layer stacked, once all of them have come.
+def join_experts(
+    named: Iterable[tuple[str, Tensor]], num_experts: int, *, alternate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same tensors with the experts of a layer stacked, once all of them have come; see `join_parts`.
 
     Raises:
         RuntimeError: a stack is not complete at the end.
@@ -52,7 +56,7 @@ def join_experts(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Itera
         experts.setdefault(expert, {})[part] = tensor.clone()
         if sum(map(len, experts.values())) == num_experts * (1 if part == "down" else 2):
             del waiting[stack]
-            yield stack, torch.stack([join_parts(experts[index]) for index in range(num_experts)])
+            yield stack, torch.stack([join_parts(experts[index], alternate=alternate) for index in range(num_experts)])
     if waiting:
         raise RuntimeError(f"weight push: {min(waiting)} came without some of its {num_experts} experts.")
 

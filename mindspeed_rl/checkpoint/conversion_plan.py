@@ -118,6 +118,7 @@ class _HfPlan:
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     owners: Mapping[str, str]
     stacked: Sequence[str]
+    alternate: bool
 
     def create(self) -> list[Target]:
         """Make the files with holes, write the index, and return what fills the holes."""
@@ -137,7 +138,7 @@ class _HfPlan:
                 with path.open("wb") as stream:
                     stream.write(header)
                     stream.truncate(size)
-            stacks = list_targets(records, self.stacked)
+            stacks = list_targets(records, self.stacked, alternate=self.alternate)
             filled = {target.name for target in stacks}
             singles = (name for name in names if name not in filled)
             targets += [HfTarget(name, records[name], self.owners.get(name, name)) for name in singles]
@@ -286,10 +287,11 @@ def _plan_hf(
             entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
     copies = source.architecture.hf_copies(source.model_config)
     entries |= {copy: entries[owner] for copy, owner in copies.items()}
-    separate = tuple(entries) if source.architecture.expert_names.stacked else ()
+    experts = source.architecture.expert_names
+    separate = tuple(entries) if experts.stacked or experts.may_be_transposed else ()
     entries = stack_shapes(entries) if separate else entries
     sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
-    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies, separate)
+    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies, separate, experts.stacked)
 
 
 def _memory_bound(

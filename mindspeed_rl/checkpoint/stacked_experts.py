@@ -1,5 +1,8 @@
 """Experts of a layer in one tensor, as gpt-oss is stored; elsewhere each expert has its own matrices, as in other families.
 
+Qwen3-VL-MoE is published and written so too, without biases and with gate and up as halves (hf.py reads it), because
+transformers' class reads stacks only.
+
     model.layers.0.mlp.experts.gate_up_proj        [experts, inputs, 2 x outputs], gate and up in alternate columns
     model.layers.0.mlp.experts.gate_up_proj_bias   [experts, 2 x outputs]
     model.layers.0.mlp.experts.down_proj           [experts, inputs, outputs], and down_proj_bias
@@ -137,18 +140,21 @@ class StackTarget:
         name: of the stack.
         record: the share.
         hf: the matrices of the expert that it is made of.
+        alternate: as of `join_parts`.
     """
 
     name: str
     record: TensorRecord
     hf: tuple[str, ...]
+    alternate: bool = True
 
     @property
     def num_bytes(self) -> int:
         return self.record.num_bytes
 
     def write(self, tensors: Mapping[str, Tensor]) -> bool:
-        return self.record.write(join_parts({_find_part(name): tensors[name] for name in self.hf}).contiguous())
+        parts = {_find_part(name): tensors[name] for name in self.hf}
+        return self.record.write(join_parts(parts, alternate=self.alternate).contiguous())
 
 
 def _find_part(name: str) -> str:
@@ -157,12 +163,15 @@ def _find_part(name: str) -> str:
     return found[2]
 
 
-def list_targets(records: Mapping[str, TensorRecord], names: Sequence[str]) -> list[StackTarget]:
+def list_targets(
+    records: Mapping[str, TensorRecord], names: Sequence[str], *, alternate: bool = True
+) -> list[StackTarget]:
     """Return what fills the stacks in an HF folder.
 
     Args:
         records: of the stored tensors.
         names: of all tensors of the model, each expert by itself.
+        alternate: as of `join_parts`.
     """
     shares: dict[tuple[str, int], list[str]] = {}
     for name in names:
@@ -172,5 +181,5 @@ def list_targets(records: Mapping[str, TensorRecord], names: Sequence[str]) -> l
     targets = []
     for (stack, expert), parts in shares.items():
         record = records[stack].rows(expert, expert + 1).reshaped(*records[stack].shape[1:])
-        targets.append(StackTarget(stack, record, tuple(parts)))
+        targets.append(StackTarget(stack, record, tuple(parts), alternate))
     return targets

@@ -38,8 +38,8 @@ class ExpertNames:
     """Names of the experts that transformers 5 may store fused as ``mlp.experts.gate_up_proj`` and ``down_proj``.
 
     ``block`` is the module of router and experts; ``gate``, ``up``, ``down`` are the projections of one expert. Where
-    ``may_be_transposed`` is set, published checkpoints have the fused tensors with inputs before outputs. Where ``stacked`` is
-    set, every checkpoint has them so, weights and biases, with gate and up in alternate columns: see
+    ``may_be_transposed`` is set, published checkpoints have the fused tensors with inputs before outputs, and are written so
+    here. Where ``stacked`` is set, every checkpoint has them so, weights and biases, with gate and up in alternate columns: see
     `checkpoint.stacked_experts`.
     """
 

@@ -23,7 +23,8 @@ import uvicorn
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.vllm_async import openai_app
-from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config import GenerateConfig, MegatronConfig
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.runtime.process import prepare_process
@@ -73,6 +74,9 @@ def serve(
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)
     set_up_logging(None)
+    metadata = read_model_metadata(MegatronConfig(load=str(folder)))
+    if metadata is not None and metadata.reads_images:
+        os.environ[VISION_VARIABLE] = "1"
     prepare_process(("rollout",), None)
     settings = ServerSettings(
         hf_folder=str(folder),

@@ -302,8 +302,9 @@ class Role:
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
             with HfFolderWriter(folder, self.source.hf_folder, self._hf_changes() | padding) as writer:
                 plan, named = self.model.plan, self.stream.named_tensors(ranks=[0])
-                if plan.architecture.expert_names.stacked:
-                    named = join_experts(named, plan.model_config.num_moe_experts or 0)
+                experts = plan.architecture.expert_names
+                if experts.stacked or experts.may_be_transposed:
+                    named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
                 for name, tensor in named:
                     writer.add(name, tensor)
         else:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import tiny_vision
 import torch
+import transformers
 from published import MODELS
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.config import MegatronConfig
@@ -171,6 +173,35 @@ def test_fused_experts_are_read_in_the_published_form_too(folders: dict[str, Pat
     for name in one.records.keys() - one.renamed:
         assert torch.equal(one.read(name), other.read(name)), name
         assert torch.equal(one.read(name, 0, 1, 3), other.read(name, 0, 1, 3)), name
+
+
+def test_experts_are_written_in_the_published_form_which_transformers_reads(folders: dict[str, Path], tmp_path: Path) -> None:
+    layout = "--target-tensor-parallel-size 2 --target-expert-parallel-size 2"
+    assert convert(["--load-dir", str(folders["qwen3_moe"]), "--save-dir", str(tmp_path / "mg"), *layout.split()]) == 0
+    back = ["--load-model-type", "mg", "--save-model-type", "hf"]
+    assert convert([*back, "--load-dir", str(tmp_path / "mg"), "--save-dir", str(tmp_path / "hf")]) == 0
+    original, found = (load_file(folder / "model.safetensors") for folder in (folders["qwen3_moe"], tmp_path / "hf"))
+    assert found.keys() == original.keys()
+    for name, tensor in original.items():
+        # transformers saves [experts, outputs, inputs] and reads both; the published form is the other one
+        expected = tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
+        assert torch.equal(found[name], expected), name
+    read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    expected = dict(tiny_vision.build("qwen3_moe").named_parameters())
+    assert [name for name, tensor in read.named_parameters() if not torch.equal(tensor, expected[name])] == []
+
+
+def test_saving_a_trained_model_writes_the_same_stacks() -> None:
+    gate, up, down = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 4, 3)
+    prefix = "model.language_model.layers.0.mlp.experts"
+    named = [
+        (f"{prefix}.{expert}.{part}_proj.weight", tensors[expert])
+        for expert in range(2)
+        for part, tensors in (("gate", gate), ("up", up), ("down", down))
+    ]
+    found = dict(join_experts(named, 2, alternate=False))
+    assert torch.equal(found[f"{prefix}.gate_up_proj"], torch.cat([gate, up], dim=1).transpose(1, 2))
+    assert torch.equal(found[f"{prefix}.down_proj"], down.transpose(1, 2))
 
 
 def test_the_plan_counts_a_tower_on_the_first_stage_and_its_gradients_where_it_trains(folders: dict[str, Path]) -> None:
