@@ -312,6 +312,7 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "bema_for_ref_model": "a reference that follows the actor; nearest: rl_config.sync_ref_model in reinforcement learning",
     },
     "optimizer": {
-        "muon": "Megatron's Muon needs the package emerging_optimizers, which no package index has; nearest: adam",
+        "dist_muon": "Muon with a state that is split over data-parallel ranks; nearest: muon",
+        "sgd": "gradient descent without moments; nearest: adam",
     },
 }

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.muon import use_muon
 from mindspeed_rl.models.vision import PROJECTORS, TOWER
 
 #: every parameter's state has its own name, whatever the data-parallel size
@@ -47,7 +48,7 @@ def ddp_config(config: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> MegatronOptimizer:
-    """Build AdamW over the trainable parameters of the model chunks, with fp32 main parameters under bf16.
+    """Build AdamW, or Muon, over the trainable parameters of the model chunks, with fp32 main parameters under bf16.
 
     Raises:
         ValueError: no learning rate is set.
@@ -70,15 +71,17 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
     )
     # (rate, whether it is that of the projector)
     rates = [(rate, projects) for rate, projects in ((config.vit_lr, False), (config.aligner_lr, True)) if rate is not None]
-    if not rates:
-        return get_megatron_optimizer(settings, chunks)
-    overrides = get_standard_config_overrides(settings)
+    overrides = get_standard_config_overrides(settings) if rates else None
     for rate, projects in rates:
         part = ParamWithNamePredicate(f"vision {rate} {projects}", partial(_is_of_tower, projects=projects))
         # the same schedule, at another height
         # its type asks for weight decay too, which is the group's where it is left out
+        assert overrides is not None
         overrides[ParamKey(with_name_predicate=part)] = cast(Any, {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr})
-    return get_megatron_optimizer(settings, chunks, overrides)
+    optimizer = get_megatron_optimizer(settings, chunks, overrides)
+    if config.optimizer == "muon":
+        use_muon(optimizer, chunks, config)
+    return optimizer
 
 
 def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
@@ -131,9 +134,9 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
 #
 # Tensors are named after the weights alone, under any layout and kind of optimizer. Megatron makes other state dicts for each
 # kind (distributed or not, fp32 or bf16), and one for each part of the layout (dense and expert parameters). Here every part is
-# reduced to {index: {"exp_avg", "exp_avg_sq", "fp32_param"}}, with indices that are valid on this rank only and `fp32_param`
-# where weights are bf16. Learning rates and the like are not saved: they are the run file's, and the number of steps is the
-# schedule's.
+# reduced to {index: {"exp_avg", "exp_avg_sq", "fp32_param"}}, or "momentum_buffer" for a matrix of Muon, with indices that are
+# valid on this rank only and `fp32_param` where weights are bf16. Learning rates and the like are not saved: they are the run
+# file's, and the number of steps is the schedule's.
 
 
 def shard_optimizer_state(optimizer: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> dict[str, _States]:
@@ -187,7 +190,7 @@ def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loadin
 
 def _build_state_dict(part: MegatronOptimizer, states: _States, groups: list[dict[str, object]]) -> dict[str, object]:
     """Return the argument of the part's `load_state_dict`."""
-    moments = {index: {name: state[name] for name in ("exp_avg", "exp_avg_sq")} for index, state in states.items()}
+    moments = {index: {name: value for name, value in state.items() if name != "fp32_param"} for index, state in states.items()}
     if isinstance(part, DistributedOptimizer):
         if part.config.bf16:
             mains = {index: state["fp32_param"] for index, state in states.items()}

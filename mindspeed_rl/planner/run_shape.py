@@ -87,7 +87,8 @@ class Model:
     def state(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state, on the device or in host memory.
 
-        These are two moments, and under bf16 the float32 weights, split over the ranks that hold the same parameters.
+        These are two moments (one of Muon's matrices), and under bf16 the float32 weights, split over the ranks that hold the
+        same parameters where the optimizer is distributed.
 
         Args:
             elements: of a rank.
@@ -100,7 +101,8 @@ class Model:
         dense, expert = self._count_trained(elements)
         if self.config.use_distributed_optimizer:
             dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
-        return bytes_each * (dense + expert)
+        has_one_moment = self.config.optimizer == "muon" and stepped
+        return bytes_each * (dense + expert) - (4 * elements.matrices if has_one_moment else 0)
 
 
 @dataclass(frozen=True)

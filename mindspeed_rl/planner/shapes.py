@@ -28,6 +28,7 @@ class Elements:
         buffers: elements that do not train and stay float32.
         dense_adapters, expert_adapters: parameters of low-rank adapters.
         frozen: parameters of a vision tower that do not train.
+        matrices: those of dense and expert that Muon updates.
     """
 
     dense: int = 0
@@ -36,6 +37,7 @@ class Elements:
     dense_adapters: int = 0
     expert_adapters: int = 0
     frozen: int = 0
+    matrices: int = 0
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values())))
@@ -123,7 +125,12 @@ def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: 
         shape = op.shard_shape(tp)
         if op.buffer:
             return Elements(buffers=math.prod(shape))
-        return Elements(dense=math.prod(shape), dense_adapters=adapted * sum(shape) if len(shape) == 2 else 0)
+        is_matrix = len(shape) == 2 and op.section in ("layer", "mtp") and not op.mcore.startswith(TOWER)
+        return Elements(
+            dense=math.prod(shape),
+            dense_adapters=adapted * sum(shape) if len(shape) == 2 else 0,
+            matrices=math.prod(shape) if is_matrix else 0,
+        )
     experts = len(op.experts) // groups
     adapters = 0
     if ("linear_fc1" if "weight1" in op.mcore else "linear_fc2") in targets:
@@ -131,7 +138,8 @@ def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: 
         fused = len(op.hf) // len(op.experts)
         outer, inner = (fused * rows // etp, columns) if fused > 1 else (rows, columns // etp)
         adapters = experts * rank * (outer + inner)
-    return Elements(expert=math.prod(op.shard_shape(etp)) // groups, expert_adapters=adapters)
+    count = math.prod(op.shard_shape(etp)) // groups
+    return Elements(expert=count, expert_adapters=adapters, matrices=count)
 
 
 def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:

@@ -26,6 +26,7 @@ from mindspeed_rl.engine.checkpoint import _find_latest_iteration
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ZERO = {"use_distributed_optimizer": True}
+MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -45,6 +46,9 @@ SAME: dict[str, tuple[int, str, dict[str, Any]]] = {
     "DP2 bf16 distributed optimizer": (2, "tied", ZERO | {"bf16": True}),
     "EP2 grouped": (2, "moe", EP | {"moe_grouped_gemm": True}),
     "EP2 distributed optimizer": (2, "moe", EP | ZERO),
+    "TP2 muon": (2, "tied", TP | MUON),
+    "DP2 bf16 muon": (2, "tied", MUON | {"bf16": True}),
+    "EP2 muon": (2, "moe", EP | MUON),
 }
 
 

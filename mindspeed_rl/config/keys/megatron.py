@@ -33,6 +33,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 #: modules that selective recomputation supports
 _RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _SUPERVISED = " ".join(SUPERVISED_STAGES)
+_MUON = ("optimizer", ("muon",))
 _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
 # fmt: off
 
@@ -160,7 +161,27 @@ class _OptimizerKeys:
     """Optimizer, schedule and the communication around it."""
 
     # the defaults of this group are Megatron-LM's, on which upstream's run files rely
-    optimizer: Literal["adam"] = key("adam", "AdamW", "AdamW", elsewhere="optim", on_resume="exact")
+    optimizer: Literal["adam", "muon"] = key("adam",
+        "adam: AdamW; muon: orthogonalized momentum for matrices, AdamW for embeddings, heads, norms and biases",
+        "adam：AdamW；muon：矩阵用正交化的动量，embedding、输出层、norm 与偏置仍用 AdamW", elsewhere="optim", on_resume="exact")
+    muon_momentum: float = key(0.95, "muon: decay of the momentum", "muon：动量的衰减", range=Range.DECAY,
+        needs=_MUON, on_resume="exact")
+    muon_use_nesterov: bool = key(False, "muon: look ahead along the momentum", "muon：使用 Nesterov 动量", needs=_MUON,
+        on_resume="exact")
+    muon_num_ns_steps: int = key(5, "muon: Newton-Schulz steps that orthogonalize a matrix",
+        "muon：正交化矩阵的 Newton-Schulz 步数", range=Bounds(1, 100), needs=_MUON, on_resume="exact")
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = key("spectral",
+        "muon: a step of r rows and c columns is scaled by sqrt(max(r, c)), sqrt(r / c) or sqrt(max(1, r / c))",
+        "muon：r 行 c 列的更新乘以 sqrt(max(r, c))、sqrt(r / c) 或 sqrt(max(1, r / c))", needs=_MUON, on_resume="exact")
+    muon_extra_scale_factor: float = key(1.0,
+        "muon: factor on the steps of matrices; with spectral, 0.2 makes them as large as AdamW's",
+        "muon：矩阵更新的额外系数；spectral 下取 0.2 时与 AdamW 的步长相当", range=Range.POSITIVE, needs=_MUON,
+        on_resume="exact")
+    muon_split_qkv: bool = key(True, "muon: queries, keys and values are three matrices",
+        "muon：query、key、value 视为三个矩阵", needs=_MUON, on_resume="exact")
+    muon_tp_mode: Literal["duplicated", "blockwise"] = key("duplicated",
+        "muon: duplicated gathers a matrix that tensor parallelism splits; blockwise takes each part for a matrix",
+        "muon：duplicated 会先收集被张量并行切分的矩阵；blockwise 把每一份视为一个矩阵", needs=_MUON, on_resume="exact")
     lr: float | None = key(None, "peak learning rate", "学习率峰值", range=Range.RATE, elsewhere="learning_rate optim.lr",
         on_resume="schedule")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key("linear",

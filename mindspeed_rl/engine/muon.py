@@ -1,0 +1,186 @@
+"""Muon for the matrices of a model and AdamW for everything else, inside Megatron's optimizers.
+
+A matrix moves along the orthogonal factor of its momentum instead of along the momentum (Keller Jordan's Muon; scaled up in
+arXiv:2502.16982). With gradient G and learning rate lr:
+
+    M <- mu M + (1 - mu) G                       U = M, or with Nesterov (1 - mu) G + mu M
+    O = X_n, X_0 = U / |U|_F, X_k+1 = a X_k + b (X_k X_k^T) X_k + c (X_k X_k^T)^2 X_k
+    W <- (1 - lr wd) W - lr s O                  s by `muon_scale_mode` from the rows and columns of the matrix
+
+The iteration (Newton-Schulz) takes every singular value of U close to 1. Megatron 0.16 has a class of this kind, which imports
+the package emerging_optimizers; that needs Python 3.12. Gradients, their norm, float32 main weights and checkpoints stay
+Megatron's: only the torch optimizer inside of its wrappers is another one. Its state is on every data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.models.vision import TOWER
+
+#: a, b and c: of Keller Jordan, the steepest at 0 for which all singular values stay near 1
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: rows and columns of a matrix -> s, so that learning rates carry over between widths
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A weight that is updated by the orthogonal factor of its momentum.
+
+    Attributes:
+        group: ranks that hold a part of it each, in the order of the parts; None where this rank has all of it, or where parts
+            count as matrices of their own.
+        dim: along which it is split.
+        heads: of a fused projection of queries, keys and values: rows of each of the three in a query group, which count as
+            matrices of their own; None for other weights.
+    """
+
+    group: dist.ProcessGroup | None = None
+    dim: int = 0
+    heads: tuple[int, int, int] | None = None
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """The torch optimizer inside of a Megatron optimizer: Muon for some parameters, AdamW for the others."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], matrices: Mapping[Tensor, _Matrix], config: MegatronConfig) -> None:
+        """Take over the parameter groups of Megatron's AdamW, with their learning rates and decays.
+
+        Args:
+            matrices: the parameters that Muon updates.
+        """
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay})
+        self._matrices, self._config = matrices, config
+
+    def init_state(self) -> None:
+        """Make the state of parameters that have none, so that a save before the first step has it too."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            names = ("momentum_buffer",) if parameter in self._matrices else ("exp_avg", "exp_avg_sq")
+            if not self.state[parameter]:
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in names}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]  (torch has overloads)
+        """Make one update from the gradients in `parameter.grad`; collective over ranks that share a matrix."""
+        assert closure is None  # Megatron passes none
+        self.init_state()
+        for group in self.param_groups:
+            # one count a group, which Megatron's checkpoints keep
+            group["step"] = int(group.get("step", 0)) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                if parameter in self._matrices:
+                    parameter.add_(self._compute_direction(parameter), alpha=-group["lr"])
+                else:
+                    self._move_by_adam(parameter, group)
+        return None
+
+    def _move_by_adam(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """W <- W - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), arXiv:1711.05101 after the decay."""
+        (beta1, beta2), state, count = group["betas"], self.state[parameter], group["step"]
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(parameter.grad, 1.0 - beta1)
+        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1.0 - beta2)
+        spread = second.sqrt().div_(math.sqrt(1.0 - beta2**count)).add_(group["eps"])
+        parameter.addcdiv_(first, spread, value=-group["lr"] / (1.0 - beta1**count))
+
+    def _compute_direction(self, parameter: Tensor) -> Tensor:
+        """Return s O of the parameter, this rank's part of it, after the update of its momentum."""
+        config, matrix, momentum = self._config, self._matrices[parameter], self.state[parameter]["momentum_buffer"]
+        momentum.lerp_(parameter.grad, 1.0 - config.muon_momentum)
+        update = momentum
+        if config.muon_use_nesterov:
+            update = parameter.grad.lerp(momentum, config.muon_momentum)
+        if matrix.group is None:
+            return self._orthogonalize(update, matrix)
+        parts = [torch.empty_like(update, memory_format=torch.contiguous_format) for _ in range(matrix.group.size())]
+        dist.all_gather(parts, update.contiguous(), group=matrix.group)
+        # rows of a gated layer are in another order than without the split, which only permutes the rows of O
+        full = self._orthogonalize(torch.cat(parts, matrix.dim), matrix)
+        return full.chunk(len(parts), matrix.dim)[matrix.group.rank()]
+
+    def _orthogonalize(self, update: Tensor, matrix: _Matrix) -> Tensor:
+        """Return s O of a full matrix, or of each of its parts that count as matrices."""
+        config = self._config
+        if matrix.heads is None:
+            parts = [update]
+        else:
+            by_group = update.view(-1, sum(matrix.heads), update.size(1)).split(matrix.heads, dim=1)
+            parts = [part.flatten(0, 1) for part in by_group]
+        scale = _SCALES[config.muon_scale_mode]
+        moved = [
+            orthogonalize(part, config.muon_num_ns_steps).mul_(config.muon_extra_scale_factor * scale(*part.shape))
+            for part in parts
+        ]
+        if matrix.heads is None:
+            return moved[0]
+        by_group = [part.view(-1, rows, update.size(1)) for part, rows in zip(moved, matrix.heads)]
+        return torch.cat(by_group, dim=1).view_as(update)
+
+
+def orthogonalize(update: Tensor, num_steps: int) -> Tensor:
+    """Return the orthogonal factor of a matrix by Newton-Schulz steps, a new tensor: U V^T of U S V^T, but for rounded values."""
+    a, b, c = _COEFFICIENTS
+    # products with the shorter side, whose square is the smaller
+    is_tall = update.size(0) > update.size(1)
+    result = update.t() if is_tall else update
+    result = result / result.norm().clamp(min=torch.finfo(result.dtype).tiny)
+    for _ in range(num_steps):
+        square = result @ result.t()
+        result = a * result + torch.addmm(square, square, square, beta=b, alpha=c) @ result
+    return result.t().contiguous() if is_tall else result
+
+
+def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], config: MegatronConfig) -> None:
+    """Replace the AdamW inside of Megatron's optimizers; not collective.
+
+    Muon updates all matrices but embeddings, heads and vision towers.
+
+    Args:
+        optimizer: of the chunks, before its first step; not the distributed one, which has no full matrices.
+    """
+    matrices: dict[Tensor, _Matrix] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            is_end = getattr(parameter, "is_embedding_or_output_parameter", False) or TOWER in name
+            if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and not is_end:
+                # under bf16 Megatron steps on a copy in float32
+                matrices[getattr(parameter, "main_param", parameter)] = _describe(name, parameter, chunk, config)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:  # this rank has parameters of this kind
+            part.optimizer = MuonAdamW(part.optimizer.param_groups, matrices, config)
+            part.init_state_fn = lambda inner, *_: inner.init_state()
+
+
+def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: MegatronConfig) -> _Matrix:
+    group, heads, model = None, None, chunk.config
+    is_expert = not getattr(parameter, "allreduce", True)
+    if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
+        ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
+        group = ranks() if ranks().size() > 1 else None
+    if config.muon_split_qkv and name.endswith("linear_qkv.weight"):
+        width = model.kv_channels
+        per_group = (model.num_attention_heads // model.num_query_groups * width, width, width)
+        # a projection with a gate, or of less than a query group a rank, has other rows
+        parts = 1 if group is None else group.size()
+        heads = per_group if parameter.size(0) * parts % sum(per_group) == 0 else None
+    return _Matrix(group, getattr(parameter, "partition_dim", 0) if group is not None else 0, heads)
