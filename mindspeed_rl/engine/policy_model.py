@@ -253,8 +253,9 @@ class PolicyModel(_ResponseAligned):
             micro_batch.columns[name].flatten(0, 1).index_select(0, micro_batch.slots)
             for name in ("teacher_ids", "teacher_log_probs")
         )
-        *results, student = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head, others=ids.long())
-        return self._to_response([*results, *labels.divergence(student, teacher)], micro_batch)
+        judged = {"others": ids, "teacher": teacher, "divergence": labels.divergence}
+        results = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head, **judged)
+        return self._to_response([*results], micro_batch)
 
 
 class ValueModel(_ResponseAligned, GPTRewardModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ def _gather(values: Tensor, local: Tensor) -> Tensor:
 class _VocabLogProbs(torch.autograd.Function):
     """Function log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
 
-    With `others`, ids [n, k], a third output has the log softmax at each of them; an id below 0 has no gradient.
+    With `others`, ids [n, k], a third output has the log softmax at each of them; an id below 0 has no gradient. With a
+    `divergence` of these log-probs and those of a teacher its results [n] take that output's place: chunk by chunk, in either
+    direction, so that k may be the vocabulary.
 
     Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, so
     both work in place wherever the values are not needed again.
@@ -62,6 +65,8 @@ class _VocabLogProbs(torch.autograd.Function):
         in_float32: bool,
         group: dist.ProcessGroup | None,
         others: Tensor | None,
+        teacher: Tensor | None,
+        divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None,
     ) -> tuple[Tensor, ...]:
         vocab = weight.size(0)
         first = vocab * (group.rank() if group is not None else 0)
@@ -69,7 +74,13 @@ class _VocabLogProbs(torch.autograd.Function):
         log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs)
-        at_others = None if others is None else torch.empty(others.shape, dtype=torch.float32, device=hidden.device)
+        at_others: Tensor | None = None
+        added: list[tuple[Tensor, ...]] = []
+        if divergence is None:
+            at_others = None if others is None else torch.empty(others.shape, dtype=torch.float32, device=hidden.device)
+        elif not tokens:
+            assert teacher is not None
+            added = [divergence(teacher, teacher)]
         for start in range(0, tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
@@ -82,28 +93,34 @@ class _VocabLogProbs(torch.autograd.Function):
             # one rank has the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            at = None if others is None else _gather(shifted, others[chunk] - first)  # before `shifted` is overwritten
+            at = None if others is None else _gather(shifted, others[chunk].long() - first)  # before `shifted` is overwritten
             sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked], 1)
             summed = _all_reduce(sums if at is None else torch.cat([sums, at], 1), group)
             total, weighted, picked = summed[:, :3].unbind(1)
             log_total = total.log()
             if at_others is not None:
                 at_others[chunk] = summed[:, 3:] - log_total[:, None]
+            elif divergence is not None:
+                assert others is not None and teacher is not None
+                student = (summed[:, 3:] - log_total[:, None]).masked_fill(others[chunk] < 0, float("-inf"))
+                added.append(divergence(student, teacher[chunk]))
             log_probs[chunk] = picked - log_total
             log_z[chunk] = top + log_total
             entropy[chunk] = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others)
-        ctx.settings = (temperature, chunk_size, padding, softcap, in_float32, first)
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others, teacher)
+        ctx.settings = (temperature, chunk_size, padding, softcap, in_float32, first, group, divergence)
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
         ctx.set_materialize_grads(False)
+        if added:
+            return log_probs, entropy, *(torch.cat(parts) for parts in zip(*added))
         return (log_probs, entropy) if at_others is None else (log_probs, entropy, at_others)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]  (as above)
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_others: Tensor | None = None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *grad_added: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_z, entropy, others = ctx.saved_tensors
-        temperature, chunk_size, padding, softcap, in_float32, first = ctx.settings
+        hidden, weight, labels, log_z, entropy, others, teacher = ctx.saved_tensors
+        temperature, chunk_size, padding, softcap, in_float32, first, group, divergence = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
         # several chunks add up in float32 and are rounded once, at the end
@@ -112,8 +129,8 @@ class _VocabLogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        # of all log-probs of a token together: each takes the softmax off the logits once
-        grad_totals = grad_log_probs if grad_others is None else grad_log_probs + grad_others.sum(-1)
+        has_divergence = divergence is not None and any(grad is not None for grad in grad_added)
+        grad_at = grad_added[0] if divergence is None and grad_added else None
         for start in range(0, hidden.size(0), chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
@@ -122,21 +139,29 @@ class _VocabLogProbs(torch.autograd.Function):
                 # padding has no gradient, so its value does not matter here
                 slope = (logits * temperature).div_(softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
             log_softmax = logits.sub_(log_z[chunk, None])
+            grad_others = None if grad_at is None else grad_at[chunk]
+            if has_divergence:
+                student = _all_reduce(_gather(log_softmax, others[chunk].long() - first), group)
+                student = student.masked_fill_(others[chunk] < 0, float("-inf"))
+                grads = [grad if grad is None else grad[chunk] for grad in grad_added]
+                grad_others = _differentiate(divergence, student, teacher[chunk], grads)
+            # of all log-probs of a token together: each takes the softmax off the logits once
+            grad_totals = grad_log_probs[chunk] if grad_others is None else grad_log_probs[chunk] + grad_others.sum(-1)
             # None where entropy is only measured, as in most runs
             if grad_entropy is None:
-                grad_logits = log_softmax.exp_().mul_(-grad_totals[chunk, None])
+                grad_logits = log_softmax.exp_().mul_(-grad_totals[:, None])
             else:
                 softmax = log_softmax.exp()
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
                 of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
-                grad_logits = softmax.mul_(-grad_totals[chunk, None]).sub_(of_entropy)
+                grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
             local = labels[chunk] - first
             mine = (local >= 0) & (local < vocab)
             grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[chunk] * mine)[:, None])
             if grad_others is not None:
-                local = others[chunk] - first
+                local = others[chunk].long() - first
                 mine = (local >= 0) & (local < vocab)
-                grad_logits.scatter_add_(1, local.clamp(0, vocab - 1), grad_others[chunk] * mine)
+                grad_logits.scatter_add_(1, local.clamp(0, vocab - 1), grad_others * mine)
             if temperature != 1.0:
                 grad_logits /= temperature
             if slope is not None:
@@ -148,7 +173,23 @@ class _VocabLogProbs(torch.autograd.Function):
                 grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *(None,) * 8
+        return grad_hidden, grad_weight, *(None,) * 10
+
+
+def _differentiate(
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    student: Tensor,
+    teacher: Tensor,
+    grads: Sequence[Tensor | None],
+) -> Tensor:
+    """Return the gradient of a divergence's results with respect to the student's log-probs, [n, k]."""
+    with torch.enable_grad():
+        leaf = student.detach().requires_grad_()
+        both = zip(divergence(leaf, teacher), grads)
+        outputs = [(output, grad) for output, grad in both if grad is not None and output.requires_grad]
+        # an entry of -inf is no token: 0 times infinity is no number
+        found = torch.autograd.grad([output for output, _ in outputs], leaf, [grad for _, grad in outputs])[0]
+    return found.masked_fill_(student == float("-inf"), 0.0)
 
 
 def compute_vocab_log_probs(
@@ -163,6 +204,8 @@ def compute_vocab_log_probs(
     in_float32: bool = False,
     group: dist.ProcessGroup | None = None,
     others: Tensor | None = None,
+    teacher: Tensor | None = None,
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the log-prob of each label and the entropy of each distribution, equal on all ranks of the group.
 
@@ -178,13 +221,18 @@ def compute_vocab_log_probs(
         padding: rows at the end of this rank's `weight` that pad the vocabulary.
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
         in_float32: logits of 16-bit `hidden` and `weight` are not rounded to their format (MiniMax-M1, arXiv:2506.13585).
-        others: [n, k] int64 further token ids, those of a teacher; -1 for none.
+        others: [n, k] further token ids, those of a teacher; -1 for none.
+        teacher: [n, k] float32 log-probs of the teacher at these ids.
+        divergence: (log-probs at `others` [c, k], teacher's [c, k]) -> results [c] of some tokens; each token by itself. None:
+            their log-probs are returned.
 
     Returns:
-        log_probs [n] float32 and entropy [n] float32; with `others` also their log-probs, [n, k] float32, -inf for no id.
+        log_probs [n] float32 and entropy [n] float32; with `others` also their log-probs, [n, k] float32, -inf for no id, or
+        the results of the divergence, for which this model has no [n, k] tensor.
     """
-    outputs = _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, in_float32, group, others)
-    if others is None:
+    settings = temperature, chunk_size, padding, softcap, in_float32, group
+    outputs = _VocabLogProbs.apply(hidden, weight, labels, *settings, others, teacher, divergence)
+    if others is None or divergence is not None:
         return outputs
     log_probs, entropy, at_others = outputs
     return log_probs, entropy, at_others.masked_fill(others < 0, float("-inf"))

@@ -166,7 +166,7 @@ class TeacherPhases(_ModelWorker):
         if not all(judged):
             return {}
         log_probs, ids = ([torch.stack([pair[item] for pair in row], 1).flatten() for row in judged] for item in (0, 1))
-        return {"teacher_log_probs": log_probs} | ({"teacher_ids": [values.long() for values in ids]} if top_k else {})
+        return {"teacher_log_probs": log_probs} | ({"teacher_ids": [values.int() for values in ids]} if top_k else {})
 
 
 def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:

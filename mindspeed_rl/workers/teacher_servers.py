@@ -164,7 +164,7 @@ class TeacherServers:
         shape = (size, max(1, self._top_k))
         log_probs = torch.tensor([value for entry in entries for value, _ in entry]).reshape(shape)
         return _Judged(
-            log_probs, torch.tensor([token for entry in entries for _, token in entry], dtype=torch.int64).reshape(shape)
+            log_probs, torch.tensor([token for entry in entries for _, token in entry], dtype=torch.int32).reshape(shape)
         )
 
     async def _request_all(self, requests: Sequence[tuple[str, list[int]]]) -> list[list[Any]]:

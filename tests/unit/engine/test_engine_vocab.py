@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from mindspeed_rl.algorithms.distillation import compute_divergence
 from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
 
 
@@ -149,6 +152,64 @@ def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient
     (expected.gather(1, labels[:, None]).sum() + at_ids[known].square().sum()).backward()
     for mine, true in zip(ours, theirs):
         torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(("k", "softcap"), [(6, None), (32, None), (32, 3.0), (40, None)])
+def test_a_divergence_by_chunks_is_that_of_full_log_softmaxes_with_its_gradient(
+    kind: str, k: int, softcap: float | None
+) -> None:
+    hidden, weight, labels = inputs(padding=5)
+    teacher_logits = 3 * torch.randn(11, 32, generator=torch.Generator().manual_seed(6))
+    teacher_logits[3, 5:20] = float("-inf")  # what the teacher excludes
+    teacher, ids = torch.nn.functional.pad(teacher_logits.log_softmax(-1), (0, 8), value=float("-inf")).topk(k, -1)
+    ids = torch.where(ids < 32, ids, -1).int()
+    divergence = partial(compute_divergence, kind=kind, beta=0.3, rest="lump" if k < 32 else "drop")
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+
+    def judge(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return divergence(student, teacher), student.detach().exp().sum(-1)
+
+    kept: list[torch.Size] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor)
+    with hooks:
+        got = compute_vocab_log_probs(
+            *ours,
+            labels,
+            temperature=0.8,
+            chunk_size=4,
+            padding=5,
+            softcap=softcap,
+            others=ids,
+            teacher=teacher,
+            divergence=judge,
+        )
+    # of tensors as wide as the vocabulary, only what the teacher gave is kept for the backward pass
+    assert sum(len(shape) == 2 and shape == (11, k) for shape in kept) == 2
+    logits = theirs[0] @ theirs[1][:32].t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_softmax = (logits / 0.8).log_softmax(-1)
+    student = log_softmax.gather(1, ids.long().clamp(min=0)).masked_fill(ids < 0, float("-inf"))
+    expected = divergence(student, teacher.double())
+    torch.testing.assert_close(got[2], expected.float(), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(got[3], student.exp().sum(-1).float(), rtol=1e-5, atol=1e-6)
+    scale = torch.linspace(0.5, 2.0, 11)
+    ((got[2] * scale).sum() + 0.3 * got[0].sum() + 0.1 * got[1].sum()).backward()
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    own = log_softmax.gather(1, labels[:, None])
+    ((expected * scale).sum() + 0.3 * own.sum() + 0.1 * entropy.sum()).backward()
+    for mine, true in zip(ours, theirs):
+        torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_divergence_of_no_tokens_is_empty() -> None:
+    hidden, weight, labels = inputs()
+    nothing = torch.empty(0, 3)
+    got = compute_vocab_log_probs(
+        hidden[:0], weight, labels[:0], others=nothing.int(), teacher=nothing, divergence=lambda p, q: (p.sum(-1), q.sum(-1))
+    )
+    assert [len(values) for values in got] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("k", [1, 5, 32, 40])
