@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -150,12 +150,17 @@ class PlacedImages:
 
 
 def build_tower(hf_config: HfConfig) -> nn.Module:
-    """Build transformers' vision tower and projector of a model, with random weights."""
-    from transformers import AutoConfig, AutoModel
+    """Build transformers' vision tower and projector of a model, with random weights; releases 5.10 to 5.19."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     keys: dict[str, Any] = dict(hf_config)
-    config = AutoConfig.for_model(**keys).vision_config
-    tower = AutoModel.from_config(config, attn_implementation="sdpa")
+    config = AutoConfig.for_model(**keys)
+    # earlier releases find no class for the config of a tower alone
+    with torch.device("meta"):
+        tower_class: Any = type(AutoModelForImageTextToText.from_config(config).model.visual)
+    tower = tower_class._from_config(config.vision_config, attn_implementation="sdpa")
+    # in a list, so that a module that is converted to 16 bits leaves it as it is
+    tower.exact_angles = [tower.rotary_pos_emb.inv_freq.clone()]
     # all its modules read it from here; transformers would refuse a kernel that it does not know
     tower.config._attn_implementation = adaptors.tower_attention()
     return tower
@@ -247,7 +252,8 @@ class VisionEncoder:
         # a 16-bit model rounds every buffer; the angles of the tower are computed in float32
         rotary: Any = self._tower.rotary_pos_emb
         if rotary.inv_freq.dtype != torch.float32:
-            rotary.inv_freq = rotary.compute_axial_rope_parameters(rotary.config)[0].to(weight.device)
+            (angles,) = cast("list[Tensor]", self._tower.exact_angles)
+            rotary.inv_freq = angles.to(weight.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
             output = self._tower(pixels, grid_thw=grids)
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
