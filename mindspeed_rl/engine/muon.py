@@ -138,7 +138,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalize(update: Tensor, num_steps: int) -> Tensor:
-    """Return the orthogonal factor of a matrix by Newton-Schulz steps, a new tensor: U V^T of U S V^T, but for rounded values."""
+    """Return the orthogonal factor of a matrix by Newton-Schulz steps, a new tensor: about U V^T of U S V^T."""
     a, b, c = _COEFFICIENTS
     # products with the shorter side, whose square is the smaller
     is_tall = update.size(0) > update.size(1)

@@ -238,6 +238,10 @@ def describe_learning_rate(cfg: RunConfig) -> str:
         text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_fraction:.0%} of it"
     elif actor.lr_warmup_iters:
         text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_iters} iteration(s)"
+    if actor.optimizer == "muon":
+        scale = {"spectral": "sqrt(max(rows, columns))", "unit_rms_norm": "sqrt(rows / columns)"}
+        form = scale.get(actor.muon_scale_mode, "sqrt(max(1, rows / columns))")
+        text += f"; muon: a matrix moves by {actor.muon_extra_scale_factor:g} {form} times the orthogonal part of its momentum"
     return text
 
 

@@ -191,7 +191,7 @@ def _whole_groups(cfg: RunConfig, rl: RLConfig, objective: Objective) -> Iterato
             {f"rl_config.{name}": getattr(rl, name) for name in ("loss_type", "use_prefix_grouper", "use_dynamic_bsz")},
             f"{loss} needs all responses of a prompt in one micro-batch, and rl_config.use_prefix_grouper with use_dynamic_bsz "
             "divides them by tokens",
-            ({"rl_config.use_prefix_grouper": False}, {"rl_config.use_dynamic_bsz": False}),
+            ({"rl_config.use_prefix_grouper": False},),
         )
     if sizes is None or not sizes.can_divide:
         return

@@ -113,6 +113,8 @@ ELSEWHERE: dict[str, str] = {
     "freeze_aligner",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
+    "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
+    "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
