@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,8 @@ MODEL_PART = "reward_model"
 """Part of a result: the reward model's score."""
 TRAJECTORY_PART = "trajectory"
 """Part of a result: the rewards of tools and environments."""
+#: parts that are opinions of models, which are compared with those that can be checked
+_JUDGES = ("judge", MODEL_PART)
 
 
 def add_trajectory_rewards(
@@ -79,6 +82,7 @@ def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int =
     `<name>_rewards/mean` and `/std` are over the samples that have the part, raw and without weight; `rewards/total_mean` over
     samples with a total. `rewards/groups_without_spread` is the fraction of groups whose scored samples all have one
     total, apart from penalties: they give no learning signal. Standard deviations divide by n - 1 and are 0.0 for one sample.
+    `judge_rewards/agreement_with_<name>`, and that of a reward model: see `_measure_agreement`.
 
     Args:
         results: the samples of a group are adjacent.
@@ -106,6 +110,28 @@ def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int =
     groups = [results[start : start + group_size] for start in range(0, len(results), group_size)]
     if group_size > 1 and groups:
         metrics["rewards/groups_without_spread"] = sum(map(_has_no_spread, groups)) / len(groups)
+    for judge in _JUDGES:
+        others = (name for name in names if name not in _JUDGES and "/" not in name) if judge in names else ()
+        metrics |= _measure_agreement(groups, judge, others)
+    return metrics
+
+
+def _measure_agreement(groups: Sequence[Sequence[RewardResult]], judge: str, others: Iterable[str]) -> dict[str, float]:
+    """Return how often a judge orders two responses to a prompt as another function does, of those that it tells apart.
+
+    Equal scores of the judge count as a half: 1 is the same order, 0.5 chance, 0 the reverse. No entry where nothing differs.
+    """
+    metrics: dict[str, float] = {}
+    for name in others:
+        agreed = num_pairs = 0.0
+        for group in groups:
+            scores = [(result.parts[name], result.parts[judge]) for result in group if {name, judge} <= result.parts.keys()]
+            for (first, ours), (second, theirs) in itertools.combinations(scores, 2):
+                if first != second:
+                    num_pairs += 1
+                    agreed += 0.5 if ours == theirs else float((first < second) == (ours < theirs))
+        if num_pairs:
+            metrics[f"{judge}_rewards/agreement_with_{name}"] = agreed / num_pairs
     return metrics
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from policy_jobs import policy_rows
+from policy_jobs import from_last_stage, policy_rows
 from training_jobs import Setting, engine_of, full_weights, summary
 
 from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
@@ -26,8 +26,8 @@ def distill(setting: Setting) -> dict[str, Any]:
     """Makes a step of each divergence; `judged` are the rows of this rank with their teachers' columns."""
     with engine_of(setting) as engine:
         rows = policy_rows(engine, setting)
-        found = [engine.judge(rows, setting.batching, K, temperature) for temperature in TEMPERATURES]
-        sampled = engine.judge(rows, setting.batching, 0, TEMPERATURES[0])
+        found = [from_last_stage(engine.judge(rows, setting.batching, K, temperature)) for temperature in TEMPERATURES]
+        sampled = from_last_stage(engine.judge(rows, setting.batching, 0, TEMPERATURES[0]))
         assert sampled is not None and all(found)
         columns = {
             name: [torch.cat(pair, -1) for pair in zip(*(one[item] for one in found if one))]

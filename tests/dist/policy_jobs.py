@@ -50,6 +50,17 @@ UPDATES = [
 _ENTROPY_THRESHOLD = 1.0
 
 
+def from_last_stage(value: Any) -> Any:
+    """What the last pipeline stage has computed, on every stage."""
+    from megatron.core import parallel_state
+
+    values = [value]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last, group = parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast_object_list(values, src=last, group=group)
+    return values[0]
+
+
 def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
     """This rank's rows with everything a policy loss reads; noise around the present policy is the same under any layout."""
     from megatron.core import parallel_state
@@ -67,7 +78,7 @@ def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
     # pairs stay together, for the loss that compares them
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     mine = [row for row in range(len(rows)) if row // 2 % size == rank]
-    log_probs, entropies = engine.forward(rows.select(mine), setting.batching)
+    log_probs, entropies = from_last_stage(engine.forward(rows.select(mine), setting.batching))
     columns = {name: [value + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
     columns |= {"advantages": [advantages[row] for row in mine], "loss_mask": [trained[row] for row in mine]}
     columns["marked_tokens"] = [marked[row] for row in mine]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,41 @@ from mindspeed_rl.observability.metrics import merge
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> list[dict[str, Any]]:
-    """One process, all rows in one packed micro-batch."""
-    return ranks(1).run(jobs.distill, setting=Setting(str(models["tied"]), micro_batch_size=8))
+def references(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> Callable[[str], list[dict[str, Any]]]:
+    """(model) -> one process, all rows in one packed micro-batch."""
+
+    @cache
+    def compute(name: str) -> list[dict[str, Any]]:
+        return ranks(1).run(jobs.distill, setting=Setting(str(models[name]), micro_batch_size=8))
+
+    return compute
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "micro-batch 2 padded": (1, {"micro_batch_size": 2, "packed": False}),
-    "DP2 token budget": (2, {"token_budget": 30}),
-    "TP2": (2, {"keys": {"tensor_model_parallel_size": 2}}),
-    "CP2 ring": (2, {"keys": {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}}),
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "micro-batch 2 padded": ("tied", 1, {"micro_batch_size": 2, "packed": False}),
+    "DP2 token budget": ("tied", 2, {"token_budget": 30}),
+    "TP2": ("tied", 2, {"keys": {"tensor_model_parallel_size": 2}}),
+    "CP2 ring": ("tied", 2, {"keys": {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}}),
+    "PP2": ("tied", 2, {"keys": {"pipeline_model_parallel_size": 2}}),
+    "EP2": ("moe", 2, {"keys": {"expert_model_parallel_size": 2}}),
+    "PP2 of experts": ("moe", 2, {"keys": {"pipeline_model_parallel_size": 2}}),
 }
 
 
-@pytest.mark.parametrize(("size", "changes"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("model", "size", "changes"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if case[0] == "moe" else []) for name, case in LAYOUTS.items()],
+)
 def test_teachers_and_students_of_every_layout_agree(
     ranks: Callable[[int], Ranks],
-    reference: list[dict[str, Any]],
+    references: Callable[[str], list[dict[str, Any]]],
     models: dict[str, Path],
+    model: str,
     size: int,
     changes: dict[str, Any],
 ) -> None:
-    reports = ranks(size).run(jobs.distill, setting=Setting(str(models["tied"]), **changes))
+    reference = references(model)
+    reports = ranks(size).run(jobs.distill, setting=Setting(str(models[model]), **changes))
     expected = {tuple(ids): values for ids, *values in reference[0]["judged"]}
     for report in reports:
         for ids, log_probs, tokens, sampled in report["judged"]:

@@ -28,3 +28,17 @@ def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() 
 def test_a_broken_group_is_an_error() -> None:
     with pytest.raises(ValueError, match="3 results are not a whole number of groups of 2"):
         compute_reward_metrics([RewardResult()] * 3, group_size=2)
+
+
+def test_agreement_of_a_judge_is_the_share_of_pairs_of_a_prompt_that_it_orders_alike():
+    # (acc, judge) of two prompts with three responses; the last response has no opinion of the judge
+    scores = [(1.0, 0.9), (0.0, 0.4), (0.0, 0.9), (1.0, 0.1), (0.0, 0.8), (0.5, None)]
+    results = [
+        RewardResult(total=acc, parts={"acc": acc, "acc/detail": 1 - acc} | ({} if judge is None else {"judge": judge}))
+        for acc, judge in scores
+    ]
+    metrics = compute_reward_metrics(results, group_size=3)
+    # first prompt: right, a tie; second: wrong
+    assert metrics["judge_rewards/agreement_with_acc"] == 1.5 / 3
+    assert sum("agreement" in name for name in metrics) == 1
+    assert not any("agreement" in name for name in compute_reward_metrics(results, group_size=1))
