@@ -527,13 +527,13 @@ class _Daytona(_Service):
                 raise SandboxError(f"{url}: the sandbox is in the state {made.get('state')}")
             await asyncio.sleep(0.5)
             made = _parse(await self.request("GET", f"{url}/{made['id']}", _START_LIMIT_S, headers=headers), url)
-        return _DaytonaSandbox(self, str(made["id"]), str(made.get("toolboxProxyUrl") or f"{self.url}/toolbox").rstrip("/"))
+        name, proxy = str(made["id"]), made.get("toolboxProxyUrl")  # services before had their toolbox below the same address
+        return _DaytonaSandbox(self, name, f"{proxy}/{name}" if proxy else f"{self.url}/toolbox/{name}/toolbox")
 
 
 class _DaytonaSandbox(Sandbox):
     def __init__(self, provider: _Daytona, name: str, toolbox: str) -> None:
-        self._provider, self._name = provider, name
-        self._url = f"{toolbox}/{name}"
+        self._provider, self._name, self._url = provider, name, toolbox
         self._headers = {"Authorization": f"Bearer {provider.key}"}
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
