@@ -125,7 +125,7 @@ def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: 
         shape = op.shard_shape(tp)
         if op.buffer:
             return Elements(buffers=math.prod(shape))
-        is_matrix = len(shape) == 2 and op.section in ("layer", "mtp") and not op.mcore.startswith(TOWER)
+        is_matrix = len(shape) == 2 and min(shape) > 1 and op.section in ("layer", "mtp") and not op.mcore.startswith(TOWER)
         return Elements(
             dense=math.prod(shape),
             dense_adapters=adapted * sum(shape) if len(shape) == 2 else 0,

@@ -85,7 +85,6 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         self.roles = _build_roles(run, self.tokenizer)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
-        self.actor.engine.squares = run.objective is not None and "squared_probs" in run.objective.needs
         if term is not None and term.estimator is None:
             self.actor.engine.divergence = partial(compute_weighted_divergence, settings=term)
         self.actor.write_lost_export()
@@ -136,6 +135,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         if role != "actor":
             return super().compute_log_probs(role, count)
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
+        objective = self.run.objective
+        self.actor.engine.squares = objective is not None and "squared_probs" in objective.needs
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
             self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
         if self.routing is not None:

@@ -222,6 +222,39 @@ def test_the_top_entropy_quantile_is_that_of_the_whole_batch(world: World) -> No
     assert 0.2 < kept < 0.4 and differ(run, world.run(GRPO, TWO_STEPS))
 
 
+@pytest.mark.slow
+def test_tokens_that_a_loss_marks_are_chosen_over_the_whole_batch(world: World) -> None:
+    keys = ["rl_config.loss_type=kl_cov", "rl_config.kl_cov_ratio=0.1", NO_KL]
+    run = world.run(GRPO, TWO_STEPS, *keys)
+    marked, advantages, log_probs, mask = run.rows("marked_tokens", "advantages", "old_log_probs", "loss_mask")
+    arrays = [np.concatenate([row.numpy() for row in rows]).astype(np.float64) for rows in (advantages, log_probs)]
+    trained = np.concatenate([row.numpy() for row in mask]).astype(bool)
+    covariances = np.prod([values - values[trained].mean() for values in arrays], axis=0)
+    chosen = np.concatenate([row.numpy() for row in marked]).astype(bool)
+    assert chosen.sum() == int(0.1 * trained.sum()) and not (chosen & ~trained).any()
+    assert covariances[chosen].min() >= covariances[trained & ~chosen].max()
+    assert run.metrics[0]["actor/pg_clipfrac"] == pytest.approx(chosen.sum() / trained.sum())
+    assert differ(run, world.run(GRPO, TWO_STEPS, *keys, "rl_config.ppo_kl_coef=0"))  # from the second step on
+
+
+@pytest.mark.slow
+def test_responses_of_a_prompt_are_compared_whatever_the_micro_batch(world: World) -> None:
+    keys = [TWO_STEPS, "rl_config.loss_type=real", "rl_config.scale_rewards=none", NO_KL]
+    runs = [world.run(GRPO, *keys, f"actor_config.micro_batch_size={size}") for size in (8, 32)]
+    assert runs[0].metrics[0]["actor/pg_loss"] == pytest.approx(runs[1].metrics[0]["actor/pg_loss"], rel=1e-4)
+    np.testing.assert_allclose(runs[0].weights["actor"], runs[1].weights["actor"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_token_baseline_reads_the_probabilities_of_the_whole_vocabulary(world: World) -> None:
+    run = world.run(GRPO, "rl_config.adv_estimator=optimal_token_baseline", NO_KL)
+    squares, log_probs, advantages = run.rows("squared_probs", "old_log_probs", "advantages")
+    for row, chosen in zip(squares, log_probs):
+        # the sampled token is one of them
+        assert ((row <= 1.0 + 1e-5) & (row >= chosen.double().exp().square() - 1e-5)).all()
+    assert any(len(row) > 1 and float(row.std()) > 0 for row in advantages) and run.num_steps == 1
+
+
 def test_off_policy_sequences_with_negative_advantages_are_dropped(world: World) -> None:
     run = world.run(GRPO, "rl_config.off_policy_sequence_mask_delta=-100")
     (advantages,) = run.rows("advantages")

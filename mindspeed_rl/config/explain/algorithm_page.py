@@ -24,7 +24,8 @@ _TEXTS: dict[_Language, dict[str, str]] = {
         "title": "# Which algorithm",
         "head": "Made from the catalogue by `python -m mindspeed_rl.config.explain.algorithm_page`; formulas have the default\n"
         "numbers. Notation, differences and the other parts of the loss: [algorithms](algorithms.md). `mindspeed-rl explain`\n"
-        "prints the whole loss of a run file. Several names combine: one `adv_estimator`, one `loss_type`, a KL, a correction.",
+        "prints the whole loss of a run file. Several names combine: one `adv_estimator`, one `loss_type`, a KL, a correction.\n"
+        "The [optimizer](algorithms.md#optimizer-megatron_trainingoptimizer), `adam` or `muon`, is independent of them.",
         "loss_type": "## Policy losses: `rl_config.loss_type`",
         "adv_estimator": "## Advantages: `rl_config.adv_estimator`",
         "row": "| name | what it is | use it when | keys | paper | verl | ms-swift | TRL |",
@@ -35,7 +36,8 @@ _TEXTS: dict[_Language, dict[str, str]] = {
         "title": "# 选哪种算法",
         "head": "由 `python -m mindspeed_rl.config.explain.algorithm_page` 根据目录生成；公式中的数为默认值。\n"
         "记号、差异和损失的其他部分见[算法](algorithms.md)。`mindspeed-rl explain` 会打印一个配置文件的完整损失。\n"
-        "各部分可组合：一个 `adv_estimator`、一个 `loss_type`、一种 KL、一种修正。",
+        "各部分可组合：一个 `adv_estimator`、一个 `loss_type`、一种 KL、一种修正。\n"
+        "[优化器](algorithms.md#优化器megatron_trainingoptimizer)（`adam` 或 `muon`）与它们无关。",
         "loss_type": "## 策略损失：`rl_config.loss_type`",
         "adv_estimator": "## 优势：`rl_config.adv_estimator`",
         "row": "| 名称 | 内容 | 何时使用 | 键 | 论文 | verl | ms-swift | TRL |",

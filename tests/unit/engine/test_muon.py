@@ -141,3 +141,12 @@ def test_a_tiny_model_learns_a_text_and_its_state_is_of_the_right_kinds(make_eng
         name for name, parameter in names.items() if parameter.dim() == 2 and "embedding" not in name
     }
     assert all(kind == {"exp_avg", "exp_avg_sq"} for kind in kinds.values() if kind != {"momentum_buffer"})
+    matrices = sum(names[name].numel() for name, kind in kinds.items() if kind == {"momentum_buffer"})
+    count = sum(parameter.numel() for parameter in names.values())
+    assert engine.offloader.resident_bytes()["optimizer"] == 4 * (2 * count - matrices)
+    before = {name: [value.clone() for value in inner.state[parameter].values()] for name, parameter in names.items()}
+    engine.offloader.offload(optimizer=True)
+    assert engine.offloader.resident_bytes()["optimizer"] == 0
+    engine.offloader.onload(optimizer=True)
+    for name, parameter in names.items():
+        assert all(map(torch.equal, before[name], inner.state[parameter].values()))

@@ -48,6 +48,9 @@ def test_planned_parameters_are_those_of_the_built_model(name: str, training_wor
     experts = sum(value.numel() for key, value in parameters.items() if ".experts." in key and "shared_experts" not in key)
     assert planned.expert == experts
     assert planned.dense == sum(value.numel() for value in parameters.values()) - experts
+    ends = ("embedding", "output_layer")
+    matrices = [value for key, value in parameters.items() if value.dim() == 2 and not key.startswith(ends)]
+    assert planned.matrices == sum(value.numel() for value in matrices if min(value.shape) > 1)
 
 
 BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (find_project_configs() / "model").glob("*.yaml")}
