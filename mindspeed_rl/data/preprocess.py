@@ -162,9 +162,9 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _OTHER_SETTINGS}
     images = None
     rules = ImageRules.read(config.tokenizer_name_or_path, config.min_pixels, config.max_pixels)
-    if rules is not None and kind.can_read_images:
+    if rules is not None:
         images = ImageReader.build(rules, tokenizer, config.image_folder)
-    elif config.image_folder is not None:
+    if config.image_folder is not None and not (rules and kind.can_read_images):
         reason = f"{config.handler_name} reads none" if rules else "tokenizer_name_or_path is no folder of a model with images"
         raise ValueError(f"image_folder={config.image_folder!r} has no meaning: {reason}")
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, images=images, **settings))

@@ -115,6 +115,7 @@ class Handler(ABC):
         self.max_tokens = settings.seq_length or 100_000
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
         self.images = settings.images if self.can_read_images else None
+        self._refused_images = None if self.can_read_images else settings.images
         known = self.known_columns(settings)
         self.map: dict[str, Any] = dict(known)
         self._explicit: frozenset[str] = frozenset()
@@ -257,6 +258,11 @@ class Handler(ABC):
                     raise row
                 if not isinstance(row, (Mapping, TaggedRow)):
                     raise MalformedRowError(f"must be an object with named columns, not {type(row).__name__}")
+                plain = row.row if isinstance(row, TaggedRow) else row
+                if self._refused_images is not None and isinstance(plain, Mapping):
+                    if self._refused_images.take(plain, list(plain))[1]:
+                        kind = type(self).__name__
+                        raise MalformedRowError(f"has images, which {kind} does not read; instruction data and prompts may")
                 drafts.append((number, self.render(row)))
             except MalformedRowError as error:
                 batch.bad.append((number, str(error)))

@@ -191,7 +191,7 @@ class LlamaFactoryInstructionHandler(Handler):
         self._handlers = []
         for entry in entries:
             try:
-                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys)))
+                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys, images=None)))
             except ValueError as error:
                 raise ValueError(f"dataset {entry.name!r}: {error}") from error
         sources = [entry.source for entry in entries]

@@ -286,6 +286,16 @@ def test_the_samples_of_a_pack_have_their_own_images(folder: Path, rules: ImageR
         assert all(np.array_equal(found, np.asarray(open_image(path))) for found, path in zip(pictures, parts))
 
 
+def test_images_in_preference_data_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(encode(56, 56))
+    row = {"conversations": [{"from": "human", "value": "what?"}]}
+    row |= {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    keys = {"handler_name": "SharegptStylePairwiseHandler", "prompt_type": "hf", "tokenizer_name_or_path": str(folder)}
+    data = write(tmp_path / "rows.jsonl", [row, row | {"images": [str(tmp_path / "one.png")]}])
+    with pytest.raises(ValueError, match="row 2: has images, which SharegptStylePairwiseHandler does not read"):
+        run(PreprocessConfig(input=str(data), output_prefix=str(tmp_path / "pairs"), **keys))
+
+
 def test_a_dataset_of_other_limits_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(encode(200, 200))
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
