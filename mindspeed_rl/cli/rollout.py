@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
-from mindspeed_rl.config import GenerateConfig, load_run_config
+from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +27,8 @@ _DESCRIPTION = (
     "pushes weights. A run uses it by generate_config.vllm_server_host and vllm_server_port."
 )
 _TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
+#: between two looks whether the run goes
+_CHECK_S = 2.0
 
 
 def make_parser() -> Parser:
@@ -29,6 +36,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face folder; default: that of --config-name's actor")
+    add("--join", type=Path, metavar="RUN", help="folder of a run that goes: serve it, with its settings, until either ends")
     add("--config-name", help="run file whose generate_config the engine has")
     add("--config-dir", help="folder of the run file; default: the project's configs/")
     add("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reached from this machine only")
@@ -62,7 +70,8 @@ def main(argv: list[str]) -> int:
         print_status(f"token of this server, for {_TOKEN_VARIABLE} of its clients: {token}")
     names = args.served_model_name or [folder.name]
     try:
-        return _serve(args, generate, folder, token, listening, names)
+        with _joined(args, listening, token):
+            return _serve(args, generate, folder, token, listening, names)
     except KeyboardInterrupt:
         print_status("interrupted; the engine was stopped.")
         return 0
@@ -76,6 +85,15 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
     """Return the keys of the engine, and the model's folder."""
     folder = args.model
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
+    if args.join is not None:
+        if args.config_name is not None:
+            raise ValueError("--join and --config-name exclude one another: the settings are those of the run")
+        settings = ServerFolder(args.join.expanduser()).read_settings()
+        if settings["min_pixels"] or settings["max_pixels"]:
+            raise ValueError("--join: a run with limits of images (min_pixels, max_pixels) takes no servers that join")
+        sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
+        generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
+        folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
     if args.config_name is not None:
         cfg = load_run_config(args.config_name, args.config_dir, args.overrides)
         if cfg.generate_config is None:
@@ -128,6 +146,33 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise ValueError(f"--host {host} --port {port}: {error}") from None
     return listening
+
+
+@contextlib.contextmanager
+def _joined(args: argparse.Namespace, listening: socket.socket, token: str) -> Iterator[None]:
+    """Offer the server to the run of --join while the block runs, and interrupt the block when the run has ended."""
+    if args.join is None:
+        yield
+        return
+    folder = ServerFolder(args.join.expanduser())
+    # until the engine is built the address refuses calls, and the run asks again at its next weight sync
+    offer = folder.offer(ServerOffer(*listening.getsockname()[:2], token))
+    print_status(f"joins {args.join} with the next weight sync; Ctrl-C leaves, and the run goes on without this server.")
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_CHECK_S):
+            if not folder.is_open:
+                print_status(f"the run in {args.join} has ended.")
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    threading.Thread(target=watch, name="run-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        offer.unlink(missing_ok=True)
 
 
 def _serve(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History
 
@@ -141,6 +143,72 @@ def _read_events(path: Path) -> list[_TraceEvent]:
             while intervals[0]["args"]["iteration"] <= event["args"]["iteration"] - _TIMELINE_ITERATIONS:
                 intervals.popleft()
     return [*names, *intervals]
+
+
+@dataclass(frozen=True)
+class ServerOffer:
+    """A rollout server that joins a run: its address, and the token of its calls."""
+
+    host: str
+    port: int
+    token: str
+
+
+class ServerFolder:
+    """The folder `servers` of a run: settings of the run's servers while it goes, and offers of servers that join it."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder, self._settings = run_folder / "servers", run_folder / "servers" / "run.json"
+
+    @property
+    def is_open(self) -> bool:
+        """True while the run goes and takes servers."""
+        return self._settings.is_file()
+
+    def open(self, settings: Mapping[str, object]) -> None:
+        """Take servers from now on; offers to an earlier run of this folder are dropped.
+
+        Args:
+            settings: with which a server that joins is started.
+        """
+        for path in self._folder.glob("*.json"):
+            path.unlink(missing_ok=True)
+        write_file(self._settings, json.dumps(settings), makes_folder=True)
+
+    def close(self) -> None:
+        """Take no servers any more; those that joined end."""
+        self._settings.unlink(missing_ok=True)
+
+    def read_settings(self) -> JsonObject:
+        """Return the settings with which a server that joins is started.
+
+        Raises:
+            ValueError: no run goes in this folder that takes servers.
+        """
+        if not self.is_open:
+            raise ValueError(
+                f"no run goes in {self._folder.parent} that takes servers: name the run folder of one that has rollout servers "
+                "(rl_config.use_integrated_worker: false with rollout_resource, or generate_config.vllm_server_host)"
+            )
+        return json.loads(self._settings.read_text(encoding="utf-8"))
+
+    def offer(self, server: ServerOffer) -> Path:
+        """Offer a server to the run, which uses it from the next weight sync on, until the returned file is removed."""
+        path = self._folder / f"{server.host.replace(':', '-')}_{server.port}.json"
+        partial = path.with_suffix(".new")
+        partial.unlink(missing_ok=True)
+        # the token is for the owner of the run
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(asdict(server), file)
+        return partial.replace(path)
+
+    def list_offers(self) -> list[ServerOffer]:
+        """Return the servers that are offered now, in the order of their names."""
+        offers = []
+        for path in sorted(self._folder.glob("*_*.json")):
+            with contextlib.suppress(FileNotFoundError):  # it has left meanwhile
+                offers.append(ServerOffer(**json.loads(path.read_text(encoding="utf-8"))))
+        return offers
 
 
 class LineWriter:

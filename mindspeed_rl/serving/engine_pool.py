@@ -8,6 +8,7 @@ tokens that have arrived.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,14 @@ class ServerPool:
         member.requests = {}
         self._note_idle(member)
         self._assign_waiting()
+
+    async def leave(self, name: str) -> None:
+        """Remove a server that leaves; its requests continue on others, and it aborts them."""
+        member = self._members.get(name)
+        self.remove(name, "it has left the run")
+        if member is not None:
+            with contextlib.suppress(ServerLostError):
+                await self._call(member.server, "drop", "abort its requests", {})
 
     async def call(self, name: str, call: str, **arguments: object) -> Any:
         """Return the result of a call of one server; remove a server that fails or does not answer.

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import GenerateConfig, Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
+from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service
 from mindspeed_rl.runtime.futures import WorkerError
@@ -82,6 +84,9 @@ class RolloutServers:
         self._actors: dict[str, ActorHandle[ServerProcess]] = {}
         self._starting: dict[str, ObjectRef[ServerMetadata]] = {}
         self._standalone: dict[str, HttpServerClient] = {}
+        self._offered: dict[ServerOffer, str] = {}
+        self._folder = ServerFolder(run.folder)
+        self._folder.open({**asdict(settings), "folder": str(run.folder), "timeout_s": self._timeout_s})
         self.loop = LoopThread("rollout-servers")
         self.pool = ServerPool(
             timeout_s=self._timeout_s,
@@ -189,14 +194,30 @@ class RolloutServers:
             self._report(f"{name} is restarted ({self._restarts_left} restarts left)")
             self._start(int(name.split()[-1]), self._placement)
         self._add_own()
+        self._update_offered()
         for name, client in self._standalone.items():
             if name not in alive:
                 with contextlib.suppress(OSError, RuntimeError):
+                    is_new = name not in self.weights.num_workers
                     self._add_standalone(client)
-                    self._report(f"{name} is back")
+                    self._report(f"{name} has joined" if is_new else f"{name} is back")
+
+    def _update_offered(self) -> None:
+        """Add the servers that are offered to the standalone ones, and remove those that left."""
+        offers = self._folder.list_offers()
+        for offer in [offer for offer in self._offered if offer not in offers]:
+            name = self._offered.pop(offer)
+            del self._standalone[name]
+            self.weights.num_workers.pop(name, None)
+            self.loop.run(self.pool.leave(name))
+        for offer in offers:
+            client = HttpServerClient(offer.host, offer.port, offer.token)
+            if client.name not in self._standalone:
+                self._offered[offer], self._standalone[client.name] = client.name, client
 
     def close(self) -> None:
-        """End the run's own servers; leave others as they were."""
+        """End the run's own servers, and those that joined; leave others as they were."""
+        self._folder.close()
         with contextlib.suppress(OSError, RuntimeError):
             # a server that hangs must not delay the end of the run
             self.loop.run(asyncio.wait_for(self._leave(), 10))

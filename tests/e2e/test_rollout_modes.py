@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, Command, finished
+from grpo_command import ONE_PROCESS, Command, finished, running
+from ports import find_free_port
 from test_grpo_run import figures
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
@@ -127,6 +133,38 @@ def test_drafts_change_no_response_and_save_steps_in_process_and_in_servers(task
     for metrics in (local.metrics[0], served.metrics[1]):
         assert 1.0 < metrics["rollout/tokens_per_step"] < 9.0
         assert 0.0 < metrics["rollout/draft_acceptance"] < 1.0
+
+
+@pytest.mark.slow
+def test_a_server_joins_a_run_by_its_folder_generates_and_leaves_without_a_lost_or_doubled_sample(
+    task: Path, tmp_path: Path
+) -> None:
+    keys = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"]
+    with running(task, tmp_path, *SERVER, *keys, iterations(40)) as command:
+        folder, log = command.folder / "run", (tmp_path / "server.log").open("w+")
+        command.wait_until(lambda: len(command.metrics) >= 1)
+        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "rollout", "--join", str(folder)]
+        words += ["--port", str(find_free_port())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            command.wait_until(lambda: "has joined" in (folder / "run.log").read_text())
+            joined = len(command.metrics)
+            command.wait_until(lambda: len(command.metrics) >= joined + 3)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(120) == 0
+            assert not [path for path in (folder / "servers").iterdir() if path.name != "run.json"]
+            assert command.wait(600) == 0, command.output[-4000:]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            log.close()
+        # it generated, and its unfinished samples continued elsewhere
+        assert "was taken out" in (folder / "run.log").read_text()
+        taken = [one["prompt"] for record in consumed(command) for one in record["prompts"]]
+        assert len(set(taken)) == len(taken) == 40 * 8
+        assert not (folder / "servers" / "run.json").exists()
 
 
 @pytest.mark.slow

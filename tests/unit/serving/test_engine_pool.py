@@ -92,6 +92,30 @@ def test_what_a_dead_server_was_working_on_goes_on_elsewhere_behind_its_tokens()
     in_pool(body)
 
 
+def test_servers_that_join_and_leave_under_load_lose_and_double_no_token() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        joining = [ScriptedServer(f"joined {number}") for number in range(3)]
+        asked = [asyncio.create_task(pool.generate((number, 7), FOUR, number)) for number in range(30)]
+        await until(lambda: len(servers[0].engine.seen) == 30)
+        for server in joining:
+            await pool.add(server)
+        asked += [asyncio.create_task(pool.generate((number, 7), FOUR, number)) for number in range(30, 120)]
+        await until(lambda: sum(len(server.engine.seen) for server in joining) == 90)
+        for number, server in enumerate(joining):
+            server.engine.release(31 + number)  # responses at any length
+            working = pool._members[server.name].requests.values()
+            await until(lambda working=working: any(request.response.token_ids for request in working))
+            await pool.leave(server.name)
+            assert not server.engine.running
+        assert pool.names == ["server 0"] and [reason for _, reason in pool.lost] == ["it has left the run"] * 3
+        servers[0].engine.release(120 * 4)
+        assert await asyncio.gather(*asked) == [whole((number, 7), number) for number in range(120)]
+        kept = [kept for _, kept in servers[0].engine.seen[30:]]
+        assert max(kept) > 0  # tokens of the servers that left were not sampled again
+
+    in_pool(body, num_servers=1)
+
+
 def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_named() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         servers[0].silent.set()
