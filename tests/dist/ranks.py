@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import Forked, Kind, fork_server
+from patience import patient
 from ports import find_free_port
 
 #: after one rank has failed, how long the others may take to fail as well before they are ended
@@ -71,7 +72,7 @@ class Ranks:
         for connection in connections:
             connection.send((job.__module__, job.__qualname__, port, settings))
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while len(answers) < self.size and time.monotonic() < deadline:
             open_connections = [c for rank, c in enumerate(connections) if rank not in answers]
             for connection in wait(open_connections, timeout=deadline - time.monotonic()):
@@ -81,7 +82,7 @@ class Ranks:
                 except EOFError:
                     answers[rank] = (False, f"the process ended with exit code {self._processes[rank].join()}")
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + patient(_GRACE_S))
         if len(answers) == self.size and all(fine for fine, _ in answers.values()):
             return [answers[rank][1] for rank in range(self.size)]
         texts = [self._text(rank, answers.get(rank)) for rank in range(self.size)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from megatron_release import GROUPED_EXPERTS
+from patience import patient
 from ports import find_free_port
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank, log in enumerate(logs)
     ]
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=patient(300)) for process in processes]
     finally:
         for process in processes:
             process.kill()

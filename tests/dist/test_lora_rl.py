@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from patience import patient
 from ports import find_free_port
 from tokenizers import Tokenizer, models
 
@@ -53,7 +54,7 @@ def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: P
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=patient(900),
         check=False,
     )
     assert result.is_file(), done.stdout[-4000:]

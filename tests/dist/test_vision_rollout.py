@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from patience import patient
 from ports import find_free_port
 from scripts import load_script
 
@@ -68,7 +69,7 @@ def test_the_engine_computes_with_the_trainers_tower(name: str, tmp_path: Path) 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patient(600),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

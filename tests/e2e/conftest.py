@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from patience import patient
 
 if TYPE_CHECKING:
     from rl_world import World
@@ -36,7 +37,7 @@ def world(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         "actor_config.lr_decay_style=constant",
         "megatron_training.global_batch_size=16",
         "rl_config.mini_batch_size=16",
-        "rl_config.wait_timeout_s=60",
+        f"rl_config.wait_timeout_s={patient(60):.0f}",
         "generate_config.sampling_config.max_tokens=4",
     ]
     world = World(task, tmp_path_factory.mktemp("world"), shared)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from patience import patient
 from shared_forks import shared
 
 from mindspeed_rl.runtime.fork_server import RL
@@ -41,7 +42,7 @@ def overrides(task: Path, folder: Path) -> list[str]:
         "megatron_training.save_interval=1",
         "rl_config.mini_batch_size=8",
         "rl_config.n_samples_per_prompt=4",
-        "rl_config.wait_timeout_s=120",
+        f"rl_config.wait_timeout_s={patient(120):.0f}",
         "generate_config.kv_cache_memory_gib=0.03",
         "generate_config.sampling_config.max_tokens=4",
     ]
@@ -126,7 +127,7 @@ class Command:
 
     def wait_until(self, reached: Callable[[], Any], timeout_s: float = 300.0) -> None:
         """Returns once the condition holds; fails when the command ends before, or after the timeout."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while not reached():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"not reached in {timeout_s} s:\n{self.output[-4000:]}"
@@ -135,7 +136,7 @@ class Command:
 
     def wait(self, timeout_s: float) -> int:
         """The exit code; fails when the command has not ended in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while (code := self.process.poll()) is None:
             assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.output[-4000:]}"
             self._note_shared()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from call_path import Call
+from patience import patient
 from shared_forks import shared
 
 from mindspeed_rl.config import BatchPlan, load_run_config, resolve
@@ -92,7 +93,7 @@ class FlippedAdvantages:
 
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
         metrics = self._advantages.compute(iteration, kl_coef=kl_coef)
-        batch, _ = self._plane.get("metrics", ["advantages"], indexes=self._rows, timeout_s=60.0)
+        batch, _ = self._plane.get("metrics", ["advantages"], indexes=self._rows, timeout_s=patient(60.0))
         self._plane.put({"advantages": [-row for row in batch["advantages"]]}, self._rows, overwrite=True)
         return metrics
 
@@ -247,5 +248,5 @@ class Run:
 
     def rows(self, *columns: str) -> list[list[Any]]:
         """Columns of the rows that the last iteration trained on."""
-        batch, _ = self.plane.get("metrics", list(columns), indexes=range(self.plan.num_train_samples), timeout_s=60.0)
+        batch, _ = self.plane.get("metrics", list(columns), indexes=range(self.plan.num_train_samples), timeout_s=patient(60.0))
         return [list(batch[name]) for name in columns]

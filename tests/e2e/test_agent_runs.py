@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, Command, finished, overrides, running
+from patience import patient
 from safetensors.torch import load_file
 from test_grpo_run import figures
 from test_rollout_modes import IN_TURN, consumed, responses, same_figures
@@ -44,7 +45,10 @@ def prompts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["--map-keys", json.dumps({"prompt": "prompt", "query": "", "response": "labels", "system": ""})]
     words += ["--dataset-additional-keys", "labels"]
     done = subprocess.run(
-        [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words], capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words],
+        capture_output=True,
+        text=True,
+        timeout=patient(200),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return prefix
@@ -218,7 +222,7 @@ def test_an_environment_next_to_the_run_file_is_found_and_its_exceptions_are_sho
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reason = "environment: ValueError: the world of odd numbers is closed"

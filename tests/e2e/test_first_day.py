@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from patience import patient
 from shared_forks import shared
 
 from mindspeed_rl.cli.new import _KINDS
@@ -39,7 +40,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def run(command: str, folder: Path, environment: dict[str, str], *, typed: str = "", status: int = 0) -> str:
     words = ["bash", "-c", command]
     done = subprocess.run(
-        words, cwd=folder, env=environment, input=typed, capture_output=True, text=True, timeout=600, check=False
+        words, cwd=folder, env=environment, input=typed, capture_output=True, text=True, timeout=patient(600), check=False
     )
     assert done.returncode == status, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -78,7 +79,7 @@ def test_a_first_day_from_an_empty_folder_to_an_exported_model(tmp_path: Path, e
         while len(iterations(work)) < 4 and process.poll() is None:
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=patient(120))
     text = (work / "console.txt").read_text()
     assert code == 130, text[-3000:]
     assert "resume" in text
@@ -93,13 +94,13 @@ def test_a_first_day_from_an_empty_folder_to_an_exported_model(tmp_path: Path, e
         try:
             assert watching.stdout is not None
             address = next(match for line in watching.stdout if (match := re.search(r"http://([\d.]+):(\d+)", line)))
-            connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=60)
+            connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=patient(60))
             connection.request("GET", "/")
             page = connection.getresponse().read().decode()
             assert "<html" in page and "first" in page
         finally:
             watching.send_signal(signal.SIGINT)
-            watching.wait(timeout=60)
+            watching.wait(timeout=patient(60))
 
     score = run(f"{steps['evaluate']} --output score.json", work, environment)
     assert "jsonl" in score and json.loads((work / "score.json").read_text())["tasks"]["jsonl"]["total"] == 24

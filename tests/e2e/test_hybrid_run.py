@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
+from patience import patient
 from tiny_task import make_other_task
 
 HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16", "rl_config.log_probs_diff_limit=0.5"]
@@ -38,5 +39,5 @@ def test_a_tiny_hybrid_model_learns_and_trainer_and_engine_agree(tmp_path: Path,
 def test_the_text_class_of_the_engine_still_needs_the_stand_in_of_torchvision() -> None:
     pytest.importorskip("vllm")
     program = "import importlib.util, vllm.model_executor.models.qwen3_5"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
     assert found.returncode != 0 and "torchvision" in found.stderr, "adaptors/vllm_cpu_vision.py can go"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from shared_forks import shared
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -120,7 +121,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         env={**os.environ, "OMP_NUM_THREADS": "1", **shared(INFERENCE, platform="auto")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=patient(500),
         check=False,
     )
     if done.returncode != 0:

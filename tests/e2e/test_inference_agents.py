@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from shared_forks import shared
 from test_inference import PROGRAM, TEST_DATA
 from test_inference import build_tokenizer as byte_tokenizer
@@ -69,7 +70,7 @@ def test_the_three_commands_answer_by_calls(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **shared(INFERENCE, platform="auto")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=patient(500),
     )
     assert done.returncode == 0 and json.loads(done.stdout.rsplit("=== codes", 1)[1]) == [0, 0, 0], done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("lm_eval")
@@ -95,7 +96,7 @@ def test_tasks_of_lm_eval_find_what_they_find_with_transformers(tmp_path: Path) 
     command += ["--task", *(f"lm-eval:{name}" for name in TASKS), "--task-data-path", *[str(tmp_path / "tasks")] * len(TASKS)]
     command += ["--max-length", "256", "--output", str(tmp_path / "scores.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(400))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "scores.json").read_text())["lm_eval"]  # what was asked for -> its tasks -> metrics
     ours = {name: found[name][name] for name in TASKS}

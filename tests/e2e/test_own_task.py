@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 from shared_forks import shared
 
 from mindspeed_rl.runtime.fork_server import RL
@@ -44,7 +45,9 @@ def test_the_guide_leads_from_nothing_to_a_chat(tmp_path: Path) -> None:
     output = ""
     for language, text in blocks(GUIDE):
         if language == "bash":
-            done = subprocess.run(["bash", "-ec", text], cwd=work, env=environment, capture_output=True, text=True, timeout=400)
+            done = subprocess.run(
+                ["bash", "-ec", text], cwd=work, env=environment, capture_output=True, text=True, timeout=patient(400)
+            )
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
             output = done.stdout
         else:

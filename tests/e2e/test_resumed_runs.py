@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, Command, finished
+from patience import patient
 from safetensors.torch import load_file
 
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
@@ -134,7 +135,7 @@ def test_a_resumable_run_starts_from_what_supervised_tuning_has_saved(task: Path
         [*program, "preprocess", *files, *kind],
         [*program, "train", "--config-name", "sft_tiny_cpu", f"run_dir={tmp_path / 'sft_run'}", *words],
     ):
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patient(400))
         assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     # steps that are too small for float32 leave the weights as they were
     grpo = [*ONE_PROCESS, f"actor_config.pretrained_checkpoint={tmp_path / 'tuned'}", "actor_config.lr=1e-30"]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
+from patience import patient
 from ports import find_free_port
 from test_grpo_run import figures
 
@@ -133,11 +134,11 @@ def test_a_run_generates_on_a_server_that_was_started_by_hand(task: Path, tmp_pa
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=patient(30)) as answer:
             return json.loads(answer.read())
 
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + patient(300)
         while "serving model" not in (tmp_path / "server.log").read_text():
             assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()
             time.sleep(0.5)

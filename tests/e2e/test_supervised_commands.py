@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import patient
 from scripts import load_script
 
 from mindspeed_rl import adaptors, platform
@@ -165,7 +166,7 @@ def command(work: Path, folder: Path) -> list[str]:
 def finish(work: Path, folder: Path) -> dict[int, dict[str, float]]:
     """Runs the command to its end; returns what metrics.jsonl says of each iteration that must repeat exactly."""
     ended = subprocess.run(
-        command(work, folder), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command(work, folder), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=patient(300)
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return figures(folder)
@@ -202,7 +203,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
         rest = below if victim == "a worker" else [child for child in below if "Agent" not in " ".join(child.cmdline())]
         (workers[1] if victim == "a worker" else process).kill()
         assert process.wait(60) == (1 if victim == "a worker" else -9)
-        assert not psutil.wait_procs(rest, timeout=60)[1], "processes outlived the run"
+        assert not psutil.wait_procs(rest, timeout=patient(60))[1], "processes outlived the run"
     finally:
         process.kill()
     if victim == "a worker":
@@ -235,7 +236,7 @@ def test_a_run_that_tolerates_faults_goes_on_by_itself(work: Path, uninterrupted
             count = 1 if how == "kill" else 2
             while process.poll() is None and seen.read_text().count("the run resumes after iteration") < count:
                 time.sleep(0.2)
-            assert not psutil.wait_procs(workers, timeout=30)[1], "workers outlived their world"
+            assert not psutil.wait_procs(workers, timeout=patient(30))[1], "workers outlived their world"
         assert process.wait(300) == 0, seen.read_text()[-3000:]
     finally:
         process.kill()

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from grpo_command import FIGURES, MARK, finished, marked, overrides, records
+from patience import patient
 
 PORT = 6766
 #: tensor parallel inside a host, data parallel across
@@ -118,7 +119,7 @@ class Launched:
 
     def wait(self, timeout_s: float = 400) -> list[int]:
         """The exit codes."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         for launcher in self.launchers:
             while launcher.poll() is None:
                 assert time.monotonic() < deadline, self.output[-6000:]
@@ -127,7 +128,7 @@ class Launched:
 
     def wait_until(self, reached: Any, timeout_s: float = 400) -> None:
         """Returns once it is so."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while not reached():
             assert all(launcher.poll() is None for launcher in self.launchers), self.output[-6000:]
             assert time.monotonic() < deadline, self.output[-6000:]
@@ -135,7 +136,7 @@ class Launched:
 
     def leftovers(self) -> list[str]:
         """Processes that outlive the launchers."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patient(20)
         while (left := marked(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.5)
         return [" ".join(process.cmdline())[:120] for process in left]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, finished
+from patience import patient
 from safetensors.torch import load_file
 from test_agent_runs import TEMPLATE
 
@@ -55,7 +56,7 @@ def test_a_run_learns_what_an_environment_of_verifiers_rewards(
     (tmp_path / "twice_told.py").write_text(ENVIRONMENT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     rows, arguments = tmp_path / "rows.jsonl", json.dumps({"count": 80})
-    subprocess.run([PYTHON, HOST, "twice_told", "--arguments", arguments, "--rows", rows], check=True, timeout=120)
+    subprocess.run([PYTHON, HOST, "twice_told", "--arguments", arguments, "--rows", rows], check=True, timeout=patient(120))
     assert len(rows.read_text().splitlines()) == 80
     (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
     (tmp_path / "environment.yaml").write_text(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
@@ -31,5 +32,5 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
         commands.append(train)
     (folder / "data").mkdir()
     for command in commands:
-        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, timeout=300)
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, timeout=patient(300))
     return folder

@@ -65,7 +65,7 @@ RECOVERED = [
         _worker(phase, "raise", _RAISED.format(phase=phase))
         for phase in ("generate", "compute_log_probs", "update_actor", "save")
     ),
-    _worker("compute_log_probs", "hang", r"did not end within 20 s \(rl_config.deadlines.log_probs\).*worker 1"),
+    _worker("compute_log_probs", "hang", r"did not end within \d+ s \(rl_config.deadlines.log_probs\).*worker 1"),
     Fault(
         "bucket-corrupt",
         "worker",
@@ -124,7 +124,7 @@ RECOVERED = [
         "does not respond any more",
         "recovers",
         240.0,
-        r"worker \d failed in save: save did not end within 20 s \(rl_config.deadlines.save\)",
+        r"worker \d failed in save: save did not end within \d+ s \(rl_config.deadlines.save\)",
         {"place": "disk.write", "how": "hang"},
     ),
 ]
@@ -329,7 +329,7 @@ ENDED = [
         "SIGSTOP",
         "ends",
         60.0,
-        r"worker 0 failed in generate: generate did not end within 15 s .*worker 0 \(process \d+\) is stopped",
+        r"worker 0 failed in generate: generate did not end within \d+ s .*worker 0 \(process \d+\) is stopped",
         {"place": "worker.generate", "how": "stop"},
     ),
     Fault(

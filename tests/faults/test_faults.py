@@ -43,6 +43,7 @@ from fault_table import (
     Fault,
 )
 from grpo_command import FIGURES, ONE_PROCESS, finished
+from patience import patient
 
 from mindspeed_rl.runtime.cluster import _set_environment
 
@@ -56,8 +57,8 @@ REWARD = [
     "rl_config.reward_failure_policy=retry",
     "rl_config.num_reward_workers=1",
 ]
-SHORT_WAITS = ["rl_config.deadlines.log_probs=20", "rl_config.deadlines.data_plane=15", "rl_config.wait_timeout_s=60"]
-SHORT_WAITS += ["rl_config.deadlines.save=20"]
+SHORT_WAITS = [f"rl_config.deadlines.{name}={patient(seconds):.0f}" for name, seconds in (("log_probs", 20), ("save", 20))]
+SHORT_WAITS += [f"rl_config.deadlines.data_plane={patient(15):.0f}", f"rl_config.wait_timeout_s={patient(60):.0f}"]
 
 
 def by_id(faults: list[Fault], *names: str) -> list[Fault]:
@@ -333,7 +334,7 @@ def small_disk(fault: Fault, folder: Path) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ENDED, ids=lambda fault: fault.id)
 def test_what_cannot_be_tolerated_ends_the_command(task: Path, tmp_path: Path, fault: Fault) -> None:
-    deadline = "rl_config.deadlines.generate=15"
+    deadline = f"rl_config.deadlines.generate={patient(15):.0f}"
     deed, code = DEEDS.get(fault.id, (lambda run: run.arm(fault), 1))
     with small_disk(fault, tmp_path), struck(task, tmp_path, *ONE_PROCESS, LONG, deadline) as run:
         if fault.phase == "set_up":

@@ -19,6 +19,7 @@ import pytest
 from fault_run import LONG, culprit_line, note, strike, struck
 from fault_table import STANDALONE, Fault
 from grpo_command import ONE_PROCESS, Command
+from patience import patient
 from ports import find_free_port
 
 #: seconds that a server may take to start on a busy machine
@@ -61,7 +62,7 @@ class StandaloneServer:
     def version(self) -> int:
         """Of its weights."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/health", headers={"Authorization": "Bearer secret"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=patient(30)) as answer:
             return json.loads(answer.read())["version"]
 
 

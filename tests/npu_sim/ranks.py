@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import patient
 from ports import find_free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -58,7 +59,7 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
 
 def wait_for_all(processes: list[subprocess.Popen], timeout_s: float) -> str | None:
     """Waits for all processes; when one fails, ends the others and says what happened."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patient(timeout_s)
     failure = None
     while failure is None and any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from patience import patient
 
 from mindspeed_rl.cli.main import COMMANDS
 
@@ -107,7 +108,7 @@ def test_the_site_has_every_page_once() -> None:
 @pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed: pip install mkdocs-material")
 def test_the_site_is_built_and_can_be_searched(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     assert any(entry["location"].startswith("zh/observability/") for entry in found)

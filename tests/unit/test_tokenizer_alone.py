@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patient
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -38,6 +39,6 @@ def test_a_tokenizer_brings_no_models_and_they_can_still_come(tmp_path: Path) ->
     config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, **heads)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == [[[], [2, 1], 0], [1, 4], True, True, True]

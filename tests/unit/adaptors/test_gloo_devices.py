@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import patient
 
 PROGRAM = """
 import os, sys
@@ -53,7 +54,7 @@ sys.exit(os.waitpid(child, 0)[1])
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc, which only Linux has")
 def test_groups_share_the_transports_of_their_process() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     # a transport is one thread, and three groups have one instead of three; once torch shares them, the adaptor can go

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from megatron_release import RELEASE
+from patience import patient
 
 from mindspeed_rl.adaptors import megatron_async_saves
 
@@ -18,7 +19,7 @@ CHOOSES = not RELEASE.startswith(megatron_async_saves._WITHOUT_STRATEGIES)
 @pytest.mark.skipif(not CHOOSES, reason=f"megatron-core {RELEASE} has no choice of writers")
 def test_without_the_adaptor_megatron_asks_for_a_package_that_nobody_installs() -> None:
     code = f"import {STRATEGIES} as strategies\nstrategies.get_async_strategy()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
     assert "nvidia-resiliency-ext" in result.stderr.splitlines()[-1]
 
 
@@ -41,6 +42,6 @@ def test_a_release_without_a_choice_is_left_alone_and_nothing_is_imported_for_it
         "import sys\nfrom mindspeed_rl.adaptors import megatron_async_saves\nmegatron_async_saves.apply()\n"
         "print([name for name in sys.modules if name.startswith('megatron')])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
     assert result.stdout.strip() == "[]", result.stderr
     assert not hasattr(importlib.import_module(STRATEGIES), "get_async_strategy")

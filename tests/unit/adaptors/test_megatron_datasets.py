@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patient
+
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -35,7 +37,7 @@ print(json.dumps([rows, left, hasattr(megatron.core, "ModelParallelConfig"), isi
 
 def test_the_packages_around_them_are_not_executed_and_megatron_can_still_come(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "rows")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert result.returncode == 0, result.stderr
     rows = [[3, 1, 4], [1, 5]]
     assert json.loads(result.stdout.splitlines()[-1]) == [rows, [], True, True, False, rows]

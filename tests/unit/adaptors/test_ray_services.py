@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 
+from patience import patient
 from ray._private import node, parameter
 
 from mindspeed_rl.adaptors import ray_services
@@ -33,7 +34,7 @@ ray.shutdown()
 
 
 def test_a_cluster_has_no_process_that_nobody_asks() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == ["True", "42"]

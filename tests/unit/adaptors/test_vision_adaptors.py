@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 FOLDER = Path(sys.prefix) / "vision"
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300), env=environment
+    )
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="envs/cpu/install.sh has not put torchvision into its folder")

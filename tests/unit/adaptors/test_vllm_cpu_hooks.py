@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from patience import patient
 
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
 
@@ -91,13 +92,13 @@ for isa in ("vec", "amx"):
 
 
 def test_packed_experts_are_read_back_as_they_were_loaded_by_every_kernel() -> None:
-    result = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, timeout=patient(300))
     assert result.returncode == 0, result.stderr[-3000:]
 
 
 def test_every_patch_is_still_needed() -> None:
     program = Path(__file__).with_name("unadapted_vllm.py")
-    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patient(300))
     assert result.returncode == 0, result.stderr[-3000:]
     needed = json.loads(result.stdout.splitlines()[-1])
     assert {patch for patch, is_needed in needed.items() if not is_needed} == set()

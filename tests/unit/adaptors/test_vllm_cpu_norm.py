@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from patience import patient
+
 PROGRAM = """
 import json, os
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -70,7 +72,7 @@ print(json.dumps({"errors": errors, "kept": all(kept), "others": others}))
 
 
 def test_norms_are_exact_to_the_last_digit_and_what_the_kernels_do_not_know_stays() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert max(found["errors"].values()) < 2, found["errors"]

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from patience import patient
+
 PROGRAM = """
 import json, os
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -43,7 +45,7 @@ print(json.dumps({
 
 
 def test_heads_are_rotated_by_their_tokens_angles_and_the_latents_beside_them_stay() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert max(found["errors"]) < 1e-4  # angles of float32 at position 400

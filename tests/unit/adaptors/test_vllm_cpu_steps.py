@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 
 from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 
@@ -16,7 +17,9 @@ from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 @pytest.mark.parametrize("cache", ["caching", "short of memory"])
 def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path: Path) -> None:
     program = Path(__file__).with_name("steps_ahead.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path), cache], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), cache], capture_output=True, text=True, timeout=patient(300)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["names"] and found["tokens"] and found["ends"] and found["dropped"]
@@ -34,7 +37,7 @@ def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path
 
 def test_a_server_steps_ahead_too(tmp_path: Path) -> None:
     program = Path(__file__).with_name("served_steps.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [sum(each) for each in found["lengths"]] == found["wanted"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.adaptors.vllm_drafts import _SuffixDrafts
 
@@ -17,7 +18,7 @@ _CHI_SQUARE = {1: 10.83, 2: 13.82, 4: 18.47, 8: 26.12}
 
 def _run(program: str, *arguments: str) -> dict:
     path = Path(__file__).with_name(program)
-    done = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=800)
+    done = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=patient(800))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 
 def _sample(folder: Path, head: str, tied: str) -> dict[str, float]:
     program = Path(__file__).with_name("float32_head.py")
-    done = subprocess.run([sys.executable, str(program), str(folder), head, tied], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder), head, tied], capture_output=True, text=True, timeout=patient(300)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

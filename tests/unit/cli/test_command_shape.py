@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 import mindspeed_rl
 from mindspeed_rl.cli.main import COMMANDS, main
@@ -75,7 +76,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     assert command.stdout is not None and command.stderr is not None
     assert command.stdout.readline() == "x\n"
     command.stdout.close()
-    assert (command.stderr.read(), command.wait(timeout=60)) == ("", 128 + signal.SIGPIPE)
+    assert (command.stderr.read(), command.wait(timeout=patient(60))) == ("", 128 + signal.SIGPIPE)
     command.stderr.close()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import patient
 
 PROGRAM = """
 import sys, time
@@ -31,7 +32,7 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(tmp_path: os.Path
 
 def test_what_is_read_is_all_of_it(tmp_path: os.PathLike[str]) -> None:
     program = PROGRAM.format(setup="main.keep_without_reader()", path=os.path.join(tmp_path, "done"))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.splitlines() == [f"line {line}" for line in range(20000)]
     assert done.stderr.splitlines() == [f"problem {line}" for line in range(20000)]
 
@@ -41,7 +42,7 @@ def test_a_full_disk_below_the_output_does_not_end_a_run(tmp_path: os.PathLike[s
     path = os.path.join(tmp_path, "done")
     program = PROGRAM.format(setup="main.keep_without_reader()", path=path)
     with open("/dev/full", "wb") as full:
-        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60).returncode == 0
+        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=patient(60)).returncode == 0
     assert os.path.exists(path)
 
 
@@ -58,7 +59,7 @@ with main._exit_on_signal(), scratch_folder("forks-", pathlib.Path({os.fspath(tm
         pass  # as modules do that are imported
     print("not reached")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
     name = "interrupted" if signum == signal.SIGINT else signal.Signals(signum).name
     assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", f"{name}: no worker was running.\n")
     assert os.listdir(tmp_path) == []
@@ -73,5 +74,5 @@ with main._exit_on_signal():
     signal.raise_signal(signal.SIGHUP)
     print("reached")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stdout) == (0, "reached\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.cli.watch import _RunServer, main, open_server
 
@@ -36,7 +37,7 @@ def serving(*folders: Path) -> Iterator[_RunServer]:
 
 
 def get(server: _RunServer, path: str, host: str = "127.0.0.1") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=patient(20))
     connection.request("GET", path, headers={"Host": host})
     return connection.getresponse()
 

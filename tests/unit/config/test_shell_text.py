@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.config import ConfigError
 from mindspeed_rl.config.compat.shell_text import (
@@ -49,7 +50,7 @@ def run_bash(script: str, tmp_path: Path) -> list[tuple[str, ...]]:
     log = tmp_path / "log"
     prefix = f'show() {{ for a in "$@"; do printf "%s\\0" "$a" >> {log}; done; printf "\\1\\0" >> {log}; }}\n'
     environment = {"PATH": os.environ["PATH"]}
-    subprocess.run(["bash", "-c", prefix + script], check=True, env=environment, capture_output=True, timeout=20)
+    subprocess.run(["bash", "-c", prefix + script], check=True, env=environment, capture_output=True, timeout=patient(20))
     words = log.read_text().split("\0")[:-1]
     commands: list[tuple[str, ...]] = []
     current: list[str] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from byte_tokenizer import build_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from patience import patient
 
 from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import indexed
@@ -469,7 +470,7 @@ def test_a_folder_is_looked_at_before_anything_is_imported(tmp_path):
     program += "; sys.exit('transformers' in sys.modules)"
     folder = tmp_path / "byte5"
     build_tokenizer().save_pretrained(folder)
-    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=patient(60)).returncode == 0
 
 
 def test_a_tokenizer_without_a_rust_backend_works_too():

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import ray
 import torch
+from patience import patient
 
 from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError, TransferDockClient, make_data_plane
 from mindspeed_rl.dataplane.transfer_dock import DataPlaneAbortedError, Request
@@ -185,7 +186,7 @@ def test_a_deadline_says_who_waits_for_what_and_who_was_to_produce_it(plane):
 def test_another_process_waits_until_the_rows_are_put(plane):
     @ray.remote(num_cpus=0)
     def wait_in_another_process(plane: DataPlane) -> list[list[int]]:
-        batch, _ = plane.get("train", ["responses"], 2, timeout_s=30)
+        batch, _ = plane.get("train", ["responses"], 2, timeout_s=patient(30))
         return [row.tolist() for row in batch["responses"]]
 
     waiting = wait_in_another_process.remote(plane)
@@ -198,14 +199,14 @@ def test_abort_ends_a_wait(plane):
 
     def wait() -> None:
         try:
-            plane.get("train", ["responses"], 2, timeout_s=30)
+            plane.get("train", ["responses"], 2, timeout_s=patient(30))
         except DataPlaneAbortedError as error:
             outcome.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     plane.abort("worker 1 died")
-    waiting.join(timeout=20)
+    waiting.join(timeout=patient(20))
     assert [str(error) for error in outcome] == ["worker 1 died"]
     with pytest.raises(DataPlaneAbortedError, match="worker 1 died"):
         plane.get("train", ["responses"], 2)

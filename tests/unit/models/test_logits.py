@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from patience import patient
 from ports import find_free_port
 
 HERE = Path(__file__).parent
@@ -31,7 +32,7 @@ def largest_differences(folder: Path, models: tuple[str, ...]) -> dict[str, floa
         for rank in range(2)
     ]
     try:
-        codes = [process.wait(timeout=400) for process in processes]
+        codes = [process.wait(timeout=patient(400)) for process in processes]
     finally:
         for process in processes:
             process.kill()

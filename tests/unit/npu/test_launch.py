@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 from ports import find_free_port
 
 from mindspeed_rl.cli import launch
@@ -196,7 +197,7 @@ def test_two_ray_nodes_share_a_run_and_both_return_its_exit_code(tmp_path: Path)
     (tmp_path / "program.py").write_text(PROGRAM)
     port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", "--check-path", str(tmp_path)) for rank in (1, 0)]
-    worker, head = (process.communicate(timeout=180)[0] for process in processes)
+    worker, head = (process.communicate(timeout=patient(180))[0] for process in processes)
     assert "RESULT [2, 2] {'lo'} 0" in head, head + worker
     assert [process.returncode for process in processes] == [7, 7]
 
@@ -204,7 +205,7 @@ def test_two_ray_nodes_share_a_run_and_both_return_its_exit_code(tmp_path: Path)
 @pytest.mark.slow
 def test_a_node_that_never_joins_is_named_and_ends_the_launch(tmp_path: Path) -> None:
     head = start(0, find_free_port(), tmp_path, "--timeout", "25")
-    text = head.communicate(timeout=120)[0]
+    text = head.communicate(timeout=patient(120))[0]
     assert head.returncode == 1 and "after 25 s these nodes are missing: node 1." in text
 
 
@@ -212,7 +213,7 @@ def test_a_node_that_never_joins_is_named_and_ends_the_launch(tmp_path: Path) ->
 def test_a_path_that_a_node_does_not_see_ends_the_launch_everywhere(tmp_path: Path) -> None:
     port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", "--check-path", f"{tmp_path}/weights") for rank in (1, 0)]
-    worker, head = (process.communicate(timeout=180)[0] for process in processes)
+    worker, head = (process.communicate(timeout=patient(180))[0] for process in processes)
     assert f"{tmp_path}/weights does not exist" in head, head + worker
     assert [process.returncode for process in processes] == [1, 1]
 
@@ -225,7 +226,7 @@ def test_a_node_with_other_sources_ends_the_launch_everywhere(tmp_path: Path) ->
         file.write("# edited on this node only\n")
     port = find_free_port()
     processes = [start(rank, port, tmp_path, "--timeout", "90", sources=sources) for rank, sources in ((1, other), (0, None))]
-    worker, head = (process.communicate(timeout=180)[0] for process in processes)
+    worker, head = (process.communicate(timeout=patient(180))[0] for process in processes)
     assert re.search(r"node 1 \(.*\): the suite's code differs from the head's", head), head + worker
     assert [process.returncode for process in processes] == [1, 1]
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 
 import pytest
+from patience import patient
 from PIL import Image, ImageChops, ImageFilter
 from plotly.offline import get_plotlyjs
 
@@ -221,7 +222,7 @@ def test_trace_shows_a_sample_and_says_which_there_are(tmp_path, capsys):
 def browse(page, *options):
     always = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
     command = [CHROMIUM, *always, *options, f"file://{page}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(120), check=True).stdout
 
 
 @needs_browser

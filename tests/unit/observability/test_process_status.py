@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.process_status import (
     _describe_last_collective,
@@ -172,7 +174,7 @@ def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None)
     dist.all_reduce(torch.ones(2), group=group)
     held = platform.select("cpu").collective_record()
     assert held["rank"] == 0 and {"name": "MINE", "ranks": [0]} in held["groups"].values()
-    end = time.monotonic() + 5
+    end = time.monotonic() + patient(5)
     while "(ended)" not in _describe_last_collective(held) and time.monotonic() < end:
         held = platform.select("cpu").collective_record()
     assert _describe_last_collective(held) == "last collective: all_reduce number 1 of group MINE (ended)"

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from patience import patient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -52,7 +53,7 @@ def run_tracker(folder: Path, **keys: object) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
     )
     assert done.returncode == 0, done.stderr
     assert "the run goes on" not in done.stderr and "left behind" not in done.stderr, done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 
 from mindspeed_rl import platform
 from mindspeed_rl.platform import ProfileSettings
@@ -30,7 +31,7 @@ def test_choosing_a_platform_imports_no_other_kinds_packages() -> None:
         "print(sorted({'torch_npu', 'mindspeed', 'vllm', 'megatron', 'ray'} & set(sys.modules)))"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=patient(120))
     assert result.stdout.strip() == "[]", result.stderr
 
 
@@ -82,7 +83,7 @@ print(resident[-1] - resident[0])
 """
     environment = {**os.environ, **platform.select("cpu").worker_env()}
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=patient(120))
     assert int(run.stdout) < 300
 
 
@@ -103,5 +104,5 @@ def test_the_cpu_keeps_what_is_freed_for_the_next_pass() -> None:
         "for _ in range(5): work()\n"
         "print(faults() - before)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120), check=True)
     assert int(result.stdout) < 4 * (6 << 20) * 4 / os.sysconf("SC_PAGE_SIZE") / 10

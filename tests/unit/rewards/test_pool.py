@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import patient
 
 from mindspeed_rl.rewards.pool import RewardFailureError, RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings
@@ -55,7 +56,7 @@ def test_a_worker_that_dies_between_two_batches_costs_nothing() -> None:
         workers = spawner.children()
         for worker in workers:
             worker.kill()
-        psutil.wait_procs(workers, timeout=10)
+        psutil.wait_procs(workers, timeout=patient(10))
         assert [result.total for result in pool.score(samples("a", "b"))] == [1.0, 1.0]
 
 
@@ -165,13 +166,13 @@ def test_a_pool_that_ends_while_it_is_told_something_leaves_nothing_either() -> 
 
         Told(ours, os.getpid()).run()
     """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60), check=True)
     assert not ended.stderr
     assert not psutil.pid_exists(int(ended.stdout))
 
 
 def _assert_gone(family: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=patient(10))
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards.static_check import check_reward_functions
@@ -151,7 +152,7 @@ def test_a_file_in_ms_swifts_form_scores_as_it_does_there(tmp_path: Path, packag
     plugin = tmp_path / "plugin.py"
     plugin.write_text(PLUGIN.format(package=package, turns=turns))
     # another process: what it installs stays there
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(plugin)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(plugin)], capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     text = "<think>x</think> <answer>4</answer>"

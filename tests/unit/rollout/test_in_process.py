@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import patient
 from ports import find_free_port
 
 from mindspeed_rl.config.placement import RolloutLayout
@@ -225,10 +226,10 @@ def test_the_ranks_of_a_replica_take_the_same_steps() -> None:
     for process in processes:
         process.start()
     try:
-        reports = sorted((results.get(timeout=120) for _ in processes), key=lambda report: report[0])
+        reports = sorted((results.get(timeout=patient(120)) for _ in processes), key=lambda report: report[0])
     finally:
         for process in processes:
-            process.join(timeout=10)
+            process.join(timeout=patient(10))
             process.kill()
     (_, (found, said), *first), (_, nothing, *second) = reports
     assert said == "nobody hangs" and nothing is None

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.runtime import cluster
 
@@ -71,7 +72,7 @@ def test_a_block_that_nothing_can_interrupt_ends_the_process_by_name() -> None:
         "import time; from mindspeed_rl.runtime.cluster import _end_after\n"
         "with _end_after(1.0, 'the Ray cluster at RAY_ADDRESS x'):\n    time.sleep(60)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(50), check=False)
     assert done.returncode == 1 and "the Ray cluster at RAY_ADDRESS x did not accept this process within 1 s" in done.stderr
 
 
@@ -103,7 +104,7 @@ with cluster.connect_cluster(1, "cpu"):
 def test_its_folder_is_private_and_a_lost_process_is_named() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-c", _CLUSTER], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, "-c", _CLUSTER], capture_output=True, text=True, timeout=patient(120), check=False, env=environment
     )
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     assert lines["modes"].endswith(f"'0o700'] owner {os.getuid()}"), done.stdout + done.stderr
@@ -124,6 +125,6 @@ def test_a_process_imports_its_libraries_itself_where_the_fork_server_is_stopped
         )
         # files: a connection that is never accepted keeps the descriptors open, so that pipes would not end
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-            subprocess.run([sys.executable, "-c", program], stdout=out, stderr=err, timeout=60, check=True)
+            subprocess.run([sys.executable, "-c", program], stdout=out, stderr=err, timeout=patient(60), check=True)
     assert (tmp_path / "out").read_text() == "ran __main__\n"
     assert "the fork server does not answer within 1 s" in (tmp_path / "err").read_text()

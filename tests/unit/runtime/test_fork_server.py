@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import patient
 
 from mindspeed_rl.runtime.fork_server import ForkServer, Libraries, build_worker_command, fork_server
 
@@ -68,7 +69,7 @@ def ask(command: str, folder: Path, code: int = 0, **environment: str) -> dict[s
     with output.open("wb") as file:
         line = f"ulimit -n 500; exec {command} {folder}/script.py {code} 'a b'"
         subprocess.run(["bash", "-c", line], cwd=folder, env={**PATH, **environment}, stdout=file, check=True)
-    end = time.monotonic() + 30
+    end = time.monotonic() + patient(30)
     while not output.read_text().endswith("\n"):
         assert time.monotonic() < end, output.read_text()
         time.sleep(0.02)
@@ -106,7 +107,9 @@ def test_copies_that_fail_and_are_killed_leave_the_server_as_it_was(command: str
 
 def test_without_its_server_the_command_runs_the_script_itself(command: str, folder: Path) -> None:
     words = command.replace("/forks", "/nothing")
-    told = subprocess.run([*words.split(), f"{folder}/script.py", "4"], capture_output=True, text=True, check=False, timeout=60)
+    told = subprocess.run(
+        [*words.split(), f"{folder}/script.py", "4"], capture_output=True, text=True, check=False, timeout=patient(60)
+    )
     assert told.returncode == 4 and not json.loads(told.stdout)["torch"]
 
 
@@ -169,5 +172,5 @@ def test_workers_that_only_train_load_no_vllm() -> None:
         "import sys; from mindspeed_rl import adaptors, platform; platform.select('cpu'); adaptors.apply('train');"
         "import mindspeed_rl.workers.supervised_worker; print('vllm' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=patient(120))
     assert told.stdout.split()[-1] == "False"

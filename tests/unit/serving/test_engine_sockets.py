@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from patience import patient
+
 PROGRAM = """
 import asyncio, json, os
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR")
@@ -58,7 +60,7 @@ print(json.dumps([seen, "VLLM_RPC_BASE_PATH" in os.environ, len(set(places))]))
 
 
 def test_sockets_have_files_until_the_first_answer_or_the_end() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-3000:]
     built, asked, gone = True, True, False
     assert json.loads(done.stdout.splitlines()[-1]) == [[built, asked, gone, built, gone, built, gone], False, 3]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from patience import patient
 
 from mindspeed_rl.serving import standalone
 from mindspeed_rl.serving.rollout_service import RolloutService
@@ -174,7 +175,7 @@ class Server:
         self._thread.join(10)
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
         connection.request("POST", path, body, {"Authorization": "Bearer secret"})
         response = connection.getresponse()
         return response.status, response.read()

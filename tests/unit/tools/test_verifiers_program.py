@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import patient
 
 from mindspeed_rl.tools import verifiers_host
 from mindspeed_rl.tools.endpoint import ChatReply, RecordingEndpoint
@@ -101,6 +102,6 @@ def test_the_rows_of_an_environment_are_written(tmp_path):
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, verifiers_host.__file__, "guess", "--arguments", '{"number": 1}', "--rows", str(file)]
     environment = {**os.environ, "PYTHONPATH": STANDIN}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60), check=True)
     assert done.stdout == f"1 rows written to {file}\n"
     assert json.loads(file.read_text()) == {"prompt": [{"role": "user", "content": "Guess."}], "example_id": 7, "answer": "3"}

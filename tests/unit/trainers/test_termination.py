@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.trainers.termination import _SAME_REQUEST_S, Terminated, Termination
 
@@ -98,7 +99,9 @@ with termination.Termination().handled():
     finally:
         time.sleep(100)
 """
-    done = subprocess.run([sys.executable, "-c", "import signal\n" + program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", "import signal\n" + program], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.returncode == 143 and "could not be shut down within 0.2 s" in done.stderr
 
 
