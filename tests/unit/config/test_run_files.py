@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sample_runs import prompt_level
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
 from mindspeed_rl.config.explain.effects import find_keys_without_effect
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
 CONFIGS = find_project_configs()
 RUN_FILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -152,3 +154,15 @@ def test_changes_reach_nested_keys_whatever_their_spelling_and_leave_the_run_fil
     changed = apply_values(tree, {"generate_config.sampling_config.max_tokens": 8, "rl_config.epochs": 2})
     assert changed == {"generate_config": {"sampling_config": {"max_tokens": 8}}, "rl_config": {"epochs": 2}}
     assert tree == {"generate-config": {"sampling-config": {"max-tokens": 4}}, "rl_config": None}
+
+
+@pytest.mark.parametrize("guide", ["agents.md", "zh/agents.md"])
+def test_the_first_run_file_of_the_guide_of_agents_works_when_copied(guide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    block = Path("docs", guide).read_text().split("```yaml\n")[1].split("```")[0]
+    cfg = prompt_level(rl_config=yaml.safe_load(block)["rl_config"])
+    assert validate(cfg) == [] and cfg.response_limit == 4096 - 2048
+    assert cfg.rl_config is not None and cfg.rl_config.tool_config_path is not None
+    tools = build_tools(read_tools(cfg.rl_config.tool_config_path))
+    names = [schema["function"]["name"] for tool in tools for schema in tool.schemas]
+    assert names == ["calculator", "code_interpreter", "finish"]
