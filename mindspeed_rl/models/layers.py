@@ -290,7 +290,15 @@ class BiasedRowLinear(tensor_parallel.RowParallelLinear):
     """The second linear layer of an expert with biases.
 
     Megatron adds the bias in place, weighted by the router. Autograd refuses that for what the layer returns on one rank.
+    And it sums gradients of such a bias over tensor parallel ranks twice: as those of an expert, which each has for
+    tokens of its own, and as those of a bias in a sequence-parallel region.
     """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.bias.sequence_parallel = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+        # counted in the norm of gradients on every rank, as its weight
+        tensor_parallel.set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and bias."""

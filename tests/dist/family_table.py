@@ -3,7 +3,8 @@
     pytest -m "" --junitxml results.xml tests/dist/test_families.py tests/dist/test_family_rollout.py \\
         tests/unit/checkpoint/test_round_trip.py && python tests/dist/family_table.py results.xml...
 
-Several files are read as one; a later file wins. A cell is "yes" when its tests passed.
+Several files are read as one; a later file wins. A cell is "yes" when its tests passed. Cells of tests that are in none of the
+files stay as they are in the page, so that results of several runs add up.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def cells(family: str, ran: dict[str, str]) -> list[str]:
     return [*row, ran.get(prediction, "skipped") if predicts else "none"]
 
 
-def table(ran: dict[str, str], chinese: bool) -> str:
-    """The table in one language."""
+def table(ran: dict[str, str], chinese: bool, page: str) -> str:
+    """The table in one language; `page` has the one before."""
     words = {
         "passed": ("yes", "是"), "skipped": ("not run", "未运行"), "failed": ("**failed**", "**失败**"),
         "none": ("-", "-"), "refused": ("refused", "拒绝"),
@@ -110,8 +111,12 @@ def table(ran: dict[str, str], chinese: bool) -> str:
     columns = [(column[0], column[1]) for column in _COLUMNS]
     heads = [("family", "系列"), ("convert", "转换"), *columns, ("MTP kept", "保留 MTP")]
     lines = ["| " + " | ".join(head[chinese] for head in heads) + " |", "|" + "---|" * len(heads)]
+    before = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in (line.split("|") for line in page.splitlines())
+              if len(row) == len(heads) + 2}  # fmt: skip
     for family, (title, *_) in FAMILIES.items():
-        lines.append(f"| {title} | " + " | ".join(words[cell][chinese] for cell in cells(family, ran)) + " |")
+        found, old = cells(family, ran), before.get(title, ["" for _ in heads[1:]])
+        row = [words[cell][chinese] if cell != "skipped" else kept or words[cell][chinese] for cell, kept in zip(found, old)]
+        lines.append(f"| {title} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -120,7 +125,8 @@ def main() -> None:
     ran = results([Path(argument) for argument in sys.argv[1:]])
     for page, chinese in ((ROOT / "docs" / "models.md", False), (ROOT / "docs" / "zh" / "models.md", True)):
         before, rest = page.read_text(encoding="utf-8").split(START)
-        page.write_text(f"{before}{START}\n{table(ran, chinese)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        old, after = rest.split(END)
+        page.write_text(f"{before}{START}\n{table(ran, chinese, old)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
