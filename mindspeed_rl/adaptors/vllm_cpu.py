@@ -14,7 +14,9 @@ They can go when vLLM's CPU worker reloads weights in place; the rollout tests c
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.importing import without
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -38,9 +41,25 @@ def apply() -> None:
     global _applied
     if _applied:
         return
+    _import_without_compiler()
     vllm_cpu_linear.apply()
     _rotate_full_tokens()
     _applied = True
+
+
+def _import_without_compiler() -> None:
+    """Import vLLM; where nothing is compiled, without the part of inductor that it loads to patch: a second of processor time.
+
+    vLLM does without it where it cannot be imported. A release that does not is imported with it.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        with contextlib.suppress(ImportError), without("torch._inductor.lowering"):
+            import vllm
+
+            return
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
+    import vllm  # noqa: F401
 
 
 def _rotate_full_tokens() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -256,8 +254,6 @@ def running_engine(
     """Build and load the engine and the agents around it; it ends with the block. See `Session.running_engine`."""
     print_status(f"loading {session.model.describe()} ...")
     with session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs) as engine:
-        # before vLLM's own end, which is registered by now: it searches for garbage several times, a second of processor time
-        atexit.register(gc.freeze)
         yield engine if agents is None else agents.wrap(engine)
 
 

@@ -109,6 +109,8 @@ class VllmEngine:
             os.environ.update(self.layout.engine_environment(torch.distributed.get_rank(), master))
         set_num_threads = torch.set_num_threads
         frozen = gc.get_freeze_count()
+        if not frozen:  # vLLM collects garbage several times while it starts: half a second each with the objects of modules
+            gc.freeze()
         # vLLM seeds the global generators; once its parts are connected, the files of their sockets are not needed
         with (
             platform.current().preserve_rng_state(),
@@ -116,6 +118,8 @@ class VllmEngine:
             use_socket_folder(sockets),
         ):
             self._llm = LLM(**arguments)
+        if finalizer := vars(self._llm.llm_engine.engine_core).get("_finalizer"):  # vLLM 0.32
+            finalizer.atexit = False  # an engine that lasts as long as its process is not taken apart for a second first
         unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from mindspeed_rl import adaptors, platform
 
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in all workers on the CPU, for programs that import vLLM too
 platform.select("cpu")
 adaptors.apply("train")
