@@ -16,6 +16,7 @@ from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstac
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
@@ -146,8 +147,9 @@ class Session:
             if scope == "train":
                 adaptors.configure(MegatronConfig())
                 os.environ.update(_SINGLE_PROCESS)
-            # by name: it imports vLLM or Megatron, which need their adaptors and the platform's environment first
-            engine: Engine = registry.load(target, f"--engine {settings.kind}")(settings, self.model, self.tokenizer)
+            with collecting_seldom():
+                # by name: it imports vLLM or Megatron, which need their adaptors and the platform's environment first
+                engine: Engine = registry.load(target, f"--engine {settings.kind}")(settings, self.model, self.tokenizer)
             try:
                 yield engine
             finally:
@@ -193,9 +195,10 @@ def open_session(options: SessionOptions) -> Session:
         raise ValueError(f"--tensor-parallel-size {options.tensor_parallel_size} does not divide the model's {heads} heads")
     set_up_logging(None)
     tokenizer_path = options.tokenizer_name_or_path or str(model.hf_folder)
-    tokenizer = load_tokenizer(
-        tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
-    )
+    with collecting_seldom():
+        tokenizer = load_tokenizer(
+            tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
+        )
     prompt_format = PromptFormat(
         tokenizer,
         choose_template(tokenizer, options.prompt_type, options.hf_chat_template),
