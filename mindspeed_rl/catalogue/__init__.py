@@ -392,6 +392,8 @@ _NUMBERS = {"high": Choice(_HIGH, {}, f"{{{_HIGH}:g}}"), "low": Choice(_LOW, {No
 _TRUNCATE = Correction(target=f"{_CORRECTIONS}:truncate", reads=frozenset((_HIGH,)), choices=_NUMBERS)
 _MASK = Correction(target=f"{_CORRECTIONS}:mask_outside", reads=frozenset((_HIGH, _LOW)), choices=_NUMBERS)
 
+#: of a run whose rollout engine samples from another policy by construction, where none is named
+DEFAULT_CORRECTION = "token_truncate"
 #: w_t = pi_old / pi_rollout of a token; prod and geo: product and geometric mean over the tokens of the sequence
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": replace(_TRUNCATE, formula="min(w_t, {high})"),

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
+from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, DEFAULT_CORRECTION
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.keys.generate import GenerateConfig
@@ -179,7 +179,7 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
     generate, mismatch = cfg.generate_config, "rollout_importance_sampling_mode"
     if generate is not None and generate.quantization is not None and mismatch not in set_keys:
         source = f"generate_config.quantization {generate.quantization}: the engine samples from a slightly different policy"
-        derived[mismatch] = Derivation("token_truncate", source)
+        derived[mismatch] = Derivation(DEFAULT_CORRECTION, source)
     if not rl.filter_groups_enable:
         return derived
     functions, sizes = rl.verifier_function, cfg.sizes
