@@ -9,6 +9,7 @@
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
 | placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
+| noise | `before_build` | see `vllm_ascend_sampling` |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mindspeed_rl.adaptors import vllm_ascend_sampling
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.expert_map import read_expert_map
@@ -179,6 +181,7 @@ class VllmAscendHooks(EngineHooks):
         module: Any = importlib.import_module(_ROTARY_EMBEDDING)
         # the name in this module alone: importlib's own stays as it is
         module.find_spec = _find_real_spec
+        vllm_ascend_sampling.apply()
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         own = _row_for(_ADDITIONAL_CONFIG, self._release or _installed_release())

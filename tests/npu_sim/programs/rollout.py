@@ -50,6 +50,21 @@ def product_in_int8(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.
     return product if layer.bias is None else product + layer.bias
 
 
+def count_decode(engine: Any, requests: int) -> list[int]:
+    """Kernels and waits of one more token of each of so many responses."""
+    from mindspeed_rl.platform.cost_ledger import CostLedger
+    from mindspeed_rl.rollout.requests import Sampling
+    from mindspeed_rl.rollout.vllm_engine import GenerationRequest
+
+    batch = [GenerationRequest(list(PROMPTS[index % len(PROMPTS)]), 100 + index) for index in range(requests)]
+    totals = []
+    for tokens in (4, 4, 6):  # the first one makes what later ones use
+        with CostLedger() as ledger:
+            engine.generate(batch, Sampling(1.0, tokens, ()))
+        totals.append([sum(ledger.kernels.values()), sum(ledger.waits.values())])
+    return [(more - few) // 2 for few, more in zip(*totals[1:])]
+
+
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
@@ -155,6 +170,10 @@ def main() -> None:
             found += (wanted - torch.tensor(log_probs)).abs().tolist()
         return found
 
+    if "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
+        result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}
+        alone = engine.generate(requests[1:2], Sampling(1.0, NEW_TOKENS, (1,)))
+        result["same_alone"] = alone[0].token_ids == first[1][0]
     result["worst"], result["mean"] = max(gaps(first, 1.0)), sum(gaps(first, 1.0)) / len(gaps(first, 1.0))
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
