@@ -32,11 +32,11 @@ ENVIRONMENTS: dict[str, str] = {
         "tests/unit/algorithms/test_against_verl.py tests/unit/algorithms/test_against_trl.py"
     ),
     "megatron-0.17.1": _LATER_RELEASE,
-    "megatron-0.18.0": _LATER_RELEASE,
+    "megatron-0.19.2": _LATER_RELEASE,
     "npu_sim": "tests/npu_sim",
 }
 #: that `tests/run.sh` starts with --all only
-_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.18.0")
+_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2")
 #: seconds of a file that has not been measured, and the least that one counts
 _NEW_S, _LEAST_S = 5.0, 0.1
 #: processes that the unit tests count with: a constant, for the parts of two machines are the same

@@ -104,7 +104,7 @@ if [[ ${#select[@]} -eq 0 ]] && choose extras; then
     fi
 fi
 # Other releases of Megatron have environments of their own, beside this one.
-for release in 0.17.1 0.18.0; do
+for release in 0.17.1 0.19.2; do
     if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
         result=0
         VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?

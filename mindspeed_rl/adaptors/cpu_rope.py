@@ -49,10 +49,17 @@ def adapt(module: Any) -> None:
     last: tuple[Tensor, float, torch.dtype, Tensor, Tensor] | None = None
 
     def apply_bshd(
-        t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, multi_latent_attention: bool = False, mscale: float = 1.0
+        t: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        mla_rotary_interleaved: bool = False,
     ) -> Tensor:
-        if rotary_interleaved or multi_latent_attention or freqs.size(-1) != t.size(-1):
-            return original(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        # megatron-core 0.19 has another name for the same
+        latent = multi_latent_attention or mla_rotary_interleaved
+        if rotary_interleaved or latent or freqs.size(-1) != t.size(-1):
+            return original(t, freqs, rotary_interleaved, latent, mscale)
         nonlocal last
         # the angles stay in memory here, so no other tensor can have their identity
         if last is None or last[0] is not freqs or last[1:3] != (mscale, t.dtype):

@@ -2,7 +2,7 @@
 
 | symbol | releases | why |
 |---|---|---|
-| dist_checkpointing.strategies.torch.get_async_strategy | 0.17, 0.18 | `save(async_sharded_save=True)` has "nvrx" for its \
+| dist_checkpointing.strategies.torch.get_async_strategy | 0.17 to 0.19 | `save(async_sharded_save=True)` has "nvrx" for its \
 default, which is nvidia-resiliency-ext, a package for NVIDIA's devices; without it every save fails |
 
 `save` of 0.17 takes the strategy as an argument, which that of 0.16 does not know, so the answer is changed instead. It can go

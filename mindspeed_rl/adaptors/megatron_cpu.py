@@ -1,4 +1,4 @@
-"""megatron-core 0.16 to 0.18 on a machine without an accelerator: what MindSpeed's adaptor does on Ascend, for the CPU.
+"""megatron-core 0.16 to 0.19 on a machine without an accelerator: what MindSpeed's adaptor does on Ascend, for the CPU.
 
 A hook runs after each `megatron.core.*` module is executed: it points the module's global `torch` at the facade of
 `torch_facade.py` and applies the named patches below. Nothing outside Megatron changes but `torch.Tensor.cuda`, which
@@ -8,6 +8,7 @@ without a GPU could only raise.
 |---|---|---|
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
+| recomputation | tensor_parallel.random._get_share_storage (from 0.19) | it compiles C++ at its first use; a copy does it |
 | type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
 they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
 | scaling | clip_grads.multi_tensor_scale_impl | a copy of every gradient, which is scaled in place here |
@@ -49,7 +50,7 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_rl.adaptors import cpu_rope, gloo_exchange, packed_rope
 from mindspeed_rl.adaptors.torch_facade import facade
 
-_SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18")
+_SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 _PREFIX = "megatron.core"
 
 
@@ -79,6 +80,14 @@ def _random(module: Any) -> None:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outside)
 
+    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        storage = source.untyped_storage()
+        target.untyped_storage().resize_(storage.size())
+        with torch.no_grad():
+            target.untyped_storage().copy_(storage)
+
+    if hasattr(module, "_get_share_storage"):
+        module._get_share_storage = lambda: copy_storage
     module._get_cuda_rng_state, module._set_cuda_rng_state = get_state, set_state
     module.CudaRNGStatesTracker.fork = fork
 

@@ -96,18 +96,16 @@ def adapt(module: Any) -> None:
         multi_latent_attention: bool = False,
         mscale: float = 1.0,
         cp_group: dist.ProcessGroup | None = None,
+        mla_rotary_interleaved: bool = False,
     ) -> Tensor:
-        settings = {
-            "rotary_interleaved": rotary_interleaved,
-            "multi_latent_attention": multi_latent_attention,
-            "mscale": mscale,
-        }
+        # in order: megatron-core 0.19 has another name for the second one
+        settings = rotary_interleaved, multi_latent_attention or mla_rotary_interleaved, mscale
         if cu_seqlens in _with_own_angles:
-            return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **settings).squeeze(1)
+            return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *settings).squeeze(1)
         # an error, boundaries of another caller, or a table of all tokens instead of positions
         if cp_group is None or not cu_seqlens.is_cpu or (len(cu_seqlens) > 2 and freqs.size(0) == cu_seqlens[-1]):
-            return original(t, cu_seqlens, freqs, cp_group=cp_group, **settings)
+            return original(t, cu_seqlens, freqs, *settings, cp_group=cp_group)
         packed = angles.gather(cu_seqlens, freqs, cp_group)
-        return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, **settings).squeeze(1)
+        return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, *settings).squeeze(1)
 
     module._apply_rotary_pos_emb_thd = apply_thd

@@ -47,6 +47,8 @@ from mindspeed_rl.models.names import get_distributed_name, list_names
 from mindspeed_rl.models.weights import WeightOp, concatenate
 
 METADATA_FILE = ".metadata"
+#: the object of megatron-core 0.19 with what earlier releases save in common.pt
+COMMON_STATE = "common_state"
 
 #: Holds the one object that stands for every layer's empty extra state.
 _EXTRA_STATE_FILE = "__0_extra_state.distcp"
@@ -224,6 +226,13 @@ def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
     return chunks
 
 
+def _load_common_state(folder: Path, metadata: dcp.Metadata) -> object:
+    """Return what megatron-core 0.19 saves among the objects, and earlier releases in common.pt; {} where there is none."""
+    places = [info for index, info in metadata.storage_data.items() if index.fqn.partition("/")[0] == COMMON_STATE]
+    # a list with the one object of all ranks
+    return _load_part(str(folder / places[0].relative_path), places[0].offset, places[0].length)[0] if places else {}
+
+
 def _stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
     """List the chunks of every tensor of a checkpoint; ValueError if a file is missing."""
     chunks = listed_chunks(folder, metadata)
@@ -308,7 +317,7 @@ class DistFolder:
             checksums.verify(self.folder)
         self.metadata = read_metadata(self.folder / METADATA_FILE)
         common = self.folder / "common.pt"
-        content = load_with_records(common) if common.is_file() else {}
+        content = load_with_records(common) if common.is_file() else _load_common_state(self.folder, self.metadata)
         self.args: CheckpointArgs = read_args(content.get("args") if isinstance(content, Mapping) else None)
         # a training checkpoint says here which adapters it holds
         record = self.folder / "run_state.json"

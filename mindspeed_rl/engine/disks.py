@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from torch.distributed.checkpoint import metadata as dcp
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.dist import METADATA_FILE, listed_chunks, read_metadata
+from mindspeed_rl.checkpoint.dist import COMMON_STATE, METADATA_FILE, listed_chunks, read_metadata
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.files import write_file
@@ -369,7 +369,7 @@ def list_needed_files(path: Path, sharded: ShardedStateDict) -> set[str]:
     """Return the files of a checkpoint that have the tensors and objects of Megatron's sharded state on this rank."""
     metadata = read_metadata(path / METADATA_FILE)
     slices: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    objects: set[str] = set()
+    objects = {COMMON_STATE}
     for item in _list_sharded(sharded):
         if isinstance(item, ShardedTensor):
             size = (1,) * item.prepend_axis_num + tuple(item.local_shape)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs what touches Megatron on another release of megatron-core: MEGATRON=0.18.0 tests/second_line/run.sh [pytest arguments]
+# Runs what touches Megatron on another release of megatron-core: MEGATRON=0.19.2 tests/second_line/run.sh [pytest arguments]
 #
 # The environment .venv-megatron-RELEASE has all of the CPU environment and, before it, that release (0.17.1 without MEGATRON=).
 # The second line asks for Python 3.12. Its Python files run on 3.11 too; the one compiled file, of the index of data sets, is
@@ -50,7 +50,8 @@ if [[ "$found" != "$release" ]]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
 
-mapfile -t paths < <("$environment/bin/python" tests/parts.py megatron-0.17.1)  # the same files on every release
+files="$("$environment/bin/python" tests/parts.py megatron-0.17.1)"  # the same files on every release
+mapfile -t paths <<< "$files"
 select=(-m "not slow")
 for argument in "$@"; do
     if [[ "$argument" != -* && -e "${argument%%::*}" ]]; then paths=(); fi

@@ -95,7 +95,7 @@ class _MegatronLine:
 #: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
 _MEGATRON_LINES = (
     _MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
-    _MegatronLine("second", ("0.17", "0.18"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+    _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
 )
 
 #: packages every line needs, in any version
@@ -183,7 +183,8 @@ _VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
         ("==0.16.*", f"{_SUITE}, {_SIMULATED}, {_NAMES}"),
         ("==0.17.*", f"{_SECOND}, {_NAMES}"),
-        ("==0.18.*", f"{_SECOND}, {_NAMES}"),
+        ("==0.18.*", _NAMES),
+        ("==0.19.*", f"{_SECOND}, {_NAMES}"),
     ),
     "mindspeed": (("==0.16.*", f"{_SIMULATED}, {_NAMES}"),),
     "transformers": (("==5.19.*", f"{_SUITE}, {_SIMULATED}"),),
@@ -194,8 +195,8 @@ _VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
 #: distribution -> (releases, why they are refused)
 _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
-        ("<0.16", "the adaptors change functions of 0.16 to 0.18 by name"),
-        (">=0.19.dev0", "the adaptors change functions of 0.16 to 0.18 by name"),
+        ("<0.16", "the adaptors change functions of 0.16 to 0.19 by name"),
+        (">=0.20.dev0", "the adaptors change functions of 0.16 to 0.19 by name"),
     ),
     "vllm-ascend": (
         ("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),
@@ -261,7 +262,8 @@ class Stack:
         else:
             head = f"Version line: {self.line}, {len(fits)} of {len(required)} packages have its versions."
         if self.megatron is not None:
-            releases = " and ".join(self.megatron.releases)
+            *others, last = self.megatron.releases
+            releases = f"{', '.join(others)} and {last}" if others else last
             head += f"\nMegatron: {self.megatron.name} line (megatron-core {releases}), verified {self.megatron.verified}."
         rows = [("package", "found", "line", "state", "how")]
         rows += [(item.name, item.found or "-", item.of_line or "-", item.state, item.text) for item in self.members]

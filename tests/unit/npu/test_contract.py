@@ -80,7 +80,7 @@ def test_the_record_covers_the_releases_the_suite_is_for() -> None:
     recorded = {vllm_ascend._parse_release(version) for version in RECORD["vllm_ascend"]}
     assert recorded == set(vllm_ascend._KNOWN_RELEASES)
     assert set(RECORD["mindspeed"]) == {"core_r0.16.0", "core_r0.17.0", "core_r0.18.0"}
-    assert set(RECORD["megatron"]) == {"0.16.1", "0.17.1", "0.18.0"}
+    assert set(RECORD["megatron"]) == {"0.16.1", "0.17.1", "0.18.0", "0.19.2"}
 
 
 def test_a_guarded_file_uses_what_only_its_releases_have_and_nothing_else_does() -> None:

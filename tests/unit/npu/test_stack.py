@@ -34,7 +34,7 @@ def test_a_machine_without_any_of_it_has_no_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.19.0rc1"), ("vllm-ascend", "0.11.0rc1")]
+    ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.20.0rc1"), ("vllm-ascend", "0.11.0rc1")]
 )
 def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str) -> None:
     found = stack.examine_stack({name: version})
@@ -53,12 +53,13 @@ def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "line"), [("0.16.1", "first"), ("0.17.1", "second"), ("0.18.0", "second"), ("0.1.6", None)]
+    ("version", "line"),
+    [("0.16.1", "first"), ("0.17.1", "second"), ("0.18.0", "second"), ("0.19.2", "second"), ("0.1.6", None)],
 )
 def test_the_line_of_megatron_is_told_and_where_it_was_verified(version: str, line: str | None) -> None:
     found = stack.examine_stack({"megatron-core": version})
     assert (found.megatron.name if found.megatron else None) == line
-    assert ("Megatron: second line (megatron-core 0.17 and 0.18), verified on the CPU alone." in found.as_text()) == (
+    assert ("Megatron: second line (megatron-core 0.17, 0.18 and 0.19), verified on the CPU alone." in found.as_text()) == (
         line == "second"
     )
 
@@ -125,6 +126,6 @@ def test_the_command_prints_the_table_and_fails_for_what_is_refused(
 ) -> None:
     assert doctor.main(["--stack"]) == 0
     assert "Nothing is refused." in capsys.readouterr().out
-    monkeypatch.setattr(doctor.checks, "list_package_versions", lambda: {"megatron-core": "0.19.2"})
+    monkeypatch.setattr(doctor.checks, "list_package_versions", lambda: {"megatron-core": "0.20.0"})
     assert doctor.main(["--stack", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
