@@ -4,7 +4,7 @@
 
 The trees are in trees.json: four samples of each of four kinds of programs, as their requests make them. Tokens are random, and
 those that sequences share are equal. Both sides are this engine with packed rows, a micro-batch for the four samples of a kind,
-the same weights and the same loss, which must agree. They take turns; the median of the rounds counts.
+the same weights and the same loss, which must agree. They take turns; processor time counts, the median of the rounds.
 
 With --record, the programs play again through the gateway, whose model writes texts of random lengths, and trees.json is
 written anew.
@@ -19,6 +19,7 @@ import os
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from headline import Headline
-from train_step import SIZES, TOLERANCE, Rows, Size, engine_step, join_world, take_turns
+from train_step import SIZES, TOLERANCE, Rows, Size, engine_step, join_world
 from transformers import Qwen2ForCausalLM
 
 FILE = Path(__file__).with_name("trees.json")
@@ -166,20 +167,31 @@ def build_rows(samples: Sequence[Sequence[Shape]], vocab: int) -> Rows:
 
 
 def measure(size: Size, precision: str, rows: Rows, rounds: int) -> tuple[float, float]:
-    """Seconds of a step with shared histories, and without."""
+    """Seconds of the processor for a step with shared histories, and without.
+
+    Raises:
+        SystemExit: the losses differ, so the two did not do the same work.
+    """
+    config = size.config()
+    config.max_position_embeddings = 4096
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        config = size.config()
-        config.max_position_embeddings = 4096
         Qwen2ForCausalLM(config).save_pretrained(folder)
+        size = replace(size, micro_batch=SAMPLES)
         steps = {
-            name: engine_step(
-                Path(folder), replace(size, micro_batch=SAMPLES), rows, precision, packed=True, shares_prefixes=shares
-            )
-            for name, shares in (("apart", False), ("shared", True))
+            shares: engine_step(Path(folder), size, rows, precision, packed=True, shares_prefixes=shares)
+            for shares in (False, True)
         }
-    seconds = take_turns(steps, rounds, TOLERANCE[precision])
-    return statistics.median(seconds["shared"]), statistics.median(seconds["apart"])
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds + 1):
+        losses = []
+        for shares, step in steps.items():
+            start = time.process_time()
+            losses.append(step())
+            seconds[shares] += [time.process_time() - start] if number else []  # the first round warms up
+        if abs(losses[1] - losses[0]) > TOLERANCE[precision] * abs(losses[0]):
+            raise SystemExit(f"the losses differ: {losses}")
+    return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 
 def main() -> None:
@@ -203,7 +215,7 @@ def main() -> None:
         shared, apart = measure(size, options.precision, rows, options.rounds)
         Headline(
             f"an optimizer step of {options.size} parameters on trees of {name} ({computed:,} of {total:,} tokens differ), "
-            "histories computed once, s",
+            "histories computed once, CPU s",
             f"{shared:.2f}",
             "once a sequence",
             f"{apart:.2f}",

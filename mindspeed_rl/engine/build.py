@@ -26,7 +26,7 @@ from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.vision import VisionEncoder, add_to_layers, build_tower
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
-from mindspeed_rl.models.layers import RMSNorm, recompute_activations
+from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
 from mindspeed_rl.models.plan import ModelPlan
@@ -200,6 +200,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 model.true_vocab_size = model_config.vocab_size
                 model.final_logit_softcapping = model_config.final_logit_softcapping
                 model.fp32_lm_head = bool(config.fp32_lm_head)
+            if model_config.multi_latent_attention and layout.tp > 1:
+                complete_rotary_gradients(model)
             if layout.num_experts and layout.expert_tp_size < layout.tp:
                 _reduce_over_expert_ranks(model)
             models.append(model.to(platform.current().current_device()))

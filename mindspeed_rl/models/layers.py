@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 from mindspeed_rl import adaptors
 from mindspeed_rl.models import specs
 from mindspeed_rl.models.model_config import VisionConfig
+
+_LATENT_ATTENTION = "megatron.core.transformer.multi_latent_attention"
 
 
 class NoopLayer(MegatronModule, BaseTransformerLayer):
@@ -412,3 +415,25 @@ def recompute_activations(spec: TransformerBlockSubmodules) -> None:
         return part if module not in _RECOMPUTING else specs.replace_class(part, _RECOMPUTING[module])
 
     specs.substitute_layers(spec, replace)
+
+
+def complete_rotary_gradients(model: nn.Module) -> None:
+    """Have latent attention sum the gradient of its keys' rotary part over tensor ranks, each of which has other heads.
+
+    Megatron's class gathers the columns of its projection, and passes back to each rank what its own heads give it. That is
+    complete for the latent part, which is exchanged again before the heads, and not for the rotary one. Here the projection
+    returns what one that every rank has would: Megatron exchanges the rotary part itself then, or it is exchanged here.
+    """
+
+    def complete(projection: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor, Tensor | None]) -> Any:
+        output, bias = result
+        full, config = tensor_parallel.gather_from_tensor_model_parallel_region(output), cast(Any, projection).config
+        if config.sequence_parallel:
+            return tensor_parallel.scatter_to_sequence_parallel_region(full), bias
+        latent, rotary = full.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, tensor_parallel.copy_to_tensor_model_parallel_region(rotary)], dim=-1), bias
+
+    for module in model.modules():
+        # a class of another library has its own exchange
+        if isinstance(module, MLASelfAttention) and type(module).get_query_key_value_tensors.__module__ == _LATENT_ATTENTION:
+            module.linear_kv_down_proj.register_forward_hook(complete)
