@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_metadata import EngineShape
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.templates import Thinking
@@ -143,6 +143,8 @@ class Session:
                 yield engine
         else:
             scope, target = _ENGINES[settings.kind]
+            if self.model.model_config.vision is not None:
+                os.environ[VISION_VARIABLE] = "1"
             adaptors.apply(scope)
             if scope == "train":
                 adaptors.configure(MegatronConfig())
