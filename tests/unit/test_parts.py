@@ -20,7 +20,9 @@ def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict
     """File -> its share in a part, "0:1" for all of it."""
     arguments = parts.select(environment, part, count, with_slow=with_slow)
     found = dict.fromkeys((file for file in arguments if not file.startswith("--")), "0:1")
-    return found | dict(re.fullmatch(r"--share=(.+)=(.+)", share).groups() for share in arguments if share.startswith("--"))
+    for share in (argument.removeprefix("--share=") for argument in arguments if argument.startswith("--")):
+        file, _, found[file] = share.rpartition("=")
+    return found
 
 
 def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
