@@ -19,6 +19,7 @@ from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.probe import ModelProbe
 from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.quantization import quantize_tensors
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
@@ -104,7 +105,10 @@ class ComparisonWorker(DeviceWorker):
         pushed = _copies(engine.get_model())
         assert self.rollout.push is not None
         tensors = self.rollout.push.tensors_by_parameter()
-        engine.load_weights(self.role.stream.named_tensors(self.rollout.dtype), 2)
+        named = self.role.stream.named_tensors(self.rollout.dtype)
+        if self.run.generate.quantization is not None:
+            named = quantize_tensors(named, {tensor.dtype for name, tensor in pushed.items() if name.endswith("_scale")}.pop())
+        engine.load_weights(named, 2)
         findings = []
         for name, expected in _copies(engine.get_model()).items():
             differs = pushed[name] != expected

@@ -143,7 +143,7 @@ class Comparison:
             largest_gap=float(gap.max()),
             mean_gap=float(gap.mean()),
             trainer_type="bfloat16" if run.config.actor_config.bf16 else "float32",
-            engine_type=run.generate.dtype,
+            engine_type=run.generate.quantization or run.generate.dtype,
             first_other_token=other,
             weights=tuple(weights.values()),
             places=tuple(_measure_gap(name, activations[name]) for name in sorted(activations, key=_forward_order)),

@@ -10,7 +10,7 @@ as any other, and the trained side of a comparison is quantized again from the t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,27 @@ def quantize_side(trained: TrainedWeights) -> TrainedWeights:
     return replace(trained, shapes=shapes, holders=holders, sources=sources, quantized=names)
 
 
-def quantize(rows: Tensor, scales: Tensor) -> Tensor:
+def quantize_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield full tensors under HF names, and in place of each matrix to quantize its int8 elements and its scales.
+
+    Args:
+        named: in full precision.
+        dtype: of the scales.
+    """
+    for name, tensor in named:
+        if tensor.dim() == 2 and _QUANTIZED.search(name):
+            scales = _make_scales(tensor.abs().amax(1).float(), dtype)
+            yield from ((name, _quantize(tensor, scales)), (name + _SCALE, scales))
+        else:
+            yield name, tensor
+
+
+def _make_scales(maxima: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales [rows, 1] for the largest absolute values of rows; rows of zeros have any."""
+    return torch.where(maxima > 0, maxima / _MAX, 1.0)[:, None].to(dtype)
+
+
+def _quantize(rows: Tensor, scales: Tensor) -> Tensor:
     """Return the int8 elements of rows [n, k] with scales [n, 1]."""
     return (rows.float() / scales.float()).round_().clamp_(-_MAX, _MAX).to(torch.int8)
 
@@ -82,7 +102,7 @@ class QuantizedSources:
         rows = slice(*tensor_slice[0])
         if name in self._holders:
             for part, view in self._sources.views(name, tensor_slice):
-                yield part, quantize(view, self.scales[name + _SCALE][slice(*part[0])])
+                yield part, _quantize(view, self.scales[name + _SCALE][slice(*part[0])])
         elif name in self.scales:
             yield tensor_slice, self.scales[name][rows]
         else:
@@ -112,6 +132,4 @@ def update_scales(trained: TrainedWeights, exchange: Exchange, dtypes: Mapping[s
     exchange.all_reduce(maxima, dist.ReduceOp.MAX).wait()
     if isinstance(trained.sources, QuantizedSources):
         for name, part in parts.items():
-            # rows of zeros have any scale
-            scales = torch.where(part > 0, part / _MAX, 1.0)[:, None].to(dtypes[name + _SCALE])
-            trained.sources.scales[name + _SCALE] = scales
+            trained.sources.scales[name + _SCALE] = _make_scales(part, dtypes[name + _SCALE])

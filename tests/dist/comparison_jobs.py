@@ -152,18 +152,21 @@ TAMPER: dict[str, Tamper] = {
 }
 
 
-def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | None = None) -> dict[str, tuple[str, Evidence]]:
+def compare(
+    folder: str, work: str, tampers: Sequence[str], engine_type: str | None = None, keys: Sequence[str] = ()
+) -> dict[str, tuple[str, Evidence]]:
     """By what was done: the cause that is named, with its sentence, and what it was named by.
 
     Args:
         folder: of the model.
         work: takes a tokenizer.
         engine_type: what the engine computes in, where it is not the trainer's type.
+        keys: further ones, as KEY=VALUE.
     """
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
     tokenizer = Tokenizer(token_models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(work)
-    keys = {
+    settings = {
         "actor_config.load": folder,
         "megatron_training.tokenizer_name_or_path": work,
         "actor_config.tensor_model_parallel_size": 1,
@@ -178,7 +181,8 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
         "grpo_tiny_cpu",
         None,
         [
-            *(f"{name}={value}" for name, value in keys.items()),
+            *(f"{name}={value}" for name, value in settings.items()),
+            *keys,
         ],
     )
     run, _ = plan_models(resolve(cfg, platform="cpu"))

@@ -203,7 +203,7 @@ def _shorten_groups(groups: list[list[int]]) -> str:
 
 
 def _describe_samples(cfg: RunConfig) -> str:
-    """Return a sentence about samples of several turns and one about drafts; empty where samples have neither."""
+    """Return sentences about samples of several turns, drafts and an engine in int8; empty where there is none."""
     rl = cfg.rl_config
     if rl is None or cfg.generate_config is None:
         return ""
@@ -214,6 +214,10 @@ def _describe_samples(cfg: RunConfig) -> str:
         if cfg.platform in ("npu", "cuda"):
             same = "the distribution of responses stays, but the same seed gives other tokens"
         text = f"drafts by {drafts.get('method')}{source}, {drafts.get('num_speculative_tokens')} tokens a step at most: {same}"
+    if cfg.generate_config.quantization is not None:
+        mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
+        in_int8 = f"the engine's matrices are in {cfg.generate_config.quantization}, corrected by {mode}"
+        text = f"{text}; {in_int8}" if text else in_int8
     if rl.agent_loop_name == "single_turn":
         return text
     loop = rl.agent_loop_name

@@ -355,6 +355,24 @@ def test_engines_that_share_experts_are_shown_with_their_groups(name: str, repli
     assert f"experts over {devices} devices (EP{devices})" in holds
 
 
+def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> None:
+    keys = ["platform=cpu", "generate_config.quantization=int8"]
+    cfg = load_run_config("grpo_tiny_cpu", None, keys)
+    report = explain(cfg)
+    assert report["errors"] == [] and cfg.rl_config is not None and cfg.objective is not None
+    assert cfg.rl_config.rollout_importance_sampling_mode == "token_truncate" and cfg.objective.correction is not None
+    assert "the engine's matrices are in int8, corrected by token_truncate" in render(report)
+    off = load_run_config("grpo_tiny_cpu", None, [*keys, "rl_config.rollout_importance_sampling_mode=null"])
+    assert off.objective is not None and off.objective.correction is None
+    assert "corrected by none" in render(explain(off))
+    for change, reason in (
+        ("platform=cuda", "not available on cuda"),
+        ("platform=npu", "not available in float32 on npu"),
+        ("generate_config.speculative_config={method: mtp}", "not available with a draft model"),
+    ):
+        assert any(reason in error for error in explain(load_run_config("grpo_tiny_cpu", None, [*keys, change]))["errors"])
+
+
 def test_drafts_are_explained_on_one_line_with_reasons_why_they_will_not_pay() -> None:
     generate = {"speculative_config": {"spec_method": "suffix", "spec_tokens": 6}, "max_num_seqs": 16}
     report = explain(prompt_level(generate_config=generate))

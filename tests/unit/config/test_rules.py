@@ -314,6 +314,8 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "over_sample_rate",
         ["over_sample_rate (3)", "partial_rollout_max_split (2)"],
     ),
+    ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
+    ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
     ({G: {D: {"spec_method": "suffix", "spec_tokens": 129}}}, D, ["num_speculative_tokens", "129"]),
