@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from patience import patient
 
@@ -46,3 +48,15 @@ def test_kernels_are_replaced_once_and_nothing_is_imported_for_a_compiler() -> N
     assert kernels == [True, 0, ["KernelOverride", "KernelOverride"], True]
     # nothing is compiled here, and the modules of vLLM are not searched for garbage while they come
     assert imports == [False, True]
+
+
+def test_a_release_of_vllm_that_needs_the_compiler_is_imported_with_it(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("import vllm.first\nimport torch._inductor.lowering\n")
+    (tmp_path / "vllm" / "first.py").write_text("print('first')\n")
+    program = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom mindspeed_rl.adaptors import vllm_cpu\n"
+    program += "vllm_cpu._import_without_compiler()\nprint('torch._inductor.lowering' in sys.modules, 'vllm' in sys.modules)"
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(120))
+    assert done.stdout.split() == ["first", "first", "True", "True"], done.stderr
