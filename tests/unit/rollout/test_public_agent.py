@@ -55,7 +55,7 @@ def test_mini_swe_agent_repairs_a_file_and_its_turns_are_exact() -> None:
         f"Done. {call('echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT')}",
     ]
     engine = Writer(texts)
-    agent = AgentKeys(command=command, env=env, grader=["grep", "-qx", "return a + b", "calc.txt"], timeout_s=150)
+    agent = AgentKeys(command=command, env=env, grader=["grep", "-qx", "return a + b", "calc.txt"], timeout_s=400)
     limits = TrajectoryLimits(100_000, 50_000, 200_000)
 
     async def run() -> Trajectory:
@@ -66,7 +66,7 @@ def test_mini_swe_agent_repairs_a_file_and_its_turns_are_exact() -> None:
         finally:
             await runner.close()
 
-    found = asyncio.run(asyncio.wait_for(run(), 240))
+    found = asyncio.run(asyncio.wait_for(run(), 500))
     assert not found.failure and found.final_reward == 1.0 and found.metrics["turns"] == 3
     check_exact(found, engine)
     (sequence,) = found.sequences
