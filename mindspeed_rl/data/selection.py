@@ -80,7 +80,7 @@ class SelectionSummary:
     Attributes:
         dropped: reason -> responses that were not considered.
         num_rows: rows of the data that were written.
-        rewards, kept_rewards: of all responses with a reward, and of those in the data.
+        rewards, selected_rewards: of all responses with a reward, and of those in the data.
     """
 
     num_files: int = 0
@@ -88,11 +88,11 @@ class SelectionSummary:
     num_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
-    kept_rewards: list[float] = field(default_factory=list)
+    selected_rewards: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return one line for the console, and one for each reason."""
-        means = [f"{np.mean(values):.4g}" if values else "-" for values in (self.rewards, self.kept_rewards)]
+        means = [f"{np.mean(values):.4g}" if values else "-" for values in (self.rewards, self.selected_rewards)]
         lines = [
             f"{self.num_rows} rows of {self.num_prompts} prompts in {self.num_files} rollouts; mean reward {means[1]} of those "
             f"kept, {means[0]} of all {len(self.rewards)} responses"
@@ -221,7 +221,7 @@ def write_selection(folders: Sequence[Path], prefix: Path, settings: SelectionSe
     if not rows:
         raise ValueError(f"no response is selected: {summary}")
     summary.num_rows = len(rows)
-    summary.kept_rewards = [response.reward for row in rows for response in row]
+    summary.selected_rewards = [response.reward for row in rows for response in row]
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writers = {name: IndexedWriter(column_prefix(prefix, name)) for name in _COLUMNS[settings.kind]}
     for row in rows:

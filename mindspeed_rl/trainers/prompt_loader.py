@@ -17,13 +17,13 @@ from torch import Tensor
 from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import read_split
-from mindspeed_rl.config.keys.rl import DistillationKeys, RLConfig
+from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.prompt_sampling import build_prompt_sampler, describe_sampling
+from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
 from mindspeed_rl.workers.responses import read_image_rules
@@ -49,12 +49,12 @@ class PromptLoader:
     COLUMNS = ("prompt_ids", "labels", "extra")
 
     def __init__(
-        self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, rl: RLConfig, *, seed: int, shuffle: bool
+        self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, order: PromptOrder, *, seed: int, shuffle: bool
     ) -> None:
         self._prompts, self._plane, self._plan = prompts, plane, plan
         self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
-        self._choice = build_prompt_sampler(rl, prompts, seed=seed, shuffle=shuffle)
-        self._described = describe_order(prompts, rl, seed=seed, shuffle=shuffle)
+        self._choice = build_prompt_sampler(order, prompts, seed=seed, shuffle=shuffle)
+        self._described = describe_order(prompts, order, seed=seed, shuffle=shuffle)
         self._pass_start = self.next_prompt = 0
         self.waiting: list[int] = []
         self.batch: list[int] = []
@@ -121,11 +121,11 @@ class PromptLoader:
             self._choice.load_state_dict(state["sampler"])
 
 
-def describe_order(prompts: PromptDataset, rl: RLConfig, *, seed: int, shuffle: bool) -> list[int]:
+def describe_order(prompts: PromptDataset, order: PromptOrder, *, seed: int, shuffle: bool) -> list[int]:
     """Return numbers that differ for other prompts, and for another order: count, a sum over some, seed, shuffling, keys."""
     some = [prompts[index]["prompt_ids"] for index in np.linspace(0, len(prompts) - 1, min(64, len(prompts)), dtype=int)]
     content = zlib.crc32(json.dumps([list(map(int, ids)) for ids in some]).encode())
-    return [len(prompts), content, seed, int(shuffle), *describe_sampling(rl)]
+    return [len(prompts), content, seed, int(shuffle), *order.describe()]
 
 
 def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:

@@ -5,9 +5,11 @@ Everything is a function of the seed and of what was observed, so a run that res
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,33 @@ from mindspeed_rl.data.prompts import PromptDataset
 
 #: assignments that are remembered, at least: more than the prompts that are on their way to training
 _REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """The keys of rl_config that set the order of prompts."""
+
+    prompt_sources: list[str]
+    prompt_source_weights: list[float]
+    prompt_source_key: str
+    prompt_curriculum: str | None
+    prompt_replay_fraction: float | None
+    prompt_replay_below: float
+    prompt_skip_above: float | None
+    prompt_skip_below: float | None
+    prompt_pass_reward: float
+
+    @classmethod
+    def from_config(cls, rl: RLConfig) -> PromptOrder:
+        """Return the keys of a run file."""
+        return cls(**{field.name: getattr(rl, field.name) for field in dataclasses.fields(cls)})
+
+    def describe(self) -> list[int]:
+        """Return a number that differs for other keys; nothing where none of them changes the order."""
+        values = dataclasses.astuple(self)
+        is_set = self.prompt_sources or self.prompt_curriculum is not None or self.prompt_replay_fraction is not None
+        is_set = is_set or self.prompt_skip_above is not None or self.prompt_skip_below is not None
+        return [zlib.crc32(repr(values).encode())] if is_set else []
 
 
 class _Stream:
@@ -49,23 +78,23 @@ class PromptSampler:
     below `prompt_replay_below`, each once for every time that it was measured.
     """
 
-    def __init__(self, rl: RLConfig, prompts: PromptDataset, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, order: PromptOrder, prompts: PromptDataset, *, seed: int, shuffle: bool) -> None:
         """Read the columns of the prompts.
 
         Raises:
             ValueError: a prompt has no such column, a source without a weight or a pass rate that is no number.
         """
-        self._rl, self._num_rows = rl, len(prompts)
+        self._keys, self._num_rows = order, len(prompts)
         easiness = None
-        if (column := rl.prompt_curriculum) is not None:
+        if (column := order.prompt_curriculum) is not None:
             easiness = np.array([_read_number(prompts, index, column) for index in range(len(prompts))])
-        names = np.array([_read_source(rl, prompts, index) for index in range(len(prompts))])
-        pairs = zip(rl.prompt_sources, rl.prompt_source_weights, strict=True) if rl.prompt_sources else [("", 1.0)]
+        names = np.array([_read_source(order, prompts, index) for index in range(len(prompts))])
+        pairs = zip(order.prompt_sources, order.prompt_source_weights, strict=True) if order.prompt_sources else [("", 1.0)]
         self._streams = []
         for name, weight in pairs:
             rows = np.flatnonzero(names == name)
             if not len(rows):
-                raise ValueError(f"rl_config.prompt_sources: no prompt has {name!r} in column {rl.prompt_source_key}.")
+                raise ValueError(f"rl_config.prompt_sources: no prompt has {name!r} in column {order.prompt_source_key}.")
             values = None if easiness is None else easiness[rows]
             # the order within a source does not depend on the others
             mixed = seed if not name else seed + zlib.crc32(name.encode())
@@ -86,7 +115,7 @@ class PromptSampler:
         return self._assigned[index]
 
     def _take(self) -> int:
-        fraction = self._rl.prompt_replay_fraction or 0.0
+        fraction = self._keys.prompt_replay_fraction or 0.0
         if self._hard and math.floor((self._next + 1) * fraction) > math.floor(self._next * fraction):
             row = next(iter(self._hard))
             self._counts["replayed"] += 1
@@ -103,20 +132,20 @@ class PromptSampler:
         return row
 
     def _is_skipped(self, row: int) -> bool:
-        low, high = self._rl.prompt_skip_below, self._rl.prompt_skip_above
+        low, high = self._keys.prompt_skip_below, self._keys.prompt_skip_above
         rate = self._rates.get(row)
         return rate is not None and ((low is not None and rate <= low) or (high is not None and rate >= high))
 
     def observe(self, indexes: Sequence[int], rewards: Sequence[Sequence[float]]) -> None:
         """Take note of the total rewards of the responses to these prompts; NaN where a response has none."""
         for index, values in zip(indexes, rewards, strict=True):
-            scored = [value >= self._rl.prompt_pass_reward for value in values if not math.isnan(value)]
+            scored = [value >= self._keys.prompt_pass_reward for value in values if not math.isnan(value)]
             row = self._assigned.get(index)
             if row is None or not scored:
                 continue
             rate = self._rates[row] = sum(scored) / len(scored)
             self._hard.pop(row, None)
-            if self._rl.prompt_replay_fraction and rate < self._rl.prompt_replay_below:
+            if self._keys.prompt_replay_fraction and rate < self._keys.prompt_replay_below:
                 self._hard[row] = None
 
     def count(self) -> dict[str, int]:
@@ -144,31 +173,24 @@ class PromptSampler:
         self._hard = dict.fromkeys(state["hard"])
 
 
-def build_prompt_sampler(rl: RLConfig, prompts: PromptDataset, *, seed: int, shuffle: bool) -> PromptSampler | None:
+def build_prompt_sampler(order: PromptOrder, prompts: PromptDataset, *, seed: int, shuffle: bool) -> PromptSampler | None:
     """Build the sampler that the run file asks for; None for prompts in the order of the dataset or shuffled.
 
     Raises:
         ValueError: see `PromptSampler`.
     """
-    return PromptSampler(rl, prompts, seed=seed, shuffle=shuffle) if describe_sampling(rl) else None
+    return PromptSampler(order, prompts, seed=seed, shuffle=shuffle) if order.describe() else None
 
 
-def describe_sampling(rl: RLConfig) -> list[int]:
-    """Return a number that differs for other keys of the sampling of prompts; nothing without such keys."""
-    chosen = [rl.prompt_sources, rl.prompt_source_weights, rl.prompt_curriculum, rl.prompt_replay_fraction]
-    chosen += [rl.prompt_skip_below, rl.prompt_skip_above]
-    values = [*chosen, rl.prompt_source_key, rl.prompt_replay_below, rl.prompt_pass_reward]
-    return [zlib.crc32(repr(values).encode())] if any(value not in ([], None) for value in chosen) else []
-
-
-def _read_source(rl: RLConfig, prompts: PromptDataset, index: int) -> str:
-    if not rl.prompt_sources:
+def _read_source(order: PromptOrder, prompts: PromptDataset, index: int) -> str:
+    if not order.prompt_sources:
         return ""
-    value = str(prompts[index]["columns"].get(rl.prompt_source_key))
-    if value not in rl.prompt_sources:
+    value = str(prompts[index]["columns"].get(order.prompt_source_key))
+    if value not in order.prompt_sources:
         raise ValueError(
-            f"rl_config.prompt_sources: {prompts.where(index)} has {value!r} in column {rl.prompt_source_key}, which is none "
-            f"of {', '.join(rl.prompt_sources)}; add it, and make the column one of megatron_training.dataset_additional_keys."
+            f"rl_config.prompt_sources: {prompts.where(index)} has {value!r} in column {order.prompt_source_key}, which is "
+            f"none of {', '.join(order.prompt_sources)}; add it, and make the column one of "
+            "megatron_training.dataset_additional_keys."
         )
     return value
 

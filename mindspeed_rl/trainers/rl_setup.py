@@ -44,7 +44,7 @@ from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
-from mindspeed_rl.trainers.prompt_sampling import build_prompt_sampler
+from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
@@ -136,12 +136,14 @@ def check_rl(run: Run) -> RLInputs:
             check_columns(Path(path), run.models["actor"].plan.model_config.vocab_size, f"megatron_training.{key}")
     prompts, held_out = load_prompts(run, tokenizer)
     # raises where a column of the prompts is missing
-    build_prompt_sampler(run.rl, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
+    prompt_order = PromptOrder.from_config(run.rl)
+    build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     for dataset in filter(None, (prompts, held_out)):
         dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
         check_tool_columns(run.rl, tokenizer, dataset)
-    order_change = resume.describe_order_change(describe_order(prompts, run.rl, seed=actor.seed, shuffle=not actor.no_shuffle))
+    described = describe_order(prompts, prompt_order, seed=actor.seed, shuffle=not actor.no_shuffle)
+    order_change = resume.describe_order_change(described)
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
     run = resolve_length(run, len(prompts), (resume.iteration, done), resume)
     _check_models(run, tokenizer, tokenizer_path)
@@ -315,7 +317,8 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, model_rewards)
     schedule = Schedule(run)
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
-    loader = PromptLoader(inputs.prompts, plane, run.plan, rl, seed=actor.seed, shuffle=not actor.no_shuffle)
+    order = PromptOrder.from_config(rl)
+    loader = PromptLoader(inputs.prompts, plane, run.plan, order, seed=actor.seed, shuffle=not actor.no_shuffle)
     # a filter on the total reward needs the model's scores of every rollout; one on a reward function leaves the reward model
     # only the accepted groups
     is_scored_early = rl.dynamic_sample and not rl.filter_groups_enable

@@ -126,7 +126,7 @@ class FilteredRollout(Rollout):
         reports: list[WorkerReport] = []
         accepted: list[Batch] = []
         spare: list[Batch] = []
-        kept: list[int] = []
+        accepted_prompts: list[int] = []
         rejected: list[int] = []
         expected, num_accepted, num_rollouts = self._plan.num_train_prompts, 0, 0
         while num_accepted < expected:
@@ -142,7 +142,7 @@ class FilteredRollout(Rollout):
             size = self._plan.n_samples_per_prompt
             indexes: Batch = {"prompt": [index for index in self._loader.batch for _ in range(size)]}
             good, others = self._filter.split({**batch, **indexes})
-            kept += good.pop("prompt")[::size]
+            accepted_prompts += good.pop("prompt")[::size]
             rejected += others.pop("prompt")[::size]
             accepted.append(good)
             spare.append(others)
@@ -150,7 +150,7 @@ class FilteredRollout(Rollout):
         if num_accepted < expected:
             self._filter.give_up(iteration, f"{num_rollouts} rollouts", num_accepted, expected)
         size = self._plan.num_train_samples
-        self._loader.batch = [*kept, *rejected][:expected]
+        self._loader.batch = [*accepted_prompts, *rejected][:expected]
         # accepted ones first: the others only fill up the batch
         parts = accepted + spare
         rows = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in self._columns}

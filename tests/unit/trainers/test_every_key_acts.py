@@ -77,7 +77,8 @@ GROUPS: dict[type, tuple[str, ...]] = {
 #: module -> keys that act there, out of sight of `observed`; the module reads them
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
-    "algorithms/paper_losses.py": "real_tau online_dpo_beta online_dpo_loss_type",  # its groups do not fit the micro-batches of the base runs
+    # their groups do not fit the micro-batches of the base runs
+    "algorithms/paper_losses.py": "real_tau online_dpo_beta online_dpo_loss_type",
     "workers/trainer_worker.py": "actor_forward_micro_batch_size offload_train_optimizer offload_train_grad "
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "

@@ -21,6 +21,7 @@ from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
@@ -108,7 +109,8 @@ class Plane:
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
     source, plane = Source(_resolve_admission(run)), Plane()
-    loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, run.rl, seed=1, shuffle=False)
+    order = PromptOrder.from_config(run.rl)
+    loader = PromptLoader([prompt(number) for number in range(100)], plane, run.plan, order, seed=1, shuffle=False)
     rewards: Any = None  # every group has its scores
     no_model = ModelRewards(None, plane, weight=0.0, timeout_s=1.0)
     group_filter = GroupFilter.from_config(run.rl, run.plan.n_samples_per_prompt, Schedule(run).objective, {})

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rl.config import ConfigError, RLConfig, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, load_run_config, resolve
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
-from mindspeed_rl.trainers.prompt_sampling import PromptSampler
+from mindspeed_rl.trainers.prompt_sampling import PromptOrder, PromptSampler
 
 
 class Prompts:
@@ -46,9 +46,9 @@ class Plane:
         self.labels += map(int, columns["labels"])
 
 
-def keys(**values: Any) -> RLConfig:
+def keys(**values: Any) -> PromptOrder:
     words = [f"+rl_config.{name}={value}" for name, value in values.items()]
-    return resolve(load_run_config("grpo_tiny_cpu", None, words), platform="cpu").rl
+    return PromptOrder.from_config(resolve(load_run_config("grpo_tiny_cpu", None, words), platform="cpu").rl)
 
 
 def sampler(columns: list[dict[str, Any]], *, shuffle: bool = True, **values: Any) -> PromptSampler:

@@ -16,6 +16,7 @@ from supervised_samples import answers, instruction_row, write_columns
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.rules.resume_rules import KeyChange
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, SynchronousRollout
 from mindspeed_rl.trainers.schedule import Schedule
@@ -44,7 +45,8 @@ class Recorded:
 def loader_of(batch: int, plane: Any, *, size: int = 20, seed: int = 1, shuffle: bool = True) -> PromptLoader:
     run = points.run("ray_grpo")
     plan = dataclasses.replace(run.plan, num_prompts=batch, n_samples_per_prompt=1)
-    return PromptLoader([groups.prompt(number) for number in range(size)], plane, plan, run.rl, seed=seed, shuffle=shuffle)
+    order, prompts = PromptOrder.from_config(run.rl), [groups.prompt(number) for number in range(size)]
+    return PromptLoader(prompts, plane, plan, order, seed=seed, shuffle=shuffle)
 
 
 def test_with_another_batch_every_prompt_of_a_pass_comes_once() -> None:
