@@ -203,7 +203,7 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
 
 
 def _check_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
-    """Raise ValueError for what experts with biases cannot do, and for groups that megatron-core would silently build singly."""
+    """Raise ValueError for what experts with biases cannot do, and for groups that megatron-core would silently split up."""
     targets = [name for name in config.lora_target_modules or () if name in ("linear_fc1", "linear_fc2")]
     violations = {
         "moe_grouped_gemm: true": config.moe_grouped_gemm,
