@@ -143,8 +143,6 @@ class Session:
                 yield engine
         else:
             scope, target = _ENGINES[settings.kind]
-            if self.model.model_config.vision is not None:
-                os.environ[VISION_VARIABLE] = "1"
             adaptors.apply(scope)
             if scope == "train":
                 adaptors.configure(MegatronConfig())
@@ -196,6 +194,9 @@ def open_session(options: SessionOptions) -> Session:
     if heads % options.tensor_parallel_size:
         raise ValueError(f"--tensor-parallel-size {options.tensor_parallel_size} does not divide the model's {heads} heads")
     set_up_logging(None)
+    if model.model_config.vision is not None:
+        os.environ[VISION_VARIABLE] = "1"
+        adaptors.apply(_ENGINES[options.engine][0])  # before transformers looks for torchvision
     tokenizer_path = options.tokenizer_name_or_path or str(model.hf_folder)
     with collecting_seldom():
         tokenizer = load_tokenizer(

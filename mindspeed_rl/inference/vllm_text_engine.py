@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopStringFinder
@@ -49,6 +50,8 @@ class VllmTextEngine(VllmEngine):
             kv_bytes_per_token=kv_bytes_per_token(model.model_config, bytes_per_value),
             # vLLM refuses to return more log-probs than were announced
             engine_arguments={"max_logprobs": settings.max_log_probs},
+            # of text prompts to a model of images, which vLLM builds with its processor
+            image_rules=ImageRules.read(model.hf_folder),
         )
         # log-probs are the untempered model's
         self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.tempers_log_probs = False
