@@ -18,7 +18,8 @@ class DisagreementError(RuntimeError):
     """Trainer and rollout engine disagree about the log-probs of the same tokens."""
 
 
-#: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: the ratio of measured differences
+#: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: a product of normal numbers is wrong by
+#: 1.1 % in int8 and by 0.28 % in bfloat16
 _QUANTIZED_DIFFERENCE = 4.0
 
 
