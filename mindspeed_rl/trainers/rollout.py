@@ -142,8 +142,8 @@ class FilteredRollout(Rollout):
             size = self._plan.n_samples_per_prompt
             indexes: Batch = {"prompt": [index for index in self._loader.batch for _ in range(size)]}
             good, others = self._filter.split({**batch, **indexes})
-            accepted_prompts += good.pop("prompt")[::size]
-            rejected += others.pop("prompt")[::size]
+            accepted_prompts += [int(index) for index in good.pop("prompt")[::size]]
+            rejected += [int(index) for index in others.pop("prompt")[::size]]
             accepted.append(good)
             spare.append(others)
             num_accepted += len(good["rewards"]) // self._plan.n_samples_per_prompt
