@@ -16,6 +16,7 @@ Not verified on NPU hardware.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,10 @@ _originals: list[tuple[Any, str, Any]] = []
 def apply() -> None:
     """Patch Megatron and MindSpeed, after MindSpeed's own patches. A second call starts from what is there then."""
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rotate = importlib.import_module("mindspeed.ops.npu_rotary_position_embedding").npu_rotary_position_embedding
-    _replace(rope, "_apply_rotary_pos_emb_bshd", _build_rotation(rotate))
+    # MindSpeed's operator, from the module of its rotation; None where another rotation is in place, which stays
+    rotate = getattr(sys.modules[rope._apply_rotary_pos_emb_bshd.__module__], "npu_rotary_position_embedding", None)
+    if rotate is not None:
+        _replace(rope, "_apply_rotary_pos_emb_bshd", _build_rotation(rotate))
     clipping = importlib.import_module("megatron.core.optimizer.clip_grads")
     _replace(clipping, "multi_tensor_applier", lambda function, _, lists, *others: function(lists, *others))
     _replace(clipping, "l2_norm_impl", _compute_norm)

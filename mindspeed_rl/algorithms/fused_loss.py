@@ -123,7 +123,7 @@ class _Clip(torch.autograd.Function):
         return loss, sums, peak
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (terms, lengths), (objective, clamp), (grad, *_) = ctx.saved_tensors, ctx.settings, grads
         if grad is None:
             return (None,) * 5

@@ -365,7 +365,7 @@ class TrainEngine:
         )
         dist.all_reduce(num_counted, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         # without any token gradients are 0, or those of the routers alone: as they are
-        scale = 1.0 / num_counted.clamp(min=1)
+        scale: Any = 1.0 / num_counted.clamp(min=1)  # declared a float; Megatron passes a tensor too
         for chunk in self.model.ddp_chunks:
             chunk.scale_gradients(scale)
         self._num_counted = num_counted
