@@ -106,10 +106,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Return s O of the parameter, this rank's part of it, after the update of its momentum."""
         config, matrix, momentum = self._config, self._matrices[parameter], self.state[parameter]["momentum_buffer"]
-        momentum.lerp_(parameter.grad, 1.0 - config.muon_momentum)
-        update = momentum
-        if config.muon_use_nesterov:
-            update = parameter.grad.lerp(momentum, config.muon_momentum)
+        gradient = parameter.grad
+        assert gradient is not None  # a parameter without one is left alone
+        momentum.lerp_(gradient, 1.0 - config.muon_momentum)
+        update = gradient.lerp(momentum, config.muon_momentum) if config.muon_use_nesterov else momentum
         if matrix.group is None:
             return self._orthogonalize(update, matrix)
         parts = [torch.empty_like(update, memory_format=torch.contiguous_format) for _ in range(matrix.group.size())]
@@ -176,9 +176,10 @@ def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: Megat
     is_expert = not getattr(parameter, "allreduce", True)
     if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-        group = ranks() if ranks().size() > 1 else None
-    if config.muon_split_qkv and name.endswith("linear_qkv.weight"):
-        width = model.kv_channels
+        found = ranks()
+        group = found if found is not None and found.size() > 1 else None
+    width = model.kv_channels
+    if config.muon_split_qkv and name.endswith("linear_qkv.weight") and width and model.num_query_groups:
         per_group = (model.num_attention_heads // model.num_query_groups * width, width, width)
         # a projection with a gate, or of less than a query group a rank, has other rows
         parts = 1 if group is None else group.size()

@@ -24,7 +24,7 @@ _TEXTS: dict[_Language, dict[str, str]] = {
         "title": "# Which algorithm",
         "head": "Made from the catalogue by `python -m mindspeed_rl.config.explain.algorithm_page`; formulas have the default\n"
         "numbers. Notation, differences and the other parts of the loss: [algorithms](algorithms.md). `mindspeed-rl explain`\n"
-        "prints the whole loss of a run file. Several names combine: one `adv_estimator`, one `loss_type`, a KL, a correction.\n"
+        "prints the whole loss of a run file. Several names combine: one `adv_estimator`, `loss_type`, KL and correction.\n"
         "The [optimizer](algorithms.md#optimizer-megatron_trainingoptimizer), `adam` or `muon`, is independent of them.",
         "loss_type": "## Policy losses: `rl_config.loss_type`",
         "adv_estimator": "## Advantages: `rl_config.adv_estimator`",
