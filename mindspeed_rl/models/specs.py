@@ -2,7 +2,7 @@
 
 A spec gives the class that builds each part of a layer. Until megatron-core 0.16 a part is a class or a `ModuleSpec`; 0.17
 makes experts and shared experts `functools.partial`s of their classes, and 0.18 the MLP too, a dense one by its classmethod
-`as_mlp_submodule`. The functions here accept all of these.
+`as_mlp_submodule`. 0.19 builds shared experts by a function, `_build_shared_experts`. The functions here accept all of these.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -36,6 +37,8 @@ def get_class(part: object) -> type | None:
         part = part.func
     if isinstance(part, types.MethodType):  # a classmethod that builds its class
         part = part.__self__
+    if getattr(part, "__name__", "") == "_build_shared_experts":
+        return SharedExpertMLP
     return part if isinstance(part, type) else None
 
 
