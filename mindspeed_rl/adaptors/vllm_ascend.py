@@ -158,7 +158,8 @@ def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _int8_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if "weight_scale" in module._parameters and module._parameters["weight"].dtype == torch.int8:
+        weight = module._parameters.get("weight")
+        if "weight_scale" in module._parameters and weight is not None and weight.dtype == torch.int8:
             yield name, module
 
 
@@ -245,7 +246,9 @@ class VllmAscendHooks(EngineHooks):
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         if self._in_checkpoint_layout:
             return {}
-        found = {f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS}
+        found: dict[str, Callable[[Tensor], Tensor]] = {
+            f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS
+        }
         for name, _ in _int8_modules(model):
             found |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
         return found

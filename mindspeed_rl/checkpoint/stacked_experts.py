@@ -95,9 +95,8 @@ def separate_stacks(records: Mapping[str, TensorRecord]) -> tuple[dict[str, Tens
         if kind == "_blocks":
             scales = records.get(name.removesuffix("blocks") + "scales")
             if scales is None or (*scales.shape, _BLOCK // 2) != record.shape:
-                shape = None if scales is None else list(scales.shape)
-                expected = list(record.shape[:3])
-                raise ValueError(f"{name} of shape {list(record.shape)} has scales of shape {shape}; expected {expected}")
+                actual, expected = None if scales is None else list(scales.shape), list(record.shape[:3])
+                raise ValueError(f"{name} of shape {list(record.shape)} has scales of shape {actual}; expected {expected}")
         for expert in range(record.shape[0]):
             share = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
             for first, part in enumerate(parts):

@@ -156,7 +156,8 @@ def _joined(args: argparse.Namespace, listening: socket.socket, token: str) -> I
         return
     folder = ServerFolder(args.join.expanduser())
     # until the engine is built the address refuses calls, and the run asks again at its next weight sync
-    offer = folder.offer(ServerOffer(*listening.getsockname()[:2], token))
+    host, port, *_ = listening.getsockname()
+    offer = folder.offer(ServerOffer(host, port, token))
     print_status(f"joins {args.join} with the next weight sync; Ctrl-C leaves, and the run goes on without this server.")
     ended = threading.Event()
 

@@ -133,9 +133,14 @@ class AgentEngine:
 
         tasks = self._run(start())
         serving = self._events.create_task(batches.serve())
+
+        def note_end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                task.exception()  # the first one is raised below; asyncio would print the others
+            queue.changed.set()  # a task that fails adds no delta
+
         for task in (*tasks, serving):
-            # a task that fails adds no delta
-            task.add_done_callback(lambda _: queue.changed.set())
+            task.add_done_callback(note_end)
         try:
             while (deltas := self._run(queue.take(tasks, serving))) is not None:
                 yield from deltas
@@ -149,7 +154,8 @@ class AgentEngine:
 
     async def _run_loop(self, engine: _TrajectoryEngine, request: Request, sampling: Sampling) -> None:
         max_tokens = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        task = Task(tuple(request.prompt_ids), replace(sampling, max_tokens=max_tokens), request.seed)
+        sampling = replace(sampling, max_tokens=max_tokens)
+        task = Task(tuple(request.prompt_ids), sampling, request.seed, request.label, request.columns)
         # loops use only `generate` of an engine; the weights do not change here
         trajectory = await self._agents.sample(cast("RolloutEngine", engine), task)
         if trajectory.failure:

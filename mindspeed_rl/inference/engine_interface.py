@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -20,12 +20,15 @@ class Request:
         seed: of this answer alone: it does not depend on other requests in the batch.
         allowed_ids: tokens to choose from; empty allows all.
         max_tokens: limit of generated tokens, where it differs from the sampling's.
+        label, columns: the reference answer and the other columns of the row, for tools and environments.
     """
 
     prompt_ids: list[int]
     seed: int = 0
     allowed_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    label: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

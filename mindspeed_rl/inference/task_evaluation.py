@@ -215,8 +215,10 @@ def run_task(
             seed=sample_seed(settings.seed, 0, row, sample),
             allowed_ids=tuple(allowed),
             max_tokens=1 if allowed else min(task.max_new_tokens, settings.max_model_len - len(prompt)),
+            label=str(question.label),
+            columns=question.columns,
         )
-        for row, (prompt, allowed) in enumerate(zip(prepared.prompts, prepared.allowed))
+        for row, (question, prompt, allowed) in enumerate(zip(prepared.questions, prepared.prompts, prepared.allowed))
         for sample in range(num_return)
     ]
     # a chat ends its turn itself; a model that continues text would continue with a question of its own

@@ -303,7 +303,7 @@ class BiasedRowLinear(tensor_parallel.RowParallelLinear):
         # counted in the norm of gradients on every rank, as its weight
         tensor_parallel.set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # pyrefly: ignore[bad-override]  (no types there)
         """Return output and bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
@@ -436,4 +436,4 @@ def complete_rotary_gradients(model: nn.Module) -> None:
     for module in model.modules():
         # a class of another library has its own exchange
         if isinstance(module, MLASelfAttention) and type(module).get_query_key_value_tensors.__module__ == _LATENT_ATTENTION:
-            module.linear_kv_down_proj.register_forward_hook(complete)
+            cast(nn.Module, module.linear_kv_down_proj).register_forward_hook(complete)

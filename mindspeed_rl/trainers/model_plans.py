@@ -86,7 +86,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
-def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, int]:
+def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, Any]:
     """Return the keys of a PEFT adapter that trains on, `lora_r` and `lora_alpha`, that the run file does not have.
 
     Raises:

@@ -28,13 +28,15 @@ def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None
     best: dict[bytes, tuple[float, list[int]]] = {}
     for path in sorted((run.folder / "run" / "rollouts").glob("*.safetensors")):
         columns = RolloutBatch.load(path).columns
-        for ids, length, prompt, reward in zip(*(columns[n] for n in ("input_ids", "lengths", "prompt_lengths", "rewards"))):
+        read = [columns[name] for name in ("input_ids", "lengths", "prompt_lengths", "rewards")]
+        for ids, length, prompt, reward in zip(*read):
             key = ids[:prompt].numpy().tobytes()
             if key not in best or reward.item() > best[key][0]:
                 best[key] = reward.item(), ids[:length].tolist()
     assert [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] == [ids for _, ids in best.values()]
     values = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": prefix, "save": tmp_path / "sft"}
-    values |= {"num_npus": 1, "tensor_model_parallel_size": 1, "global_batch_size": 8, "micro_batch_size": 8, "split": "100,0,0"}
+    values |= {"num_npus": 1, "tensor_model_parallel_size": 1, "global_batch_size": 8, "micro_batch_size": 8}
+    values |= {"split": "100,0,0"}
     cfg = load_run_config(
         "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in values.items())]
     )

@@ -163,3 +163,25 @@ def test_calls_are_read_as_the_template_has_them_written(tokenizer: PreTrainedTo
     (answer,) = collect(agents.stream([Request(asking(prompt_format, "6 times 7?"))], sampling(prompt_format)), 1)
     assert prompt_format.decode(answer.token_ids) == "42, then."
     agents.close()
+
+
+def test_an_environment_sees_the_row_of_a_question(
+    prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "row_environment.py").write_text(
+        "class Row:\n"
+        "    def reset(self, task):\n"
+        "        return [{'role': 'user', 'content': f\"{task['label']} {task['level']}\"}]\n"
+        "    def step(self, messages):\n"
+        "        return [], 1.0, True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = AgentSettings(None, None, None, None, "row_environment:Row", None)
+    engine = AgentEngine(settings, prompt_format, 2000)
+    try:
+        inner = scripted(engine.wrap(ScriptedEngine(tokenizer)), "Done.")
+        request = Request(asking(prompt_format, "a"), 5, label="17", columns={"level": "hard"})
+        collect(engine.stream([request], sampling(prompt_format)), 1)
+        assert "17 hard" in inner.asked[0]
+    finally:
+        engine.close()
