@@ -118,11 +118,13 @@ def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
             with contextlib.suppress(ValueError):
                 if family.read_model_config({**hf_config, key: ["?"]}) == expected:
                     unread.append(key)
+        if 2 * len(unread) > len(keys):
+            continue  # it has defaults of its own for what it does not read
         # of two that read as much, the one that adds less by itself
         fields = dataclasses.fields(expected)
         added = sum(field.default not in (dataclasses.MISSING, getattr(expected, field.name)) for field in fields)
         candidates.append((len(unread), added, unread, family))
-    if not candidates:
+    if not candidates or not keys:
         return ""
     *_, unread, family = min(candidates, key=lambda candidate: candidate[:2])
     values = (f"{key} {shown if len(shown) < 40 else '...'}" for key in unread if (shown := json.dumps(hf_config[key])))

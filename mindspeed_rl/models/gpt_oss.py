@@ -40,7 +40,8 @@ _DEFAULTS: HfConfig = {
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a gpt-oss; the router's balancing coefficient of its config.json (0.9) is not taken."""
     if not hf_config.get("rope_parameters") and not hf_config.get("rope_scaling"):
-        hf_config = {**hf_config, "rope_parameters": _YARN}
+        base = {"rope_theta": hf_config["rope_theta"]} if "rope_theta" in hf_config else {}
+        hf_config = {**hf_config, "rope_parameters": {**_YARN, **base}}
     hf_config = {**_DEFAULTS, **hf_config}
     if not read_flag(hf_config, "attention_bias", True):
         raise ValueError("config.json sets attention_bias false; gpt-oss is converted with it")

@@ -305,7 +305,7 @@ def test_serving_is_the_command_that_serves() -> None:
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("swift rlhf --rlhf_type kto --model m", "KTO"),
+        ("swift rlhf --rlhf_type kto --model m", "--dataset is missing"),
         ("swift export --model m", "mindspeed-rl convert"),
         ("NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset a.jsonl", "names no reward"),
         ("NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --dataset a.jsonl --reward_funcs accuracy", "--model is missing"),

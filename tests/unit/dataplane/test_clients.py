@@ -185,11 +185,11 @@ def test_a_deadline_says_who_waits_for_what_and_who_was_to_produce_it(plane):
 
 def test_another_process_waits_until_the_rows_are_put(plane):
     @ray.remote(num_cpus=0)
-    def wait_in_another_process(plane: DataPlane) -> list[list[int]]:
-        batch, _ = plane.get("train", ["responses"], 2, timeout_s=patient(30))
+    def wait_in_another_process(plane: DataPlane, timeout_s: float) -> list[list[int]]:
+        batch, _ = plane.get("train", ["responses"], 2, timeout_s=timeout_s)
         return [row.tolist() for row in batch["responses"]]
 
-    waiting = wait_in_another_process.remote(plane)
+    waiting = wait_in_another_process.remote(plane, patient(30))
     put_responses(plane, [2, 3])
     assert ray.get(waiting) == lists(responses([2, 3]))
 

@@ -363,11 +363,13 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
     latent = (folder / "vllm_ascend" / "attention" / "mla_v1.py").read_text()
     kernel = next(node for node in ast.parse(latent).body if isinstance(node, ast.ClassDef) and node.name == "AscendMLAImpl")
     defaults = re.search(r"class EplbConfig.*?_defaults = \{(.*?)\n    \}", text, re.DOTALL)
+    sampler = _top_level(ast.parse((folder / "vllm_ascend" / "sample" / "sampler.py").read_text()))
     kept = ("sleep", "wake_up", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
     return {
         "additional_config": sorted(keys),
         "environment": sorted(variables),
         "worker": {name: calls[name] for name in kept if name in calls},
+        "sampler": {"random_sample": _arguments(sampler["random_sample"])},
         "eplb_config": sorted(re.findall(r"[\"'](\w+)[\"']:", defaults[1])),
         "latent_attention": {
             "process_weights_after_loading": _arguments(_top_level(kernel)["process_weights_after_loading"]),

@@ -272,6 +272,11 @@ def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: 
     monkeypatch.setitem(sys.modules, rotary.__name__, rotary)
     for parent in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.rotary_embedding"):
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    sampler = types.ModuleType("vllm_ascend.sample.sampler")
+    sampler.random_sample = lambda probs, generators: probs.argmax(-1)  # type: ignore[attr-defined]
+    for name in ("vllm_ascend", "vllm_ascend.sample"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
     vllm_ascend.VllmAscendHooks().before_build("run")
     assert rotary.find_spec("flash_attn") is None
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
