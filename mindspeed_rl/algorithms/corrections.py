@@ -87,3 +87,15 @@ def measure_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
         "rollout/kl": masked_mean(k3(-difference), mask),
         "rollout/ess": ("ess", (excess.sum(), mask.sum(), excess.square().sum())),
     }
+
+
+def find_on_policy_sequences(
+    advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """Return True for sequences that keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
+
+    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
+    advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
+    """
+    drift = row_mean(sampler_log_probs - log_probs.detach(), mask)
+    return ~((row_mean(advantages, mask) < 0) & (drift > delta))

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.aggregation import row_mean
-
 
 def filter_overlong(loss_mask: Tensor, truncated: Tensor) -> Tensor:
     """Return the loss mask without the responses that hit the length limit.
@@ -51,18 +49,6 @@ def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: flo
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
     return float(ordered[below] + (ordered[above] - ordered[below]) * (position - below))
-
-
-def find_on_policy_sequences(
-    advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float
-) -> Tensor:
-    """Return True for sequences that keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
-
-    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
-    advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
-    """
-    drift = row_mean(sampler_log_probs - log_probs.detach(), mask)
-    return ~((row_mean(advantages, mask) < 0) & (drift > delta))
 
 
 def find_groups_with_signal(metric: Tensor, group_size: int) -> Tensor:

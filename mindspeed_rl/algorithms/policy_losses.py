@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
-from mindspeed_rl.algorithms.corrections import compute_rollout_weights, measure_mismatch
+from mindspeed_rl.algorithms.corrections import compute_rollout_weights, find_on_policy_sequences, measure_mismatch
 from mindspeed_rl.algorithms.fused_loss import fused_policy_loss, fuses
 from mindspeed_rl.algorithms.interfaces import (
     LossOutput,
@@ -29,7 +29,6 @@ from mindspeed_rl.algorithms.interfaces import (
     masked_mean,
 )
 from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
-from mindspeed_rl.algorithms.masks import find_on_policy_sequences
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
