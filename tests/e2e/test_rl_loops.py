@@ -327,8 +327,9 @@ def test_a_saved_rollout_is_replayed_to_the_loss_of_the_run(world: World, name: 
 def test_every_declared_column_is_put_in_one_iteration_with_all_roles(world: World) -> None:
     trained = ["rl_config.critic_warmup=0", "rl_config.log_completions=true"]  # an update whose ratios are written
     run = world.run("ppo_tiny_cpu", f"rl_config.reward_model={world.reward_model}", *trained)
-    distilled = {"teacher_log_probs", "teacher_ids"}  # tests/e2e/test_distillation_run.py has teachers
-    declared = [column for columns in DATA_PLANE_USERS.values() for column in columns if column not in distilled]
+    elsewhere = {"teacher_log_probs", "teacher_ids"}  # tests/e2e/test_distillation_run.py has teachers
+    elsewhere |= {"marked_tokens", "squared_probs"}  # of clip_cov, kl_cov and the token baseline, below
+    declared = [column for columns in DATA_PLANE_USERS.values() for column in columns if column not in elsewhere]
     assert {len(rows) for rows in run.rows(*declared)} == {run.plan.num_train_samples}
 
 
