@@ -50,7 +50,7 @@ if [[ "$found" != "$release" ]]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
 
-files="$("$environment/bin/python" tests/parts.py megatron-0.17.1)"  # the same files on every release
+files="$("$environment/bin/python" tests/parts.py megatron-0.17.1 --all)"  # the same files on every release
 mapfile -t paths <<< "$files"
 select=(-m "not slow")
 for argument in "$@"; do
