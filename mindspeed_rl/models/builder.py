@@ -35,7 +35,7 @@ from mindspeed_rl.models.layers import (
     BiasedRowLinear,
     BiasedSoftmaxRouter,
     GatedDeltaNetSubmodules,
-    HeadsNorm,
+    HeadsNormAttention,
     MultimodalRotary,
     NoopLayer,
     NormalizedAttention,
@@ -338,8 +338,9 @@ def _one_layer(
         attention.q_layernorm = attention.kv_layernorm = norm
     elif model_config.qk_layernorm_over_heads:
         counts = (model_config.num_attention_heads, model_config.num_query_groups)
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(module=HeadsNorm, params={"num_heads": count}) for count in counts
+        attention.q_layernorm = attention.k_layernorm = None
+        layer.self_attention = dataclasses.replace(
+            layer.self_attention, module=HeadsNormAttention, params={**layer.self_attention.params, "num_heads": counts}
         )
     elif model_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm

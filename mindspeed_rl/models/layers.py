@@ -309,21 +309,54 @@ class BiasedRowLinear(tensor_parallel.RowParallelLinear):
         return output.clone(), bias
 
 
-class TwoBaseAttention(SelfAttention):
+class HeadsNormAttention(SelfAttention):
+    """Attention that normalizes queries and keys over all their heads.
+
+    Megatron must not know of these norms: with `qk_layernorm` it sums their gradients over tensor parallel ranks, and
+    without it releases from 0.19 refuse norms among the submodules.
+
+    Args:
+        num_heads: of queries and of keys; None: no such norms.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *,
+        num_heads: tuple[int, int] | None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(config, submodules, **arguments)
+        if num_heads is not None:
+            sizes: dict[str, Any] = {
+                "config": config, "hidden_size": self.hidden_size_per_attention_head, "eps": config.layernorm_epsilon
+            }  # fmt: skip
+            self.q_layernorm, self.k_layernorm = (HeadsNorm(**sizes, num_heads=count) for count in num_heads)
+
+
+class TwoBaseAttention(HeadsNormAttention):
     """Attention of a model with two rotary bases: the angles that it gets are [those of full attention; those of windows].
 
     Args:
         local: this layer attends to a window. Its frequencies are not scaled.
+        num_heads: see `HeadsNormAttention`.
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *, local: bool, **arguments: Any
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *,
+        local: bool,
+        num_heads: tuple[int, int] | None = None,
+        **arguments: Any,
     ) -> None:
         if local:
             config = copy.copy(config)
             for name in [name for name in vars(config) if name.startswith("yarn_")]:
                 delattr(config, name)
-        super().__init__(config, submodules, **arguments)
+        super().__init__(config, submodules, num_heads=num_heads, **arguments)
         self.local = local
 
     def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:  # pyrefly: ignore[bad-override]  (Megatron's)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from megatron_release import GROUPED_EXPERTS
 from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
@@ -24,14 +25,15 @@ MAX_TOKENS, _CONTEXT = 24, 64
 ITERATION = 4
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 _ZERO = {"use_distributed_optimizer": True}
+_GROUPED = {"moe_grouped_gemm": GROUPED_EXPERTS}
 _DENSE: dict[int, list[Keys]] = {
     1: [{}, {}, RECOMPUTE],
     2: [{"tensor_model_parallel_size": 2}, SP, SP | RECOMPUTE, PP, VPP, RING, ULYSSES, {}, _ZERO],
     4: [SP | PP, SP | RING, SP | _ZERO, PP | ULYSSES, VPP | _ZERO, RING | {"context_parallel_size": 4}, ULYSSES | _ZERO],
 }
 _EXPERTS: dict[int, list[Keys]] = {
-    1: [{}, {"moe_grouped_gemm": True}, MOE_RECOMPUTE, RECOMPUTE],
-    2: [EP, EP | {"moe_grouped_gemm": True}, EP | _ALLGATHER, SP, SP | {"expert_tensor_parallel_size": 1}, PP, VPP, RING, {}],
+    1: [{}, _GROUPED, MOE_RECOMPUTE, RECOMPUTE],
+    2: [EP, EP | _GROUPED, EP | _ALLGATHER, SP, SP | {"expert_tensor_parallel_size": 1}, PP, VPP, RING, {}],
     4: [PP | EP, SP | EP, SP | PP, SP | EP | {"expert_tensor_parallel_size": 1} | _ZERO, RING | EP, VPP | EP],
 }
 

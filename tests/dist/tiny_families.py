@@ -88,7 +88,7 @@ WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
 #: keys without which a layout or adapters are refused
 KEYS = {"gpt_oss": {"expert_tensor_parallel_size": 1}}
 #: layers that adapters are on
-ADAPTED = {"gpt_oss": ["linear_qkv", "linear_proj"]}
+ADAPTED = {"gpt_oss": ["linear_qkv", "linear_proj"], "deepseek_v3": ["linear_proj", "linear_fc1", "linear_fc2"]}
 
 
 def build(name: str) -> transformers.PreTrainedModel:
