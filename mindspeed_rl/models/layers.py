@@ -332,7 +332,8 @@ class HeadsNormAttention(SelfAttention):
             sizes: dict[str, Any] = {
                 "config": config, "hidden_size": self.hidden_size_per_attention_head, "eps": config.layernorm_epsilon
             }  # fmt: skip
-            self.q_layernorm, self.k_layernorm = (HeadsNorm(**sizes, num_heads=count) for count in num_heads)
+            for name, count in zip(("q_layernorm", "k_layernorm"), num_heads):
+                setattr(self, name, HeadsNorm(**sizes, num_heads=count))
 
 
 class TwoBaseAttention(HeadsNormAttention):

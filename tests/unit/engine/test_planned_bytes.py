@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from megatron_release import PLAIN_LATENT_QUERIES
 from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -30,7 +31,8 @@ from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.planner.shapes import count_stage_elements, plan_role
 
-MODELS = "llama31-tied qwen2 qwen3 mixtral qwen2-moe qwen3-moe deepseek2-lite deepseek3 gemma2 glm4".split()
+MODELS = "llama31-tied qwen2 qwen3 mixtral qwen2-moe qwen3-moe deepseek3 gemma2 glm4".split()
+MODELS += ["deepseek2-lite"] * PLAIN_LATENT_QUERIES
 
 
 @pytest.mark.parametrize("name", MODELS)
