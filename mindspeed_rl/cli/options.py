@@ -92,7 +92,7 @@ def build_options(kind: type[OptionsT], args: argparse.Namespace) -> OptionsT:
 
 
 def take_adapter(args: argparse.Namespace, flag: str) -> None:
-    """Where a flag names a PEFT adapter, load the base model that it names, and the adapter by ``--lora-load``.
+    """Replace a PEFT adapter given as the model by its base model, and pass the adapter as ``--lora-load``.
 
     Raises:
         ValueError: it names none, or none that can be found, or there is another adapter.

@@ -51,7 +51,7 @@ _ENTROPY_THRESHOLD = 1.0
 
 
 def from_last_stage(value: Any) -> Any:
-    """What the last pipeline stage has computed, on every stage."""
+    """Return the results of the last pipeline stage on every stage."""
     from megatron.core import parallel_state
 
     values = [value]

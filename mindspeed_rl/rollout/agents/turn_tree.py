@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Context:
-    """What the model reads for a turn.
+    """Context that a turn is sampled in.
 
     Attributes:
         parent: the turn whose tokens it continues; None for none.

@@ -1,4 +1,4 @@
-"""The order of prompts by source, difficulty and what was observed; a resumed run goes on with the same prompts."""
+"""Sampling of prompts by source, difficulty and measured pass rate; a resumed run continues with the same prompts."""
 
 from __future__ import annotations
 
