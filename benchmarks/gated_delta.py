@@ -1,7 +1,7 @@
 """Time and memory of the gated delta rule against transformers' torch fallback: forward and backward, one sequence, float32.
 
-python benchmarks/gated_delta.py [TOKENS ...]; each line is the best of a few rounds in which both take turns. The heads are
-those of a tensor-parallel rank: 4 key heads, 8 value heads of 128.
+python benchmarks/gated_delta.py [PLATFORM] [TOKENS ...]; PLATFORM is cpu if left out. Each line is the best of a few rounds in
+which both take turns. The heads are those of a tensor-parallel rank: 4 key heads, 8 value heads of 128.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mindspeed_rl import adaptors, platform
 
-platform.select("cpu")
+_WORDS = sys.argv[1:] if sys.argv[1:2] and not sys.argv[1].isdigit() else ["cpu", *sys.argv[1:]]
+platform.select(_WORDS[0])
 adaptors.apply("train")
 
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402  (Megatron must be imported after the adaptor)
@@ -48,20 +49,24 @@ def measure(rule: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[float, i
         return one
 
     leaves = [one.clone().requires_grad_() for one in inputs]
+    synchronize = platform.current().synchronize
+    synchronize()
     start = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
         output = rule(*leaves)
     output.sum().backward()
+    synchronize()
     return time.perf_counter() - start, sum(saved.values())
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    for tokens in [int(word) for word in sys.argv[1:]] or [1024, 2048, 4096, 8192]:
+    for tokens in [int(word) for word in _WORDS[1:]] or [1024, 2048, 4096, 8192]:
         torch.manual_seed(0)
         values = KEY_HEADS * RATIO
         inputs = [torch.randn(tokens, KEY_HEADS, SIZE) for _ in range(2)] + [torch.randn(tokens, values, SIZE)]
         inputs += [-0.3 * torch.rand(tokens, values), torch.rand(tokens, values)]
+        inputs = [one.to(platform.current().current_device()) for one in inputs]
         rounds = [(measure(ours, inputs), measure(theirs, inputs)) for _ in range(ROUNDS)]
         (mine, mine_bytes), (other, other_bytes) = (min(side) for side in zip(*rounds))
         print(

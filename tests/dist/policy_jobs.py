@@ -79,7 +79,7 @@ def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     mine = [row for row in range(len(rows)) if row // 2 % size == rank]
     log_probs, entropies = from_last_stage(engine.forward(rows.select(mine), setting.batching))
-    columns = {name: [value + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
+    columns = {name: [value.cpu() + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
     columns |= {"advantages": [advantages[row] for row in mine], "loss_mask": [trained[row] for row in mine]}
     columns["marked_tokens"] = [marked[row] for row in mine]
     columns |= {"entropies": entropies, "scored_mask": [torch.ones(lengths[row], dtype=torch.bool) for row in mine]}
@@ -106,5 +106,5 @@ def update(setting: Setting) -> dict[str, Any]:
         engine.squares = True
         found = engine.forward(rows, setting.batching)
         assert found is not None
-        report["squares"] = [(ids.tolist(), values.numpy()) for ids, values in zip(rows.input_ids, found[2])]
+        report["squares"] = [(ids.tolist(), values.cpu().numpy()) for ids, values in zip(rows.input_ids, found[2])]
         return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl import adaptors, platform
 
-platform.select("cpu")
+platform.select(os.environ.get("TEST_PLATFORM", "cpu"))
 adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
@@ -137,7 +138,7 @@ def summary(results: list[StepResult], weights: dict[str, torch.Tensor]) -> dict
         "metrics": [result.metrics for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "lr": [result.lr for result in results],
-        "weights": {name: tensor.float().numpy() for name, tensor in weights.items()} if dist.get_rank() == 0 else None,
+        "weights": {name: tensor.float().cpu().numpy() for name, tensor in weights.items()} if dist.get_rank() == 0 else None,
     }
 
 
@@ -161,7 +162,7 @@ def forward(setting: Setting) -> dict[int, tuple[Any, Any]]:
     with engine_of(setting) as engine:
         mine = range(parallel_state.get_data_parallel_rank(), 8, parallel_state.get_data_parallel_world_size())
         output = engine.forward(my_rows(all_rows()), setting.batching)
-        return {} if output is None else {row: (a.numpy(), b.numpy()) for row, a, b in zip(mine, *output)}
+        return {} if output is None else {row: (a.cpu().numpy(), b.cpu().numpy()) for row, a, b in zip(mine, *output)}
 
 
 class _ProductsByToken(TorchDispatchMode):
