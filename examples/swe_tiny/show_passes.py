@@ -15,7 +15,9 @@ COUNT = 5
 
 def main(path: Path) -> int:
     """See the module."""
-    scores = [json.loads(line)["grpo/score/mean"] for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    # the first record is that of the evaluation before training
+    scores = [record["grpo/score/mean"] for record in records if "grpo/score/mean" in record]
     first, last = statistics.fmean(scores[:COUNT]), statistics.fmean(scores[-COUNT:])
     print(f"first {COUNT} iterations: {first:.1%}   last {COUNT} of {len(scores)}: {last:.1%}")
     return 0 if last > first + 0.1 else 1
