@@ -97,6 +97,7 @@ class GroupRollout(Rollout):
         self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
         self._record = run.folder / CONSUMED
         self._save = Path(actor.save) if actor.save else None
+        self._num_spare = run.rl.spare_samples_per_prompt
         self._pushed: int | None = None
         self._resumed: list[PromptGroup] = []
 
@@ -222,5 +223,8 @@ class GroupRollout(Rollout):
             self._resumed = load_groups(folder / IN_FLIGHT / state["file"], loader.item)
         else:
             size = self._plan.n_samples_per_prompt
-            self._resumed = [PromptGroup(index, loader.item(index), version, [None] * size) for index in loader.waiting]
+            count = size + self._num_spare
+            self._resumed = [
+                PromptGroup(index, loader.item(index), version, [None] * count, needed=size) for index in loader.waiting
+            ]
         loader.waiting = []

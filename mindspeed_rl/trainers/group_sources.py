@@ -37,17 +37,20 @@ class Requests:
     Attributes:
         item: (index of the prompt) -> the prompt.
         seed: (index of the prompt, index of the sample) -> of the response.
-        group_size: samples of a prompt.
+        group_size: samples of a prompt that train.
+        num_spare: samples of a prompt that are generated in addition, until enough others have ended.
     """
 
     item: Callable[[int], PromptItem]
     seed: Callable[[int, int], int]
     sampling: Sampling
     group_size: int
+    num_spare: int = 0
 
     def new_group(self, index: int, version: int) -> PromptGroup:
         """Return the group of a prompt that is started by weights of this version."""
-        return PromptGroup(index, self.item(index), version, [None] * self.group_size)
+        samples: list[Trajectory | None] = [None] * (self.group_size + self.num_spare)
+        return PromptGroup(index, self.item(index), version, samples, needed=self.group_size)
 
 
 class StreamingSource:
@@ -90,7 +93,7 @@ class StreamingSource:
         self._next = self._taken = 0
         self._version: int | None = None
         self._failure: BaseException | None = None
-        self._dropped_tokens = self._dropped = 0
+        self._dropped_tokens = self._dropped = self._aborted = 0
         self._timers = Timers()
         self._changed: asyncio.Event | None = None
         self._generating = 0
@@ -113,6 +116,9 @@ class StreamingSource:
             metrics.add_sum("rollout/dropped_prompts", self._dropped)
             metrics.add_sum("rollout/dropped_tokens", self._dropped_tokens)
             self._dropped = self._dropped_tokens = 0
+        if self._requests.num_spare:
+            metrics.add_sum("rollout/aborted_samples", self._aborted)
+            self._aborted = 0
         engines = [] if self._engine_times is None else self._runner.run(self._engine_times())
         return groups, [WorkerReport(metrics, [*self._timers.drain(), *engines])]
 
@@ -167,8 +173,8 @@ class StreamingSource:
 
     def _describe_wait(self, purpose: str, detail: str) -> str:
         running = [group for index, group in sorted(self._groups.items()) if index not in self._ready]
-        missing = sum(sample is None or sample.finish == "aborted" for group in running[:1] for sample in group.samples)
-        oldest = f"; prompt {running[0].index} lacks {missing} of {len(running[0].samples)} responses" if running else ""
+        first = running[0] if running else None
+        oldest = "" if first is None else f"; prompt {first.index} lacks {first.num_missing} of {first.needed or len(first.samples)} responses"
         return (
             f"{purpose} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){detail}: {len(self._ready)} are ready, "
             f"{len(running)} are being generated or scored{oldest}."
@@ -227,8 +233,19 @@ class StreamingSource:
             self._changed.set()
 
     async def _complete(self, group: PromptGroup) -> None:
-        """Generate and score what the group lacks."""
-        await asyncio.gather(*(self._sample(group, sample) for sample in range(len(group.samples))))
+        """Generate and score what the group lacks; abort what is still being generated when enough samples have ended."""
+        running = {asyncio.ensure_future(self._sample(group, sample)) for sample in range(len(group.samples))}
+        try:
+            while not group.is_complete:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+        # their tools and environments end too
+        await asyncio.gather(*running, return_exceptions=True)
+        self._aborted += group.drop_spare()
         group.results = await self._score(group)
         self._ready.add(group.index)
 
@@ -339,6 +356,10 @@ class PartialSource:
         self._taken += count
         self._taken_now += count
         taken = [group for group in self._groups if group.index in indexes]
+        if self._requests.num_spare:
+            metrics = Metrics()
+            metrics.add_sum("rollout/aborted_samples", sum(group.drop_spare() for group in taken))
+            reports.append(WorkerReport(metrics))
         self._groups = [group for group in self._groups if group.index not in indexes]
         return taken, reports
 
@@ -371,7 +392,7 @@ class PartialSource:
         responses: list[PartialResponse] = []
         for group in self._groups:
             for index, sample in enumerate(group.samples):
-                if sample is None or sample.finish == "aborted":
+                if not group.is_complete and (sample is None or sample.finish == "aborted"):
                     slots.append((group, index))
                     partial = None if sample is None else sample.response
                     seed = self._requests.seed(group.index, index)

@@ -32,6 +32,7 @@ class PromptGroup:
         version: of the weights when it was started.
         samples: a trajectory each; None where there is none yet, or where it starts again if it is interrupted.
         results: of the reward functions; None before.
+        needed: samples that train, the first ones that end; None: all of them.
     """
 
     index: int
@@ -39,11 +40,24 @@ class PromptGroup:
     version: int
     samples: list[Trajectory | None]
     results: list[RewardResult] | None = None
+    needed: int | None = None
+
+    @property
+    def num_missing(self) -> int:
+        """Samples that have to end before the group is complete."""
+        ended = sum(sample is not None and sample.finish != "aborted" for sample in self.samples)
+        return max(0, (len(self.samples) if self.needed is None else self.needed) - ended)
 
     @property
     def is_complete(self) -> bool:
-        """True when every sample has ended."""
-        return all(sample is not None and sample.finish != "aborted" for sample in self.samples)
+        """True when as many samples have ended as train."""
+        return self.num_missing == 0
+
+    def drop_spare(self) -> int:
+        """Keep the samples of a complete group that train, in their order; return the number of the others."""
+        size, ended = len(self.samples), [sample for sample in self.samples if sample and sample.finish != "aborted"]
+        self.samples = [*ended[: self.needed]]
+        return size - len(self.samples)
 
     @property
     def oldest_version(self) -> int:
@@ -72,6 +86,7 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
             "number": group.index,
             "version": group.version,
             "samples": [None if sample is None else _describe(sample) for sample in group.samples],
+            "needed": group.needed,
             "results": None if group.results is None else [dataclasses.asdict(result) for result in group.results],
         }
         for group in groups
@@ -133,6 +148,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
                 group["version"],
                 [None if sample is None else _read_trajectory(sample, columns) for sample in group["samples"]],
                 None if results is None else [RewardResult(**result) for result in results],
+                group.get("needed"),
             )
         )
     return groups

@@ -60,7 +60,13 @@ def build_rollout(
         ordered = [replicas[index % len(replicas)][index // len(replicas)] for index in range(len(responses))]
         return [report for report, _ in continued], ordered
 
-    build_requests = partial(Requests, loader.item, derive_seed, group_size=plan.n_samples_per_prompt)
+    build_requests = partial(
+        Requests,
+        loader.item,
+        derive_seed,
+        group_size=plan.n_samples_per_prompt,
+        num_spare=rl.spare_samples_per_prompt,
+    )
 
     source: StreamingSource | PartialSource
     if rl.trainer_mode != "sync":

@@ -259,6 +259,10 @@ class _ModeKeys:
         "prompts under way in such a rollout beyond those of an iteration, as a fraction of them; the unfinished ones continue",
         "这样的 rollout 中，除一次迭代的 prompt 之外还在生成的 prompt 所占比例；未完成的在下次继续", range=Bounds(0, 64),
         needs=("partial_rollout_max_split", "above 1"), on_resume="in_flight")
+    spare_samples_per_prompt: int = key(0,
+        "samples of each prompt that are generated beyond n_samples_per_prompt: when enough have ended, the others are "
+        "aborted; trains on more short responses", "每个 prompt 在 n_samples_per_prompt 之外多生成的样本数：够数即中止其余的；"
+        "训练的短回答会偏多", range=Bounds(0, 1024), on_resume="in_flight")
     off_policy_token_limit: float | None = key(None,
         "tokens from weights that are older by more versions than this do not train; off when unset",
         "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0, on_resume="exact")
@@ -500,16 +504,26 @@ class _RewardKeys:
         "带 reward_tokens 的奖励模型：各步骤得分如何合成回答的得分", on_resume="in_flight")
     judge_url: str | None = key(None, "OpenAI-compatible endpoint of a generative judge; off when unset",
         "生成式评判的 OpenAI 兼容地址；不设为关闭", on_resume="in_flight")
-    judge_model: str | None = key(None, "model name sent to that endpoint", "发给该地址的模型名", needs=("judge_url", "set"),
-        on_resume="in_flight")
+    judge_model: str | None = key(None,
+        "with judge_url the model's name there; without, the folder of a generative judge that the run serves itself",
+        "有 judge_url 时为该地址的模型名；没有时为由本次运行自己启动的生成式评判模型的文件夹", on_resume="in_flight")
     judge_prompt: str | None = key(None, "file with the judge's prompt template", "评判 prompt 模板的文件",
-        needs=("judge_url", "set"), on_resume="in_flight")
+        on_resume="in_flight")
     judge_parser: str | None = key(None, "module:function that turns the judge's reply into a score",
-        "把评判的回复变成得分的 module:function", needs=("judge_url", "set"), on_resume="in_flight")
+        "把评判的回复变成得分的 module:function", on_resume="in_flight")
     judge_weight: float = key(1.0, "weight of the judge's score", "评判得分的权重", range=Range.WEIGHT,
-        needs=("judge_url", "set"), on_resume="in_flight")
+        on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,
         needs=("judge_url", "set"), on_resume="exact")
+    judge_max_tokens: int = key(512, "judge served by the run: longest reply, in tokens", "由运行启动的评判：回复的最大 token 数",
+        range=Range.TOKENS, on_resume="in_flight")
+    judge_max_model_len: int | None = key(None,
+        "judge served by the run: longest request with its reply, in tokens; when unset the model's own, but at most the "
+        "larger of 8192 and twice generate_config.max_model_len plus judge_max_tokens",
+        "由运行启动的评判：请求加回复的最大 token 数；不设时取模型自身上限，但不超过 8192 与两倍 "
+        "generate_config.max_model_len 加 judge_max_tokens 中的较大者", range=Range.TOKENS, on_resume="in_flight")
+    judge_tensor_parallel_size: int = key(1, "judge served by the run: devices of one engine", "由运行启动的评判：一个引擎的设备数",
+        range=Range.DEVICES, on_resume="exact")
     cosine_min_len_value_wrong: float = key(-0.5, "cosine: a wrong answer of length 0", "cosine：长度为 0 的错误答案",
         range=Range.WEIGHT, on_resume="in_flight")
     cosine_max_len_value_wrong: float = key(0.0, "cosine: a wrong answer of full length", "cosine：满长的错误答案",
@@ -685,6 +699,9 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         on_resume="exact")
     reward_resource: Resource | None = key(None, "dedicated devices of the reward model", "奖励模型专用设备",
         on_resume="exact")
+    judge_resource: Resource | None = key(None,
+        "dedicated devices of a judge that the run serves; when unset it takes turns on the actor's",
+        "由运行启动的评判专用设备；不设时与 actor 轮流使用同一批设备", on_resume="exact")
     teacher_resource: Resource | None = key(None, "dedicated devices of the teachers; the actor's when unset",
         "教师模型专用设备；不设时同 actor", on_resume="exact")
     critic_resource: Resource | None = key(None, "dedicated devices of the critic; the actor's when unset",
@@ -771,6 +788,11 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
                 setattr(self, f"{role}_max_packing_token_size", self.max_packing_token_size)
             if getattr(self, f"{role}_dynamic_max_batch_size") is None:
                 setattr(self, f"{role}_dynamic_max_batch_size", self.dynamic_max_batch_size)
+
+    @property
+    def served_judge(self) -> str | None:
+        """Folder of the generative judge that the run serves itself; None without one."""
+        return None if self.judge_url is not None else self.judge_model
 
     @property
     def tracker_names(self) -> list[str]:

@@ -314,6 +314,12 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "over_sample_rate",
         ["over_sample_rate (3)", "partial_rollout_max_split (2)"],
     ),
+    ({R: {"spare_samples_per_prompt": 2}}, "spare_samples", ["spare_samples_per_prompt (2)", "the mode is sync"]),
+    (
+        {R: {"spare_samples_per_prompt": 2, "trainer_mode": "one_step_off"}},
+        "spare_samples",
+        ["spare_samples_per_prompt (2)", "one_step_off"],
+    ),
     ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),

@@ -147,8 +147,8 @@ ELSEWHERE: dict[str, str] = {
     "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
-    "trainers/rollout_modes.py": "over_sample_rate blocking trainer_mode num_warmup_batches partial_rollout "
-    "partial_rollout_max_split",
+    "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
+    "partial_rollout partial_rollout_max_split",
     "trainers/model_plans.py": "share_backbone refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",

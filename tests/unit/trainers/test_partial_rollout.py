@@ -58,8 +58,8 @@ class Engines:
         return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
 
 
-def source(engines: Engines, over_sample_rate: float = 1.0) -> PartialSource:
-    requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP)
+def source(engines: Engines, over_sample_rate: float = 1.0, spare: int = 0) -> PartialSource:
+    requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP, spare)
     return PartialSource(engines, requests, Admission("pace", SPLIT, BATCH), MOST // SPLIT, over_sample_rate)
 
 
@@ -113,6 +113,21 @@ def test_over_sampling_keeps_the_bound_and_every_prompt_trains_once(rate: float)
         assert iteration - min(min(response.versions) for group in batch for response in group.trajectories) <= SPLIT
     # without any to spare an iteration waits for its longest response, and no prompt is left over
     assert bool(left) == bool(rate)
+
+
+def test_spare_samples_end_a_group_whose_longest_response_is_left_out() -> None:
+    steps = {}
+    for spare in (0, 1):
+        engines = Engines()
+        batches = train(source(engines, 0.0, spare), engines, range(12))
+        groups = [group for batch in batches for group in batch]
+        assert [group.index for group in groups] == list(range(12 * BATCH))
+        assert all(len(group.trajectories) == GROUP for group in groups)
+        lengths = [len(group.trajectories[0].token_ids) for group in groups]
+        # the first sample of every third prompt takes three slices, in which two others have ended
+        assert max(lengths) == (3 if spare else MOST)
+        steps[spare] = len(engines.rounds)
+    assert steps[1] == 12 < steps[0]
 
 
 def test_more_prompts_under_way_need_fewer_steps_where_some_responses_are_long() -> None:

@@ -64,8 +64,10 @@ class Driver:
     length: Callable[[int], int] = long_tail
     timeout_s: float = 1000.0
     warmup: int = 1
+    spare: int = 0
     batches: list[tuple[int, list[PromptGroup]]] = field(default_factory=list)
     dropped: float = 0.0
+    aborted: float = 0.0
 
     def __post_init__(self) -> None:
         self.clock = JumpingClock()
@@ -75,7 +77,7 @@ class Driver:
             self.engine,
             AgentRunner(SingleTurn()),
             self.clock,
-            Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP),
+            Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP, self.spare),
             self.admission,
             score,
             interrupts=self.interrupts,
@@ -97,6 +99,7 @@ class Driver:
             groups, reports = self.source.take(iteration, self.admission.batch_prompts)
             results = reports[0].metrics.results()
             self.dropped += results.get("rollout/dropped_tokens", 0.0)
+            self.aborted += results.get("rollout/aborted_samples", 0.0)
             self.batches.append((iteration, groups))
             self.clock.run(asyncio.sleep(TRAIN_S))
             self.push(iteration + 1)
@@ -175,6 +178,45 @@ def test_new_weights_interrupt_a_response_which_goes_on_with_them() -> None:
     # three batches are ready after 5 s without prompt 0; an iteration takes 7 s
     assert long.trajectories[0].versions == [0] * 12 + [1] * 7 + [2]
     assert driver.numbers()[0] == [1, 2, 3]
+
+
+def test_a_group_ends_when_enough_of_its_samples_have_and_the_others_are_aborted() -> None:
+    def length(seed: int) -> int:
+        return 40 if seed % 100 == 1 else 5  # the second sample of each prompt
+
+    seconds = {}
+    for spare in (0, 1):
+        driver = Driver(Admission("pace", 0, BATCH), length=length, spare=spare).train(range(4))
+        seconds[spare] = driver.clock.now
+        kept = {seed for _, groups in driver.batches for group in groups for seed in (0, 1, 2) if trained(group, seed)}
+        assert kept == ({0, 2} if spare else {0, 1})
+        assert all(len(group.samples) == GROUP for _, groups in driver.batches for group in groups)
+        assert driver.aborted == 4 * BATCH * spare
+    assert seconds == {0: pytest.approx(4 * (40 + TRAIN_S)), 1: pytest.approx(4 * (5 + TRAIN_S))}
+
+
+def trained(group: PromptGroup, sample: int) -> bool:
+    """Whether a response of the group has the tokens of this sample's seed."""
+    expected = [
+        [token(group.index * 100 + sample, place, version) for place, version in enumerate(one.versions)]
+        for one in group.trajectories
+    ]
+    return any(list(one.token_ids) == tokens for one, tokens in zip(group.trajectories, expected, strict=True))
+
+
+def test_spare_samples_of_a_checkpoint_go_on_as_spare_ones(tmp_path: Path) -> None:
+    driver = Driver(Admission("pace", 1, BATCH), length=lambda seed: 30 if seed % 100 else 5, spare=1)
+    driver.push(0)
+    driver.clock.run(asyncio.sleep(8))
+    driver.source.before_push()
+    groups, next_prompt, taken = driver.source.snapshot()
+    save_groups(tmp_path / "groups.safetensors", groups)
+    loaded = load_groups(tmp_path / "groups.safetensors", prompt)
+    assert [(len(group.samples), group.needed, group.num_missing) for group in loaded] == [(3, 2, 1)] * 6
+    resumed = Driver(Admission("pace", 1, BATCH), length=lambda seed: 30 if seed % 100 else 5, spare=1)
+    resumed.source.restore(loaded, next_prompt, taken)
+    resumed.push(0)
+    assert [len(group.trajectories) for group in resumed.source.take(0, BATCH)[0]] == [GROUP] * BATCH
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
