@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
@@ -198,7 +199,7 @@ def _dedicated_devices(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised:
         return
-    for name in ("rollout", "reference", "critic", "reward"):
+    for name in ("rollout", "reference", "critic", "reward", "teacher", "judge"):
         resource = getattr(rl, f"{name}_resource")
         if resource is not None and resource.num_npus is not None and resource.num_npus < 1:
             key = f"rl_config.{name}_resource.num_npus"
@@ -216,6 +217,26 @@ def _dedicated_devices(cfg: RunConfig) -> Iterator[Violation]:
             f"generate_config.infer_tensor_parallel_size ({tensor}): a server has that many devices",
             # rounded up, which leaves one server at least
             ({"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},),
+        )
+    judge = cfg.placement.layouts.get("judge")
+    if judge is not None and judge.tensor >= 1 and (judge.num_npus < judge.tensor or judge.num_npus % judge.tensor):
+        name = "judge_resource" if judge.dedicated else "actor_resource"
+        yield Violation(
+            "judge_devices",
+            {f"rl_config.{name}.num_npus": judge.num_npus, "rl_config.judge_tensor_parallel_size": judge.tensor},
+            f"rl_config.{name}.num_npus ({judge.num_npus}) must be divisible by rl_config.judge_tensor_parallel_size "
+            f"({judge.tensor}): an engine of the judge has that many devices",
+            ({"rl_config.judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)},),
+        )
+    if rl.served_judge is not None and rl.rule_reward and "judge" in rl.verifier_function:
+        rest = [(name, weight) for name, weight in zip(rl.verifier_function, rl.verifier_weight) if name != "judge"]
+        names, weights = ([pair[item] for pair in rest] for item in (0, 1))
+        yield Violation(
+            "served_judge_name",
+            {"rl_config.judge_model": rl.judge_model, "rl_config.verifier_function": rl.verifier_function},
+            "rl_config.verifier_function has judge, the client of a server at judge_url; a judge that the run serves is added "
+            "by judge_model alone, with judge_weight",
+            ({"rl_config.verifier_function": names, "rl_config.verifier_weight": weights},),
         )
     if cfg.placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
         name = "share_backbone" if rl.share_backbone else "sync_ref_model"
@@ -299,6 +320,16 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             },
             "rl_config.partial_rollout_max_split above 1 and num_layers_per_virtual_pipeline_stage exclude each other",
             ({"rl_config.partial_rollout_max_split": 1},),
+        )
+    if rl.spare_samples_per_prompt and rl.trainer_mode != "async" and rl.partial_rollout_max_split == 1:
+        key, mode = "rl_config.spare_samples_per_prompt", rl.trainer_mode
+        reason = "which samples end first depends on the time, and this mode repeats exactly"
+        yield Violation(
+            "spare_samples",
+            {key: rl.spare_samples_per_prompt, "rl_config.trainer_mode": mode},
+            f"{key} ({rl.spare_samples_per_prompt}) needs rl_config.trainer_mode async, or sync with partial_rollout_max_split "
+            f"above 1, but the mode is {mode}" + (f": {reason}" if mode == "one_step_off" else ""),
+            ({key: 0}, {"rl_config.trainer_mode": "async"}),
         )
     yield from _asynchronous(cfg)
 
@@ -489,6 +520,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     reasons = {
         "the rollout servers take merged weights": cfg.placement.disaggregated,
         "the engine takes no adapters of experts": bool(actor.num_experts),
+        "the engine takes no adapters of a vision tower": bool(actor.trained_tower_parts),
         "the engine takes no adapters of gated delta nets": known is not None and known.shape.linear_heads is not None,
         # the largest of vLLM's MaxLoRARanks
         f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
