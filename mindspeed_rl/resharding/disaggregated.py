@@ -1,7 +1,8 @@
 """Weight sync from trainers to engines on other devices: a process group of both sides, and the sync between its members.
 
 The trainers are the first members, in the order of their ranks; the workers of each engine follow. Every engine worker reads
-from its engine the slices that it needs, the nearest trainer that has a slice sends it, and no rank gathers the model.
+from its engine the slices that it needs, the nearest trainer that has a slice sends it, and no rank gathers the model. Where
+trainers would send more than a worker receives, workers pass slices on to each other (`plan_transfer`).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class WeightSyncGroup:
         """Build the weight sync of a trainer; collective over the group."""
         exchange = self.exchange
         exchange.broadcast(_pack(trained, delta) if exchange.rank == 0 else None, trained.device)
-        return WeightPush(replace(trained, find_node=_gather_nodes(exchange, trained.device)), None, exchange, delta=delta)
+        trained = replace(trained, find_node=_gather_nodes(exchange, trained.device))
+        return WeightPush(trained, None, exchange, delta=delta, relays=True)
 
     def build_engine_push(
         self,
@@ -105,7 +107,7 @@ class WeightSyncGroup:
             model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized
         )
         return WeightPush(
-            trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta
+            trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta, relays=True
         )
 
 

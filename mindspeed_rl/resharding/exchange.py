@@ -154,6 +154,7 @@ class PlanExecution:
         chosen = None if chunks is None else frozenset(chunks)
         #: indexes of the exchanges that have messages between any ranks, and this rank's part of each
         self._indexes = plan.moves.buckets(chosen)
+        self._skips_buckets = len(self._indexes) != plan.num_buckets
         self._buckets = self._split_by_bucket(plan.moves.select_rank(exchange.rank, chosen))
         self._local: dict[int, list[int]] = {}
         for chunk, rank in plan.copies:
@@ -192,6 +193,11 @@ class PlanExecution:
             bucket, space = self._buckets[index], memory[turn % 2]
             sent = sum(bucket.send_sizes)
             send, receive = space[:sent], space[sent : bucket.num_bytes]
+            if before is not None and self._skips_buckets and any(move.relayed for move in bucket.sends):
+                # what it passes on may be in the last bucket: those between the two have no messages of these chunks
+                before[1].wait()
+                yield from self._unpack(before[0], before[2], before[3])
+                before = None
             self._pack(bucket.sends, send)
             if before is not None:
                 before[1].wait()
@@ -219,20 +225,29 @@ class PlanExecution:
         return ready
 
     def _pack(self, sends: list[Move], space: Tensor) -> None:
-        assert self._sources is not None or not sends
         offset = 0
         for move in sends:
             name = self._plan.tensors[self._plan.chunks[move.chunk].tensor].name
             out = space[offset : offset + move.num_bytes]
             offset += move.num_bytes
             dtype, shape = self._dtypes[name], slice_shape(move.tensor_slice)
-            assert self._sources is not None
             if (space.storage_offset() + offset - move.num_bytes) % dtype.itemsize == 0:
-                self._sources.read(name, move.tensor_slice, out.view(dtype).view(shape))
+                self._read(name, move, out.view(dtype).view(shape))
             else:  # after elements of a narrower type
                 aligned = torch.empty(shape, dtype=dtype, device=self._device)
-                self._sources.read(name, move.tensor_slice, aligned)
+                self._read(name, move, aligned)
                 out.copy_(aligned.view(-1).view(torch.uint8))
+
+    def _read(self, name: str, move: Move, out: Tensor) -> None:
+        """Write the slice of a message to `out`: from this rank's weights, or from where it was received."""
+        if not move.relayed:
+            assert self._sources is not None
+            self._sources.read(name, move.tensor_slice, out)
+            return
+        for tensor_slice, view in self._sinks.direct[name]:
+            part = intersect(tensor_slice, move.tensor_slice)
+            if part is not None:
+                out[relative_index(part, move.tensor_slice)].copy_(view[relative_index(part, tensor_slice)])
 
     def _unpack(self, bucket: _Bucket, space: Tensor, ready: list[int]) -> Iterator[tuple[str, Tensor]]:
         """Copy the received slices to their destinations; yield the tensors that are complete with them."""

@@ -65,6 +65,7 @@ class WeightPush:
         derived: tuple[str, ...] = (),
         repacked: Collection[str] = (),
         delta: bool = False,
+        relays: bool = False,
     ) -> None:
         """Make the plan; it is valid as long as the layouts are.
 
@@ -76,6 +77,7 @@ class WeightPush:
             derived: suffixes of names of parameters that the engine computes from others.
             repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.
             delta: from the second sync on, transfer only chunks whose bits have changed.
+            relays: engines pass on to others what they receive, where the trainers would send more than an engine receives.
 
         Raises:
             WeightDeliveryError: a trained tensor, or a part of one, is not taken by this member's engine, or a parameter of it
@@ -90,10 +92,12 @@ class WeightPush:
         needed: dict[str, dict[Slice, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._groups: dict[str, set[str]] = {}
+        gathered: set[str] = set()
         for rank, report in enumerate(reports):
             for name, tensor_slice in report.needs:
                 needed.setdefault(name, {}).setdefault(tensor_slice, []).append(rank)
             self._dtypes |= report.dtypes
+            gathered.update(report.gathered)
             for parameter, names in report.groups.items():
                 self._groups.setdefault(parameter, set()).update(names)
         if destinations is not None:
@@ -106,7 +110,13 @@ class WeightPush:
         ]
         self.needed_bytes: int = self._count_needed_bytes(destinations, {info.name: info.itemsize for info in tensors})
         self.plan: Plan = plan_transfer(
-            tensors, trained.holders, needed, bucket_bytes=trained.bucket_bytes, find_node=trained.find_node
+            tensors,
+            trained.holders,
+            needed,
+            bucket_bytes=trained.bucket_bytes,
+            find_node=trained.find_node,
+            # those that an engine gathers are not in its memory slice by slice
+            relays=needed.keys() - gathered if relays else (),
         )
 
     def _count_needed_bytes(self, destinations: Destinations | None, itemsizes: Mapping[str, int]) -> int:
@@ -241,6 +251,7 @@ class _EngineReport:
         replica: index of the engine.
         groups: parameter that is filled in full or not at all -> the tensors in it.
         empty: parameters that take nothing; None where there is no engine.
+        gathered: tensors that its `load_weights` takes in full.
     """
 
     replica: int
@@ -248,27 +259,30 @@ class _EngineReport:
     dtypes: Mapping[str, torch.dtype]
     groups: Mapping[str, Sequence[str]]
     empty: Sequence[str] | None
+    gathered: Sequence[str]
 
     @classmethod
     def build(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _EngineReport:
         if destinations is None:
-            return cls(replica, [], {}, {}, None)
+            return cls(replica, [], {}, {}, None, [])
         groups = {name: list(tensors) for name, tensors in destinations.loaded.items()}
         for entry in destinations.entries:
             if entry.parameter in repacked:
                 groups.setdefault(entry.parameter, []).append(entry.tensor)
-        return cls(replica, destinations.needs(), dict(destinations.dtypes), groups, destinations.empty)
+        gathered = [name for tensors in destinations.loaded.values() for name in tensors]
+        return cls(replica, destinations.needs(), dict(destinations.dtypes), groups, destinations.empty, gathered)
 
     def to_json(self) -> str:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
-        return json.dumps([self.replica, self.needs, dtypes, self.groups, self.empty])
+        return json.dumps([self.replica, self.needs, dtypes, self.groups, self.empty, self.gathered])
 
     @classmethod
     def from_json(cls, text: str) -> _EngineReport:
-        replica, needs, dtypes, groups, empty = json.loads(text)
+        replica, needs, dtypes, groups, empty, gathered = json.loads(text)
         # JSON makes lists of tuples, and slices are keys
         slices = [(name, tuple((start, stop) for start, stop in tensor_slice)) for name, tensor_slice in needs]
-        return cls(replica, slices, {name: getattr(torch, dtype) for name, dtype in dtypes.items()}, groups, empty)
+        types = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
+        return cls(replica, slices, types, groups, empty, gathered)
 
 
 def _check_filled(empty: Sequence[Sequence[str]]) -> None:

@@ -75,6 +75,7 @@ class Move:
     Attributes:
         chunk: index of the chunk that contains the slice.
         bucket: index of the exchange that transfers it.
+        relayed: the source has received it in an earlier bucket.
     """
 
     chunk: int
@@ -83,17 +84,21 @@ class Move:
     target: int
     bucket: int
     num_bytes: int
+    relayed: bool
 
 
 class _Moves:
     """All messages of a plan, ordered by bucket, then in the order of the tensors."""
 
-    def __init__(self, messages: _MessageList, slices: Sequence[Slice], source: _Column, bucket: _Column) -> None:
+    def __init__(
+        self, messages: _MessageList, slices: Sequence[Slice], source: _Column, bucket: _Column, after: _Column
+    ) -> None:
         # stable: both ends of a message pack and unpack in this order
         order = np.argsort(bucket, kind="stable")
         self._slices = slices
         self._chunk, self._slice, self._target = messages.chunk[order], messages.tensor_slice[order], messages.target[order]
         self._size, self._source, self._bucket = messages.size[order], source[order], bucket[order]
+        self._relayed = after[order] >= 0
 
     def __len__(self) -> int:
         return len(self._chunk)
@@ -106,6 +111,7 @@ class _Moves:
             int(self._target[index]),
             int(self._bucket[index]),
             int(self._size[index]),
+            bool(self._relayed[index]),
         )
 
     def select_rank(self, rank: int, chunks: Collection[int] | None = None) -> list[Move]:
@@ -170,11 +176,15 @@ def plan_transfer(
     *,
     bucket_bytes: int,
     find_node: Callable[[int], int] = lambda rank: 0,
+    relays: Collection[str] = (),
 ) -> Plan:
     """Plan the transfer that gives every rank what it needs and does not have, each byte once.
 
     A byte comes from the nearest rank that has it: the rank itself, else one of its node, else any. Among equally near
     ranks the load is spread until moving one message would not make it more even, so they differ by less than a bucket.
+
+    Where the ranks that have a slice would send more than any rank receives, targets pass it on to others: a broadcast as a
+    tree, whose roots take turns, chunk by chunk. A machine then gets a slice once and passes it on inside.
 
     Args:
         tensors: in the order of their transfer.
@@ -182,6 +192,7 @@ def plan_transfer(
         needed: slices may overlap; a tensor that no rank needs may be missing.
         bucket_bytes: limit of the bytes that a rank sends and receives in one bucket together. Larger slices are split.
         find_node: returns the machine of a rank.
+        relays: tensors that ranks can pass on as soon as they have received them.
 
     Raises:
         PlanError: no rank has a part of what is needed.
@@ -233,8 +244,14 @@ def plan_transfer(
             need_chunks[number, need] = tuple(covering)
     messages = builder.messages(lambda index, part: num_elements(part) * tensors[chunks[index].tensor].itemsize)
     source = messages.choose_senders()
-    bucket = messages.fill_buckets(source, bucket_bytes, max_bytes)
-    moves = _Moves(messages, builder.slices, source, bucket)
+    after = np.full(len(source), -1, dtype=np.int64)
+    order = np.arange(len(source), dtype=np.int64)
+    if relays:
+        can_relay = np.array([tensors[chunk.tensor].name in relays for chunk in chunks], dtype=np.bool_)
+        nodes = [find_node(rank) for rank in range(1 + max(source.max(initial=0), messages.target.max(initial=0)))]
+        source, after, order = messages.relay(source, can_relay, np.array(nodes, dtype=np.int64))
+    bucket = messages.fill_buckets(source, after, order, bucket_bytes, max_bytes)
+    moves = _Moves(messages, builder.slices, source, bucket, after)
     # -1 without messages: no exchange at all
     return Plan(tuple(tensors), tuple(chunks), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_chunks)
 
@@ -286,11 +303,40 @@ class _MessageList:
         loop = _choose_senders if len(self.chunk) <= _UNCOMPILED else _compile(_choose_senders)
         return loop(self.group, self.size, largest_first, first.astype(np.int64), ranks)
 
-    def fill_buckets(self, source: _Column, bucket_bytes: int, max_bytes: int) -> _Column:
+    def relay(
+        self, source: _Column, can_relay: npt.NDArray[np.bool_], nodes: _Column
+    ) -> tuple[_Column, _Column, _Column]:
+        """Let targets pass on what they receive where senders would send more than any rank receives, or between machines.
+
+        Args:
+            source: the sender of each message.
+            can_relay: of each chunk.
+            nodes: machine of each rank.
+
+        Returns:
+            The senders, for each message the one that brings it to its sender (-1: the sender has it), and an order of the
+            messages in which that one comes first.
+        """
+        order = np.argsort(self.tensor_slice, kind="stable")
+        if not len(order):
+            return source, source.copy(), order
+        starts = np.flatnonzero(np.diff(self.tensor_slice[order], prepend=-1))
+        loop = _relay if len(order) <= _UNCOMPILED else _compile(_relay)
+        after = np.full(len(order), -1, dtype=np.int64)
+        # the loop writes to its arguments
+        source = source.copy()
+        loop(source, after, order, np.append(starts, len(order)), self.target, self.size, can_relay[self.chunk], nodes)
+        return source, after, order
+
+    def fill_buckets(
+        self, source: _Column, after: _Column, order: _Column, bucket_bytes: int, max_bytes: int
+    ) -> _Column:
         """Return the exchange of each message: the first one with room on both its ranks.
 
         Args:
             source: the sender of each message.
+            after: for each message, the one that brings it to its sender, or -1.
+            order: of the search for room.
             bucket_bytes: room on a rank, for what it sends and receives together.
             max_bytes: limit of a message, but for those of one element.
         """
@@ -298,7 +344,7 @@ class _MessageList:
             return self.chunk
         num_ranks = 1 + max(int(source.max()), int(self.target.max()))
         loop = _fill_buckets if len(self.chunk) <= _UNCOMPILED else _compile(_fill_buckets)
-        return loop(source, self.target, self.size, num_ranks, bucket_bytes, max_bytes)
+        return loop(source, self.target, self.size, after, order, num_ranks, bucket_bytes, max_bytes)
 
 
 class _MessageBuilder:
@@ -389,19 +435,74 @@ def _choose_senders(group: _Column, size: _Column, largest_first: _Column, first
     return source
 
 
+def _relay(
+    source: _Column,
+    after: _Column,
+    order: _Column,
+    starts: _Column,
+    target: _Column,
+    size: _Column,
+    may: npt.NDArray[np.bool_],
+    nodes: _Column,
+) -> _Column:
+    sent, received = np.zeros(nodes.size, dtype=np.int64), np.zeros(nodes.size, dtype=np.int64)
+    for message in range(source.size):
+        sent[source[message]] += size[message]
+        received[target[message]] += size[message]
+    limit = received.max()
+    for group in range(starts.size - 1):
+        start, stop = starts[group], starts[group + 1]
+        count = stop - start
+        if count == 1 or not may[order[start]]:
+            continue
+        # another root for each slice
+        messages = np.empty(count, dtype=np.int64)
+        for index in range(count):
+            messages[index] = order[start + (index + group) % count]
+        order[start:stop] = messages
+        for index in range(1, count):
+            message, parent = messages[index], messages[(index - 1) // 2]
+            node, sender = nodes[target[message]], source[message]
+            is_far = nodes[sender] != node
+            for earlier in range(index):
+                other = messages[earlier]
+                if is_far and nodes[target[other]] == node:
+                    if nodes[target[parent]] != node or sent[target[other]] < sent[target[parent]]:
+                        parent = other
+            relay = target[parent]
+            if relay == target[message]:  # two of its needs have the slice
+                continue
+            crosses_less = is_far and nodes[relay] == node
+            if crosses_less or (sent[sender] > limit and sent[sender] > sent[relay] + size[message]):
+                sent[sender] -= size[message]
+                sent[relay] += size[message]
+                source[message], after[message] = relay, parent
+    return source
+
+
 def _fill_buckets(
-    source: _Column, target: _Column, size: _Column, num_ranks: int, bucket_bytes: int, max_bytes: int
+    source: _Column,
+    target: _Column,
+    size: _Column,
+    after: _Column,
+    order: _Column,
+    num_ranks: int,
+    bucket_bytes: int,
+    max_bytes: int,
 ) -> _Column:
     load = np.zeros((num_ranks, 64), dtype=np.int64)
     first_open = np.zeros(num_ranks, dtype=np.int64)
     buckets = np.empty(size.size, dtype=np.int64)
-    for message in range(size.size):
+    for message in order:
         one, other = source[message], target[message]
         # a message that is larger than a bucket gets one of its own
         room = max(bucket_bytes, size[message]) - size[message]
         bucket = max(first_open[one], first_open[other])
+        if after[message] >= 0:
+            # the one between is packed while the first arrives
+            bucket = max(bucket, buckets[after[message]] + 2)
         while True:
-            if bucket >= load.shape[1] - 1:  # one column stays free for the searches below, which read past the last
+            while bucket >= load.shape[1] - 1:  # one column stays free for the searches below, which read past the last
                 wider = np.zeros((num_ranks, 2 * load.shape[1]), dtype=np.int64)
                 wider[:, : load.shape[1]] = load
                 load = wider

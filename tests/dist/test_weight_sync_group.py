@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,9 +66,9 @@ class Engine:
         return found
 
 
-def together(work: Callable[[int, WeightSyncGroup], Any]) -> list[Any]:
+def together(work: Callable[[int, WeightSyncGroup], Any], size: int = TRAINERS + SERVERS) -> list[Any]:
     """What each member says, trainers first; each is a thread with a group of its own."""
-    meeting = Rendezvous.from_json(Rendezvous("127.0.0.1", find_free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
+    meeting = Rendezvous.from_json(Rendezvous("127.0.0.1", find_free_port(), "meeting", size, 30.0).to_json())
 
     def member(rank: int) -> Any:
         group = WeightSyncGroup(meeting, rank)
@@ -76,8 +77,8 @@ def together(work: Callable[[int, WeightSyncGroup], Any]) -> list[Any]:
         finally:
             group.close()
 
-    with ThreadPoolExecutor(TRAINERS + SERVERS) as threads:
-        return list(threads.map(member, range(TRAINERS + SERVERS)))
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(member, range(size)))
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -114,6 +115,40 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
     for said in found[TRAINERS:]:
         assert [differs for _, _, differs in said] == [[]] * 3
         assert [received for received, _, _ in said] == [size, *[size - frozen_size if delta else size] * 2]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_many_engines_hold_what_was_trained_and_pass_it_on_to_each_other(delta: bool) -> None:
+    servers = 5
+    case = Case(MOE, {"ep": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    for side in sides:  # many buckets
+        side.trained = dataclasses.replace(side.trained, bucket_bytes=4096)
+    engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(servers)]
+    size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
+    frozen = "mlp.experts.1."
+
+    def work(rank: int, group: WeightSyncGroup) -> Any:
+        if rank < TRAINERS:
+            push = group.build_trainer_push(sides[rank].trained, delta=delta)
+        else:
+            push = group.build_engine_push(engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
+        differing = []
+        for update in range(3):
+            tensors = weights_of(sides[0].ops, update, torch.float32, frozen)
+            if rank < TRAINERS:
+                sides[rank].train(tensors)
+            model = None if rank < TRAINERS else engines[rank - TRAINERS].model
+            push.write(model)
+            assert push.compare(model).differing == {}
+            if rank >= TRAINERS:
+                differing.append(engines[rank - TRAINERS].differs(tensors))
+        return differing, push.plan.moves.bytes_by_rank("source").get(rank, 0)
+
+    found = together(work, TRAINERS + servers)
+    assert all(differing == [[]] * 3 for differing, _ in found[TRAINERS:])
+    # without relays each trainer would send half of what five engines need
+    assert all(0 < sent < 1.2 * size for _, sent in found)
 
 
 def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +237,50 @@ def test_copies_on_data_parallel_ranks_share_the_sending() -> None:
     plan = plan_transfer(tensors, held, needed, bucket_bytes=512)
     assert plan.moves.bytes_by_rank("source") == dict.fromkeys(range(4), 1024)
     assert plan.moves.bytes_by_rank("target") == dict.fromkeys(range(4, 8), 1024)
+
+
+def relayed(num_trainers: int, num_engines: int, find_node: Callable[[int], int] = lambda rank: 0) -> Plan:
+    """Trainers with copies of all weights, and engines that need all of them."""
+    tensors = [TensorInfo(f"w{index}", (64, 16), 4) for index in range(24)]
+    held = {info.name: {full_slice(info.shape): list(range(num_trainers))} for info in tensors}
+    engines = list(range(num_trainers, num_trainers + num_engines))
+    needed = {info.name: {full_slice(info.shape): engines} for info in tensors}
+    return plan_transfer(tensors, held, needed, bucket_bytes=8192, find_node=find_node, relays=set(held))
+
+
+@pytest.mark.parametrize(("num_trainers", "num_engines"), [(1, 1), (1, 2), (1, 4), (2, 7), (8, 4)])
+def test_engines_pass_weights_on_where_trainers_would_send_more_than_an_engine_receives(
+    num_trainers: int, num_engines: int
+) -> None:
+    plan = relayed(num_trainers, num_engines)
+    size = 24 * 64 * 16 * 4
+    received = plan.moves.bytes_by_rank("target")
+    assert received == dict.fromkeys(range(num_trainers, num_trainers + num_engines), size)
+    sent = plan.moves.bytes_by_rank("source")
+    assert sum(sent.values()) == num_engines * size
+    assert max(sent.values()) <= size * 1.1  # one copy, and not one for each engine
+    moves = [plan.moves[index] for index in range(len(plan.moves))]
+    assert any(move.relayed for move in moves) == (num_engines > num_trainers)
+    for move in moves:
+        assert move.relayed == (move.source >= num_trainers)
+        if move.relayed:  # it came to the sender at least two buckets before
+            (bucket,) = [one.bucket for one in moves if (one.chunk, one.tensor_slice, one.target) == (
+                move.chunk, move.tensor_slice, move.source
+            )]  # fmt: skip
+            assert bucket <= move.bucket - 2
+    load: dict[tuple[int, int], int] = {}
+    for move in moves:
+        for rank in (move.source, move.target):
+            load[rank, move.bucket] = load.get((rank, move.bucket), 0) + move.num_bytes
+    assert max(load.values()) <= 8192
+
+
+def test_a_machine_gets_each_slice_once_and_passes_it_on_inside() -> None:
+    node = lambda rank: 0 if rank < 4 else 1 + (rank - 4) // 3  # noqa: E731 - four trainers, and two machines of three engines
+    plan = relayed(4, 6, node)
+    moves = [plan.moves[index] for index in range(len(plan.moves))]
+    across = sum(move.num_bytes for move in moves if node(move.source) != node(move.target))
+    assert across == 2 * 24 * 64 * 16 * 4
 
 
 def test_a_tensor_that_is_larger_than_a_bucket_is_split_evenly() -> None:
