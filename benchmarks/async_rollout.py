@@ -1,9 +1,11 @@
 """Seconds an iteration of `trainer_mode` sync, one_step_off and async, where a few responses are much longer than the others.
 
     python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--at-once 0] [--rounds 2] [--layers 6] [--hidden 256]
+        [--modes sync "async, 1"]
 
 Two processes: a worker that trains and a rollout server, one core each. An agent loop draws how long a response gets:
-lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths. Synchronous runs first
+lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths; half of their variance is
+that of the prompt, and an epoch has three iterations. Synchronous runs first
 find how many responses the engine generates at once (`max_num_seqs`), and how many passes over the rows the trainer makes
 (`rl_config.epochs`), so that a rollout is about half of an iteration. The modes run in turn, and again for each round. What a
 side idles is taken from timeline.json: an engine where no interval `generate` of the server is, a trainer where it waits in
@@ -31,26 +33,39 @@ PROMPTS, GROUP = 16, 8
 LONGEST = 10
 
 LOOP = """
-import dataclasses, math, os, random
+import dataclasses, math, os, random, zlib
 
 from mindspeed_rl.rollout.agents.loop import SingleTurn
 
 MEAN, LONGEST, SPREAD = int(os.environ["LENGTH_MEAN"]), int(os.environ["LENGTH_LONGEST"]), 1.0
+HALF = SPREAD / math.sqrt(2)  # half of the variance is that of the prompt
 
 
 class DrawnLengths(SingleTurn):
     '''A response has as many tokens as its seed says, whatever it holds.'''
 
     async def run(self, task, engine, tools):
-        drawn = random.Random(task.seed).lognormvariate(math.log(MEAN) - SPREAD**2 / 2, SPREAD)
+        prompt = random.Random(zlib.crc32(repr(task.prompt_ids).encode())).gauss(0.0, HALF)
+        drawn = random.Random(task.seed).lognormvariate(math.log(MEAN) + prompt - SPREAD**2 / 2, HALF)
         sampling = dataclasses.replace(task.sampling, max_tokens=max(1, min(round(drawn), LONGEST)), stop_token_ids=())
         return await super().run(dataclasses.replace(task, sampling=sampling), engine, tools)
 """
 
 MODES: dict[str, list[str]] = {
     "sync": ["rl_config.trainer_mode=sync"],
+    "sync, longest first": ["rl_config.trainer_mode=sync", "rl_config.longest_first=true"],
     "one_step_off": ["rl_config.trainer_mode=one_step_off"],
     "async, 1": ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"],
+    "async, 1, 2 spare samples": [
+        "rl_config.trainer_mode=async",
+        "rl_config.max_off_policy_threshold=1",
+        "rl_config.spare_samples_per_prompt=2",
+    ],
+    "async, 0, 2 spare samples": [
+        "rl_config.trainer_mode=async",
+        "rl_config.max_off_policy_threshold=0",
+        "rl_config.spare_samples_per_prompt=2",
+    ],
     "async, 2": ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=2"],
 }
 
@@ -157,6 +172,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--mean", type=int, default=48, help="mean length of a response in tokens")
     parser.add_argument("--at-once", type=int, default=0, help="responses in the engine; 0: as many as make both halves equal")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="sync is one of them")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256)
@@ -165,11 +181,13 @@ def main() -> None:
         task = make_task(Path(folder, "task"))
         shape = {"num_hidden_layers": options.layers, "hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
         model = make_model(task, Path(folder, "model"), {**shape, "max_position_embeddings": options.mean * LONGEST + 32})
-        bench = Bench(Path(folder), model, task / "raw/train.jsonl", options.iterations, options.mean)
+        data = Path(folder, "train.jsonl")  # every third iteration meets the same prompts
+        data.write_text("".join((task / "raw/train.jsonl").read_text().splitlines(keepends=True)[: 3 * PROMPTS]))
+        bench = Bench(Path(folder), model, data, options.iterations, options.mean)
         at_once, epochs = (options.at_once, 1) if options.at_once else bench.halves()
-        found: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+        found: dict[str, list[Measured]] = {mode: [] for mode in options.modes}
         for number in range(options.rounds):
-            for mode in MODES:
+            for mode in options.modes:
                 name = "".join(char if char.isalnum() else "_" for char in f"{mode}_{number}")
                 found[mode].append(bench.run(name, mode, at_once, epochs))
     baseline = statistics.mean(one.iteration_s for one in found["sync"])

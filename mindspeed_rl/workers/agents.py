@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import statistics
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +247,34 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
         )
         for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
     ]
+
+
+class LengthOrder:
+    """The order in which samples start: as they come, or the one whose response is expected to be the longest first.
+
+    Expected is the mean length of the last responses to the prompt that were noted here. Samples without any start before the
+    others, for they may be long. In an engine with fewer places than samples, this leaves the short ones for the end.
+    """
+
+    def __init__(self, *, longest_first: bool) -> None:
+        self._longest_first = longest_first
+        self._means: dict[int, float] = {}
+
+    def arrange(self, tasks: Sequence[Task]) -> list[int]:
+        """Return the indexes of the tasks in the order in which they start."""
+        indexes = list(range(len(tasks)))
+        if self._longest_first:
+            indexes.sort(key=lambda index: -self._means.get(hash(tasks[index].prompt_ids), math.inf))  # equal ones stay in order
+        return indexes
+
+    def note(self, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
+        """Take note of the lengths of the responses to these tasks, which have all samples of their prompts."""
+        if not self._longest_first:
+            return
+        by_prompt: dict[int, list[int]] = {}  # by hash: prompts may be long
+        for task, length in zip(tasks, lengths, strict=True):
+            by_prompt.setdefault(hash(task.prompt_ids), []).append(length)
+        self._means |= {prompt: statistics.fmean(values) for prompt, values in by_prompt.items()}
 
 
 def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:

@@ -44,7 +44,7 @@ from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialRespon
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.runtime.reports import add_sync_bytes
-from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
+from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
 from mindspeed_rl.workers.routing import build_routing_columns
 
@@ -83,6 +83,7 @@ class RolloutReplica:
         layout: of the engines.
         replica: index of the rollout engine that this rank belongs to.
         num_replicas: rollout engines of the run.
+        order: in which the samples of a dispatch start.
         is_output: True on the rank that returns the replica's responses.
         push: the way of the weights to this rank's engine; None before the first `load`.
         swaps_memory: True where engine and training take turns in memory: on devices, and on the CPU only when the run file
@@ -99,7 +100,7 @@ class RolloutReplica:
             run_id: unique to the run and equal on all its ranks.
         """
         config, actor = run.generate, run.models["actor"]
-        sampling = build_sampling(config.sampling_config, actor.source, tokenizer)
+        sampling = build_sampling(config.sampling_config, actor.source.hf_folder, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         replays = run.rl.router_replay.mode == "R3"
         key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
@@ -140,7 +141,7 @@ class RolloutReplica:
             assert model_config.num_moe_experts is not None
             folder = Path(config.eplb_token_save_path)
             self._expert_counts = ExpertCounts(folder, self.rank, model_config.moe_layers, model_config.num_moe_experts)
-        self.agents = build_agents(run, self._tokenizer)
+        self.agents, self.order = build_agents(run, self._tokenizer), LengthOrder(longest_first=run.rl.longest_first)
         self.host.run_without_steps(self.agents.start)
 
     # ------------------------------------------------------------------ weights
@@ -253,7 +254,10 @@ class RolloutReplica:
 
     async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
         tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
-        trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+        order = self.order.arrange(tasks)
+        started = {index: asyncio.ensure_future(self.agents.sample(self.host, tasks[index])) for index in order}
+        trajectories = await asyncio.gather(*(started[index] for index in range(len(tasks))))
+        self.order.note(tasks, [len(one.token_ids) for one in trajectories])
         assert self.plane is not None
         columns = build_response_columns(trajectories, with_images=self.engine.image_rules is not None)
         if self._plan is not None:

@@ -27,7 +27,7 @@ from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
-from mindspeed_rl.workers.agents import build_agents, build_item_tasks, build_row_tasks, list_task_columns
+from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.remote_group import RemoteGroup
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
 
@@ -60,8 +60,8 @@ class ServerRollout:
         actor = run.config.actor_config
         source = run.models["actor"].source
         tokenizer = load_tokenizer_of(actor, source)
-        self.sampling = build_sampling(run.generate.sampling_config, source, tokenizer)
-        self.agents = build_agents(run, tokenizer)
+        self.sampling = build_sampling(run.generate.sampling_config, source.hf_folder, tokenizer)
+        self.agents, self._order = build_agents(run, tokenizer), LengthOrder(longest_first=run.rl.longest_first)
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
@@ -182,20 +182,23 @@ class ServerRollout:
         # evaluations have used the servers too, and are no part of the rollout
         pool.drain_busy()
         tasks = build_row_tasks(run, batch, indexes, rollout_index, self.sampling)
-        running = {asyncio.create_task(self.agents.sample(pool, task)): index for index, task in zip(indexes, tasks)}
-        metrics = Metrics()
+        order = self._order.arrange(tasks)
+        running = {asyncio.create_task(self.agents.sample(pool, tasks[index])): indexes[index] for index in order}
+        metrics, lengths = Metrics(), dict[int, int]()
         try:
             while running:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(_COLLECT_S)  # those that end together travel together
                 done = {running.pop(task): task for task in list(running) if task.done()}
                 trajectories = [done[index].result() for index in sorted(done)]
+                lengths |= {index: len(one.token_ids) for index, one in zip(sorted(done), trajectories)}
                 rows = build_response_columns(trajectories, with_images=run.config.reads_images)
                 await loop.run_in_executor(self._writer, self._plane.put, rows, sorted(done))
                 metrics.merge(compute_response_metrics(trajectories))
         finally:
             for task in running:
                 task.cancel()
+        self._order.note(tasks, [lengths[index] for index in indexes])
         self._timers.record(Phases.GENERATE.timer, start_s, time.time())
         return [WorkerReport(metrics, [*self._timers.drain(), *await self.generating()])]
 

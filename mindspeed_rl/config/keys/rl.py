@@ -263,6 +263,11 @@ class _ModeKeys:
         "samples of each prompt that are generated beyond n_samples_per_prompt: when enough have ended, the others are "
         "aborted; trains on more short responses", "每个 prompt 在 n_samples_per_prompt 之外多生成的样本数：够数即中止其余的；"
         "训练的短回答会偏多", range=Bounds(0, 1024), on_resume="in_flight")
+    longest_first: bool = key(False,
+        "prompts whose last responses, in an earlier epoch of this process, were longest are generated first; pays where a "
+        "replica has more samples than max_num_seqs",
+        "上一轮（本进程内）回答最长的 prompt 先生成；副本的样本数多于 max_num_seqs 时划算", needs=("trainer_mode", ("sync",)),
+        on_resume="exact")
     off_policy_token_limit: float | None = key(None,
         "tokens from weights that are older by more versions than this do not train; off when unset",
         "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0, on_resume="exact")
@@ -515,15 +520,15 @@ class _RewardKeys:
         on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,
         needs=("judge_url", "set"), on_resume="exact")
-    judge_max_tokens: int = key(512, "judge served by the run: longest reply, in tokens", "由运行启动的评判：回复的最大 token 数",
-        range=Range.TOKENS, on_resume="in_flight")
+    judge_max_tokens: int = key(512, "judge served by the run: longest reply, in tokens",
+        "由运行启动的评判：回复的最大 token 数", range=Range.TOKENS, on_resume="in_flight")
     judge_max_model_len: int | None = key(None,
         "judge served by the run: longest request with its reply, in tokens; when unset the model's own, but at most the "
         "larger of 8192 and twice generate_config.max_model_len plus judge_max_tokens",
         "由运行启动的评判：请求加回复的最大 token 数；不设时取模型自身上限，但不超过 8192 与两倍 "
         "generate_config.max_model_len 加 judge_max_tokens 中的较大者", range=Range.TOKENS, on_resume="in_flight")
-    judge_tensor_parallel_size: int = key(1, "judge served by the run: devices of one engine", "由运行启动的评判：一个引擎的设备数",
-        range=Range.DEVICES, on_resume="exact")
+    judge_tensor_parallel_size: int = key(1, "judge served by the run: devices of one engine",
+        "由运行启动的评判：一个引擎的设备数", range=Range.DEVICES, on_resume="exact")
     cosine_min_len_value_wrong: float = key(-0.5, "cosine: a wrong answer of length 0", "cosine：长度为 0 的错误答案",
         range=Range.WEIGHT, on_resume="in_flight")
     cosine_max_len_value_wrong: float = key(0.0, "cosine: a wrong answer of full length", "cosine：满长的错误答案",
