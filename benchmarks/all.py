@@ -100,6 +100,7 @@ BENCHMARKS = {
         profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
         sides=STEP_SIDES,
     ),
+    "trees": benchmark("trees.py", profiled="trees.py --size 1M --rounds 2"),
     "prompts": benchmark("prompts.py", profiled="prompts.py --precisions float32 --prompts 64 --rounds 2"),
     "modes": benchmark(
         "async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 3 --mean 24"
