@@ -193,6 +193,27 @@ class ServerPool:
             self.remove(name, str(error))
             raise ServerLostError(f"{name}: {error}") from error
 
+    async def call_each(self, call: str, arguments: Mapping[str, Mapping[str, object]]) -> dict[str, ServerLostError | None]:
+        """Call these servers at once; return the failure of each, or None, without removing it.
+
+        Args:
+            call: name of the call.
+            arguments: of it, by the name of the server.
+        """
+
+        async def call_one(name: str) -> None:
+            if (member := self._members.get(name)) is None:
+                raise ServerLostError(f"was lost before the call {call}")
+            await self._call(member.server, call, call, arguments[name])
+
+        results = await asyncio.gather(*map(call_one, arguments), return_exceptions=True)
+        failures: dict[str, ServerLostError | None] = {}
+        for name, result in zip(arguments, results):
+            if isinstance(result, BaseException) and not isinstance(result, ServerLostError):
+                raise result
+            failures[name] = result
+        return failures
+
     async def _call(
         self, server: ServerClient, call: str, purpose: str, arguments: Mapping[str, object], extra_s: float = 0.0
     ) -> Any:

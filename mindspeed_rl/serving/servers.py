@@ -1,4 +1,4 @@
-"""The rollout servers of a run: its own or standalone, called through one pool, given weights, replaced when they are lost."""
+"""The servers of a run: of the rollout, its own or standalone, and of a judge; each kind is called through one pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,14 +16,17 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import GenerateConfig, Run
+from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service
-from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
 from mindspeed_rl.serving.server_process import LOG_PROBS, ServerMetadata, ServerProcess, ServerSettings
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 _TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
 
 _LOG = logging.getLogger(__name__)
+#: interval of the checks for lost servers while a judge generates
+_CHECK_EVERY_S = 0.2
 #: errors of Ray's calls about a process or a placement that is gone
 _RAY_ERRORS = (RayError, RuntimeError, ValueError)
 
@@ -54,6 +60,100 @@ def _read_server_token(config: GenerateConfig) -> str:
         problem = f"the variable {_TOKEN_VARIABLE} is not set" if path is None else f"{path} is empty"
         raise ValueError(f"generate_config.vllm_server_token_file: {problem}; it holds the token of `mindspeed-rl rollout`.")
     return token.strip()
+
+
+class ServerProcesses:
+    """Processes with engines of their own that a run starts.
+
+    Attributes:
+        actors: the live ones, by name.
+    """
+
+    def __init__(
+        self, run: Run, settings: ServerSettings, num_devices: int, slots: Sequence[tuple[str, list[str]]] = ()
+    ) -> None:
+        """Place the processes and start them; `collect` waits for them.
+
+        Args:
+            run: they belong to.
+            settings: of all of them.
+            num_devices: of all of them together.
+            slots: (node, ids of devices) of each device, where they share those of other processes; else Ray assigns them.
+
+        Raises:
+            TimeoutError: they cannot be placed.
+        """
+        self._run, self._settings, self._tensor = run, settings, settings.generate.infer_tensor_parallel_size
+        tensor, resource = self._tensor, platform_class(settings.platform).ray_resource
+        count, self._resources = num_devices // tensor, {} if resource is None else {resource: tensor}
+        self.actors: dict[str, ActorHandle[ServerProcess]] = {}
+        self._starting: dict[str, ObjectRef[ServerMetadata]] = {}
+        self._slots, self._placement = list(slots), None
+        if not slots:
+            bundle = {"CPU": tensor, **self._resources}
+            self._placement: PlacementGroup | None = placement_group([bundle] * count, strategy="PACK")
+            limit_s = run.deadlines.seconds["placement"]
+            if not self._placement.wait(timeout_seconds=limit_s):
+                raise TimeoutError(
+                    f"Ray could not place {count} {settings.title}s with {bundle} in {limit_s:.0f} s "
+                    "(rl_config.deadlines.placement)."
+                )
+        for index in range(count):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Start the server with this index, without waiting for it."""
+        run, name, devices = self._run, f"{self._settings.title} {index}", None
+        strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+        if self._placement is not None:
+            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+        else:
+            mine = self._slots[index * self._tensor : (index + 1) * self._tensor]
+            strategy, devices = NodeAffinitySchedulingStrategy(mine[0][0], soft=False), [id for _, ids in mine for id in ids]
+        shared = devices is not None
+        remote = ray.remote(ServerProcess).options(
+            num_cpus=0 if shared else self._tensor,
+            resources=None if shared else self._resources or None,
+            runtime_env=build_runtime_env(
+                build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads)
+            ),
+            scheduling_strategy=strategy,
+        )
+        remove_status_files(run.folder, [name])
+        actor = cast("ActorHandle[ServerProcess]", remote.remote(self._settings, index, devices))
+        self.actors[name], self._starting[name] = actor, actor.start.remote()
+
+    def collect(self) -> Iterator[tuple[RayServerClient, ServerMetadata]]:
+        """Wait for the processes that were started since the last call, and yield their clients.
+
+        Raises:
+            WorkerError: one does not start; names it and the reason.
+        """
+        starting, self._starting = self._starting, {}
+        for name, future in starting.items():
+            try:
+                metadata = ray.get(future, timeout=self._run.deadlines.seconds["start"])
+                yield RayServerClient(name, self.actors[name]), metadata
+            except (RayError, OSError, RuntimeError) as error:
+                last, log = str(error).strip().splitlines()[-1], name.removeprefix("rollout ").replace(" ", "_")
+                raise WorkerError(f"{name} failed to start: {last} (logs/{log}.log in the run folder)") from error
+
+    def end(self, name: str) -> None:
+        """End a process that may hang: its successor needs the devices."""
+        with contextlib.suppress(*_RAY_ERRORS):
+            ray.kill(self.actors.pop(name))
+            terminate_processes(self._run.folder, [name])
+
+    def close(self) -> None:
+        """End all processes."""
+        for actor in self.actors.values():
+            with contextlib.suppress(*_RAY_ERRORS):
+                ray.kill(actor)
+        terminate_processes(self._run.folder, list(self.actors))
+        # Ray would wait for its control service
+        if self._placement is not None and not find_dead_service():
+            with contextlib.suppress(*_RAY_ERRORS):
+                remove_placement_group(self._placement)
 
 
 class RolloutServers:
@@ -80,9 +180,7 @@ class RolloutServers:
         self._run, self._settings, self._report = run, settings, report
         self._timeout_s = run.deadlines.seconds["server"]
         self._restarts_left = run.rl.rollout_server_restarts
-        self._placement: PlacementGroup | None = None
-        self._actors: dict[str, ActorHandle[ServerProcess]] = {}
-        self._starting: dict[str, ObjectRef[ServerMetadata]] = {}
+        self._own: ServerProcesses | None = None
         self._standalone: dict[str, HttpServerClient] = {}
         self._offered: dict[ServerOffer, str] = {}
         self._folder = ServerFolder(run.folder)
@@ -102,32 +200,7 @@ class RolloutServers:
             clients = [HttpServerClient(host, port, token) for host, port in run.placement.servers]
             self._standalone = {client.name: client for client in clients}
             return
-        tensor, resource = run.generate.infer_tensor_parallel_size, platform_class(settings.platform).ray_resource
-        count, self._resources = num_devices // tensor, {} if resource is None else {resource: tensor}
-        bundle = {"CPU": tensor, **self._resources}
-        self._placement = placement_group([bundle] * count, strategy="PACK")
-        limit_s = run.deadlines.seconds["placement"]
-        if not self._placement.wait(timeout_seconds=limit_s):
-            raise TimeoutError(
-                f"Ray could not place {count} rollout servers with {bundle} in {limit_s:.0f} s (rl_config.deadlines.placement)."
-            )
-        for index in range(count):
-            self._start(index, self._placement)
-
-    def _start(self, index: int, placement: PlacementGroup) -> None:
-        """Start the server with this index, without waiting for it."""
-        run, name = self._run, f"rollout server {index}"
-        remote = ray.remote(ServerProcess).options(
-            num_cpus=run.generate.infer_tensor_parallel_size,
-            resources=self._resources or None,
-            runtime_env=build_runtime_env(
-                build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads)
-            ),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
-        )
-        remove_status_files(run.folder, [name])
-        actor = cast("ActorHandle[ServerProcess]", remote.remote(self._settings, index))
-        self._actors[name], self._starting[name] = actor, actor.start.remote()
+        self._own = ServerProcesses(run, settings, num_devices)
 
     def set_up(self) -> None:
         """Wait until all servers answer, and check that they fit the run.
@@ -143,17 +216,19 @@ class RolloutServers:
                 raise WorkerError(f"{name} cannot be used: {type(error).__name__}: {error}") from error
 
     def _add_own(self) -> None:
-        starting, self._starting = self._starting, {}
-        for name, future in starting.items():
+        for client, metadata in () if self._own is None else self._own.collect():
             try:
-                metadata = ray.get(future, timeout=self._run.deadlines.seconds["start"])
-                self._add(RayServerClient(name, self._actors[name]), metadata)
-            except (RayError, OSError, RuntimeError) as error:
-                last = str(error).strip().splitlines()[-1]
-                raise WorkerError(f"{name} failed to start: {last} (logs/{name.split()[-1]} in the run folder)") from error
+                self._add(client, metadata)
+            except ServerLostError as error:
+                raise WorkerError(f"{client.name} failed to start: {error}") from error
 
     def _add_standalone(self, client: HttpServerClient) -> None:
-        self._add(client, self.loop.run(asyncio.wait_for(client.call("describe"), self._timeout_s)))
+        async def describe() -> ServerMetadata:
+            # a server whose engine has died still answers other calls
+            await client.call("health")
+            return await client.call("describe")
+
+        self._add(client, self.loop.run(asyncio.wait_for(describe(), self._timeout_s)))
 
     def _add(self, client: RayServerClient | HttpServerClient, metadata: ServerMetadata) -> None:
         """Add the server to the pool.
@@ -183,16 +258,15 @@ class RolloutServers:
     def replace_lost(self) -> None:
         """Start lost servers of this run again, while restarts are left; add standalone ones that answer again."""
         alive = set(self.pool.names)
-        for name in [name for name in self._actors if name not in alive]:
-            with contextlib.suppress(*_RAY_ERRORS):
-                # a server that hangs still has the devices that its successor needs
-                ray.kill(self._actors.pop(name))
-                terminate_processes(self._run.folder, [name])
-            if self._restarts_left <= 0 or self._placement is None:
+        own = self._own
+        for name in [] if own is None else [name for name in own.actors if name not in alive]:
+            assert own is not None
+            own.end(name)
+            if self._restarts_left <= 0:
                 continue
             self._restarts_left -= 1
             self._report(f"{name} is restarted ({self._restarts_left} restarts left)")
-            self._start(int(name.split()[-1]), self._placement)
+            own.start(int(name.split()[-1]))
         self._add_own()
         self._update_offered()
         for name, client in self._standalone.items():
@@ -222,14 +296,8 @@ class RolloutServers:
             # a server that hangs must not delay the end of the run
             self.loop.run(asyncio.wait_for(self._leave(), 10))
         self.loop.close()
-        for actor in self._actors.values():
-            with contextlib.suppress(*_RAY_ERRORS):
-                ray.kill(actor)
-        terminate_processes(self._run.folder, list(self._actors))
-        # Ray would wait for its control service
-        if self._placement is not None and not find_dead_service():
-            with contextlib.suppress(*_RAY_ERRORS):
-                remove_placement_group(self._placement)
+        if self._own is not None:
+            self._own.close()
 
     async def _leave(self) -> None:
         if self._standalone:
@@ -238,3 +306,94 @@ class RolloutServers:
         await self.pool.close()
         for client in self._standalone.values():
             await client.close()
+
+
+class JudgeServers:
+    """The engines of a generative judge that the run serves: on the actor's devices in turn, or on dedicated ones.
+
+    Attributes:
+        shares_devices: of the actor; the engines are off them outside of `generate`.
+    """
+
+    def __init__(self, run: Run, slots: Sequence[tuple[str, list[str]]]) -> None:
+        """Start the engines; `set_up` waits for them.
+
+        Args:
+            run: its judge.
+            slots: see `ServerProcesses`; of the actor's workers where they share their devices.
+
+        Raises:
+            TimeoutError: they cannot be placed.
+        """
+        rl, layout = run.rl, run.placement.layouts["judge"]
+        assert rl.served_judge is not None
+        self.shares_devices, self._run = not layout.dedicated, run
+        # servers run in other folders
+        folder = Path(rl.served_judge).expanduser().resolve()
+        settings = ServerSettings(
+            hf_folder=str(folder),
+            generate=run.config.read_judge_keys(),
+            platform=run.platform,
+            folder=run.folder,
+            load_weights=True,
+            heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
+            title="judge server",
+            sleeps=self.shares_devices,
+        )
+        self._processes = ServerProcesses(run, settings, layout.num_npus, slots if self.shares_devices else ())
+        self._monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance)
+        self._loop, timeout_s = LoopThread("judge-servers"), run.deadlines.seconds["server"]
+        self._pool = ServerPool(
+            timeout_s=timeout_s,
+            on_lost=lambda name, reason: _LOG.warning("%s was taken out: %s", name, reason),
+        )
+
+    def set_up(self) -> None:
+        """Wait for the engines, which then leave the devices that they share.
+
+        Raises:
+            WorkerError: one does not start.
+        """
+        for client, _ in self._processes.collect():
+            self._loop.run(self._pool.add(client))
+        if self.shares_devices:
+            self._loop.run(self._call_all("sleep"))
+
+    def generate(self, requests: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated | BaseException]:
+        """Return the reply to each request, or the error of one that the engine does not take.
+
+        Raises:
+            WorkerError: no server is left, or the time of the phase is over.
+        """
+        future = self._loop.start(self._generate_all(requests, sampling))
+        waiting = self._monitor.start(Phases.JUDGE.name, self._pool.names)
+        try:
+            while not future.done():
+                wait([future], timeout=_CHECK_EVERY_S)
+                if not self._pool.names:
+                    raise WorkerError(f"no judge server is left: {'; '.join(': '.join(one) for one in self._pool.lost)}")
+                waiting.check(self._pool.names)
+        finally:
+            future.cancel()
+        waiting.finish()
+        return future.result()
+
+    async def _generate_all(self, requests: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated | BaseException]:
+        if self.shares_devices:
+            await self._call_all("wake")
+        replies = await asyncio.gather(
+            *(self._pool.generate(tuple(ids), sampling, 0) for ids in requests), return_exceptions=True
+        )
+        if self.shares_devices:
+            await self._call_all("sleep")
+        return replies
+
+    async def _call_all(self, call: str) -> None:
+        await asyncio.gather(*(self._pool.call(name, call) for name in self._pool.names))
+
+    def close(self) -> None:
+        """End the engines."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._loop.run(asyncio.wait_for(self._pool.close(), 10))
+        self._loop.close()
+        self._processes.close()

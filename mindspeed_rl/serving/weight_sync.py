@@ -158,24 +158,27 @@ class WeightSync:
 
     def _build_group(self, names: Sequence[str], join: _JoinGroup) -> bool:
         """Return True when the trainers and all these servers are in a group."""
-        joins: list[Future[list[BaseException | None]]] = []
+        joins: list[Future[bool]] = []
 
-        async def join_servers(rendezvous: Rendezvous) -> list[BaseException | None]:
-            first_rank, calls = self._num_trainers, []
+        async def join_servers(rendezvous: Rendezvous) -> bool:
+            first_rank, arguments = self._num_trainers, dict[str, dict[str, object]]()
             for name in names:
                 # keys of the servers' HTTP interface
-                arguments = {"meeting": rendezvous.to_json(), "first_rank": first_rank}
-                calls.append(self._pool.call(name, "join", **arguments))
+                arguments[name] = {"meeting": rendezvous.to_json(), "first_rank": first_rank}
                 first_rank += self.num_workers[name]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            failures = {name: error for name, error in (await self._pool.call_each("join", arguments)).items() if error}
+            # a server that waited in vain for another one is not lost
+            causes = {name for name, error in failures.items() if not _waited_in_vain(error)} or failures.keys()
+            for name in causes:
+                self._pool.remove(name, str(failures[name]))
+            return not failures
 
         try:
             join(names, lambda rendezvous: joins.append(self._loop.start(join_servers(rendezvous))))
         except (RayError, RuntimeError, OSError) as error:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
-        results = joins[0].result() if joins else []
-        alive = set(self._pool.names)
-        return bool(joins) and all(name in alive for name in names) and not any(isinstance(r, Exception) for r in results)
+        is_joined = bool(joins) and joins[0].result()
+        return is_joined and set(names) <= set(self._pool.names)
 
     def make_rendezvous(self, host: str, port: int, names: Sequence[str]) -> Rendezvous:
         """Return a rendezvous of the trainers and all workers of these servers."""
@@ -212,6 +215,11 @@ class WeightSync:
     # a coroutine, because the pool belongs to the loop's thread
     async def _remove(self, name: str, reason: str) -> None:
         self._pool.remove(name, reason)
+
+
+def _waited_in_vain(error: ServerLostError) -> bool:
+    """Return True for a failed join that may follow from the failure of another member."""
+    return isinstance(error.__cause__, TimeoutError) or _is_consequence(error)
 
 
 def _is_consequence(result: object) -> bool:

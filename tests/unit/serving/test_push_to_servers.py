@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,23 @@ def test_a_server_that_does_not_come_to_the_meeting_is_taken_out(loop: LoopThrea
     world.servers["server 0"].engine.join = join
     world.run(1)
     assert world.trainers.met == [["server 0", "server 1"], ["server 1"]] and world.pool.names == ["server 1"]
+
+
+def test_servers_that_wait_at_the_meeting_for_one_that_fails_stay(loop: LoopThread) -> None:
+    world = World(loop, timeout_s=0.3)
+
+    async def join(meeting: str, first_rank: int) -> None:
+        if len(world.trainers.met) == 1:
+            await asyncio.sleep(60)  # until the others come, who do not
+
+    async def fails(meeting: str, first_rank: int) -> None:
+        raise RuntimeError("the engine has died")
+
+    for name, server in world.servers.items():
+        server.engine.join = fails if name == "server 1" else join
+    world.run(1)
+    assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
+    assert world.pool.lost == [("server 1", "failed to join: RuntimeError: the engine has died")]
 
 
 def test_a_server_that_was_started_anew_under_its_name_meets_the_trainers_again(loop: LoopThread) -> None:
