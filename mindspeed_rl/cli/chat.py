@@ -20,11 +20,12 @@ from mindspeed_rl.cli.inference_options import (
     running_engine,
 )
 from mindspeed_rl.cli.options import Parser, print_status
-from mindspeed_rl.inference.console_chat import History, run_chat
+from mindspeed_rl.inference.console_chat import MAX_IMAGES, History, run_chat
 from mindspeed_rl.observability.logging import clean_text
 
 _DESCRIPTION = (
     "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets the conversation; /history shows it; "
+    "/image FILE adds an image to the next question; "
     "Ctrl-C ends a response."
 )
 
@@ -64,7 +65,10 @@ def _chat(argv: list[str]) -> int:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
     sampling = build_sampling(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)
     history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
-    with open_agents(session, args) as agents, running_engine(session, max_model_len=length, agents=agents) as engine:
+    with (
+        open_agents(session, args) as agents,
+        running_engine(session, max_model_len=length, max_images=MAX_IMAGES, agents=agents) as engine,
+    ):
         print_status(_DESCRIPTION)
         run_chat(
             engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +29,8 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.data.conversation import Conversation, user
+from mindspeed_rl.data.images import TAG
+from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.batch_generation import (
     METHODS,
     GeneratedAnswer,
@@ -59,6 +62,8 @@ def make_parser() -> Parser:
     add("--prompt", nargs="+", help="prompts")
     add("--input", help="JSON lines with prompt, question, instruction or messages; - reads them from a pipe")
     add("--input-key", help="column of --input that holds the prompt")
+    add("--image", nargs="+", metavar="FILE", help="images of every --prompt, in the places of its <image> or before its text")
+    add("--image-folder", help="folder of relative paths of images; default: the working directory")
     add("--output", type=Path, help="file for the answers, JSON lines; default: text on the console")
     add("--system-prompt", help="system prompt of every prompt that brings none (needs a chat template)")
     add(
@@ -88,21 +93,28 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     """
     if args.prompt is not None and args.input is not None:
         raise ValueError("--prompt and --input exclude each other")
+    if args.image and args.prompt is None:
+        raise ValueError("--image belongs to --prompt; rows of --input name their images themselves")
+    if args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir():
+        raise ValueError(f"--image-folder {args.image_folder} is not a folder")
     if args.input_key is not None and args.input is None:
         raise ValueError("--input-key names a column of --input")
     if args.input == "-":
-        rows = read_jsonl(sys.stdin, "standard input", args.input_key)
+        rows = read_jsonl(sys.stdin, "standard input", args.input_key, args.image_folder)
     elif args.input is not None:
         path = Path(args.input).expanduser()
         if not path.is_file():
             raise ValueError(f"--input {args.input} is not a file")
         with path.open(encoding="utf-8") as file:
-            rows = read_jsonl(file, str(path), args.input_key)
+            rows = read_jsonl(file, str(path), args.input_key, args.image_folder)
     else:
         texts = args.prompt if args.prompt is not None else _read_piped_lines()
         if empty := [str(index) for index, text in enumerate(texts, start=1) if not text.strip()]:
             raise ValueError(f"--prompt {', '.join(empty)} is empty")
         rows = [(Conversation([user(text)]), {"prompt": text}) for text in texts]
+        if args.image:
+            lines = [json.dumps({"prompt": text, "images": args.image}) for text in texts]
+            rows = read_jsonl(lines, "--prompt", None, args.image_folder)
     if args.system_prompt is None:
         return rows
     return [(replace(conversation, system=conversation.system or args.system_prompt), row) for conversation, row in rows]
@@ -192,17 +204,18 @@ def _generate_responses(
         _build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
     ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
-    opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, agents=agents)
+    most = max(1, *(len(conversation.images) for conversation, _ in prompts))
+    opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=most, agents=agents)
     with opened as engine:
         if args.stream:
-            _stream(session, engine, ids[0], settings[0])
+            _stream(session, engine, ids[0], settings[0], prompts[0][0].images)
         else:
             _generate_all(session, engine, prompts, ids, settings, args.output)
 
 
-def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
+def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings, images: tuple[str, ...]) -> None:
     text, finish = IncrementalText(session.prompt_format.decoder), None
-    request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
+    request = Request(ids, sample_seed(settings.seed, 0, 0, 0), images=images)
     for partial in engine.stream([request], settings.sampling):
         # the end token is sampled like any other, and is no text of the response
         added = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
@@ -227,7 +240,8 @@ def _generate_all(
     output: list[dict[str, Any]] = []
     for setting in settings:
         start = time.perf_counter()
-        answers = generate(engine, session.prompt_format, ids, setting)
+        images = [conversation.images for conversation, _ in prompts]
+        answers = generate(engine, session.prompt_format, ids, setting, images)
         seconds, tokens = time.perf_counter() - start, sum(answer.num_tokens for answer in answers)
         speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
         cut = sum(answer.finish == "length" for answer in answers)
@@ -261,7 +275,7 @@ def _print(prompts: list[_PromptRow], answers: list[GeneratedAnswer], setting: G
         print(clean_text(answers[0].text), flush=True)
         return
     for answer in answers:
-        question = prompts[answer.prompt][0].messages[-1].content
+        question = prompts[answer.prompt][0].messages[-1].content.replace(IMAGE_MARK, TAG)
         method = f" [{setting.method}]" if several else ""
         sample = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
         print(clean_text(f">> {question}{method}{sample}\n{answer.text}\n"), flush=True)

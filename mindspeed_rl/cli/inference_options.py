@@ -249,11 +249,17 @@ def open_session(args: argparse.Namespace) -> Session:
 
 @contextlib.contextmanager
 def running_engine(
-    session: Session, *, max_model_len: int, max_log_probs: int = 20, agents: AgentEngine | None = None
+    session: Session,
+    *,
+    max_model_len: int,
+    max_log_probs: int = 20,
+    max_images: int = 1,
+    agents: AgentEngine | None = None,
 ) -> Iterator[Engine]:
     """Build and load the engine and the agents around it; it ends with the block. See `Session.running_engine`."""
     print_status(f"loading {session.model.describe()} ...")
-    with session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs) as engine:
+    opened = session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images)
+    with opened as engine:
         yield engine if agents is None else agents.wrap(engine)
 
 

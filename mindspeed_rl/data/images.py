@@ -392,12 +392,12 @@ class ImageReader:
     """Reads the images of raw rows.
 
     Attributes:
-        rules: of the model.
-        marker: text of an image whose tokens are not counted yet: start, one token, end.
+        rules: of the model; None reads rows before the model is known.
+        marker: text of an image whose tokens are not counted yet: start, one token, end; or IMAGE_MARK.
         folder: of relative paths; None: the working directory.
     """
 
-    rules: ImageRules
+    rules: ImageRules | None
     marker: str
     folder: str | None = None
 
@@ -484,25 +484,30 @@ class ImageReader:
         check_images(references)
         return replace(conversation, messages=messages, images=references)
 
+    def write_markers(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with this reader's marker in the place of each IMAGE_MARK."""
+        texts = [tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents) for one in conversation.messages]
+        messages = [replace(one, contents=contents) for one, contents in zip(conversation.messages, texts)]
+        system = conversation.system and conversation.system.replace(IMAGE_MARK, self.marker)
+        return replace(conversation, messages=messages, system=system)
+
     def expand(self, turns: Sequence[TurnIds], references: Sequence[str]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
         """Return the ids of the turns with all tokens of each image, as the model's processor writes them, and the images.
 
         Raises:
             ImageError: the ids have another number of images, or an image cannot be read.
         """
-        images = prepare_images(self.rules, references)
-        count = sum(side.count(self.rules.token_id) for turn in turns for side in turn)
+        assert self.rules is not None
+        images, token_id = prepare_images(self.rules, references), self.rules.token_id
+        count = sum(side.count(token_id) for turn in turns for side in turn)
         if count != len(images):
             raise ImageError(f"has {len(images)} images, and {count} image tokens in its text")
         following = iter(images)
 
         def expand_side(ids: list[int]) -> list[int]:
-            if self.rules.token_id not in ids:
+            if token_id not in ids:
                 return ids
-            return [
-                token for id_ in ids
-                for token in ([id_] if id_ != self.rules.token_id else [id_] * next(following).num_tokens)
-            ]  # fmt: skip
+            return [token for id_ in ids for token in ([id_] if id_ != token_id else [id_] * next(following).num_tokens)]
 
         return [(expand_side(source), expand_side(target)) for source, target in turns], images
 

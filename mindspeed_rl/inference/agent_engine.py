@@ -154,7 +154,7 @@ class AgentEngine:
 
     async def _run_loop(self, engine: _TrajectoryEngine, request: Request, sampling: Sampling) -> None:
         max_tokens = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        sampling = replace(sampling, max_tokens=max_tokens)
+        sampling = replace(sampling, max_tokens=max_tokens, images=request.images)
         task = Task(tuple(request.prompt_ids), sampling, request.seed, request.label, request.columns)
         # loops use only `generate` of an engine; the weights do not change here
         trajectory = await self._agents.sample(cast("RolloutEngine", engine), task)
@@ -236,7 +236,7 @@ class _TrajectoryEngine:
             # else the template has rendered all of it again
             added = prompt_ids[length:] if prompt_ids[:length] == self._context else ()
             self._output(Delta(self._index, list(added), [0.0] * len(added), None, from_tools=True))
-        request = Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens)
+        request = Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens, images=sampling.images)
         response = await self._batches.generate(request, self._pass_on)
         self._context = (*prompt_ids, *response.token_ids)
         return response

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, assistant, parse_tools, user
+from mindspeed_rl.data.images import ImageReader
+from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.files import replace_file
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
@@ -102,16 +104,34 @@ class GeneratedAnswer:
 
 
 def generate(
-    engine: Engine, prompt_format: PromptFormat, prompts: Sequence[list[int]], settings: GenerationSettings
+    engine: Engine,
+    prompt_format: PromptFormat,
+    prompts: Sequence[list[int]],
+    settings: GenerationSettings,
+    images: Sequence[tuple[str, ...]] = (),
 ) -> list[GeneratedAnswer]:
-    """Return all answers, by prompt and sample."""
+    """Return all answers, by prompt and sample.
+
+    Args:
+        engine: that answers.
+        prompt_format: decodes the answers.
+        prompts: token ids.
+        settings: of the answers.
+        images: references of the images of each prompt; empty where no prompt has any.
+
+    Raises:
+        ValueError: beams of a prompt with images.
+    """
     if settings.uses_beams:
+        if any(images):
+            raise ValueError(f"--task {settings.method} reads text alone, and a prompt has images; use greedy or do_sample")
         return [answer for index, ids in enumerate(prompts) for answer in _search(engine, prompt_format, index, ids, settings)]
     requests = [
         Request(
             ids,
             seed=sample_seed(settings.seed, 0, index, sample),
             max_tokens=min(settings.sampling.max_tokens, settings.max_model_len - len(ids)),
+            images=images[index] if images else (),
         )
         for index, ids in enumerate(prompts)
         for sample in range(settings.num_return)
@@ -155,10 +175,19 @@ def _search(
 # ---------------------------------------------------------------------- prompts from files
 
 
-def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list[tuple[Conversation, dict[str, Any]]]:
+def read_jsonl(
+    lines: Iterable[str], where: str, prompt_key: str | None, image_folder: str | None = None
+) -> list[tuple[Conversation, dict[str, Any]]]:
     """Read (conversation, row) of every line.
 
-    A row has `messages` in OpenAI's form, or a text `prompt` (or `prompt_key`, `question`, or `instruction` with `input`).
+    A row has `messages` in OpenAI's form, or a text `prompt` (or `prompt_key`, `question`, or `instruction` with `input`). It
+    may have images, in all forms of a dataset's.
+
+    Args:
+        lines: one row each.
+        where: they are from, for messages.
+        prompt_key: column of the prompt.
+        image_folder: of relative paths; None: the working directory.
 
     Raises:
         ValueError: a line is not such a row; the message has its number.
@@ -171,7 +200,11 @@ def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise MalformedRowError(f"a row is a JSON object, not {type(row).__name__}")
-            rows.append((read_conversation(row, prompt_key), row))
+            reader = ImageReader(None, IMAGE_MARK, image_folder)
+            changed, references = reader.take(row, list(row))
+            # without images the tag is text, as in a model of text
+            conversation = read_conversation(changed if references else row, prompt_key)
+            rows.append((reader.place(conversation, references) if references else conversation, row))
         except (json.JSONDecodeError, MalformedRowError) as error:
             raise ValueError(f"{where}, line {number}: {error}") from error
     if not rows:
@@ -208,11 +241,14 @@ def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
     system: str | None = None
     messages: list[Message] = []
     for entry in entries:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        content = entry.get("content") if isinstance(entry, Mapping) else None
+        if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            content = "".join(str(part.get("text")) for part in content)
+        if not isinstance(entry, Mapping) or not isinstance(content, str):
             raise MalformedRowError(
                 f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}"
             )
-        role, content = entry.get("role"), entry["content"]
+        role = entry.get("role")
         if role == "system" and not messages and system is None:
             system = content
         elif role == "user":

@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, assistant, user
+from mindspeed_rl.data.images import TAG, check_images, make_reference
+from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
@@ -15,8 +17,10 @@ from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 _QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
 _CLEAR_WORDS = ("clear", "new", "/clear", "/new")
-_HISTORY_WORD = "/history"
-COMMANDS = ("/new", "/history", "/exit")
+_HISTORY_WORD, _IMAGE_WORD = "/history", "/image"
+COMMANDS = ("/new", "/history", "/image FILE", "/exit")
+#: images in the context of an answer
+MAX_IMAGES = 8
 _ASK = "You >> "
 _ANSWER_HEADER = "MindSpeed-RL:"
 
@@ -28,6 +32,8 @@ class History:
     Attributes:
         max_turns: pairs of question and answer before a new question; the newest stay.
         max_prompt_tokens: a longer prompt loses further pairs, oldest first.
+        turns: questions and answers; IMAGE_MARK stands for an image of a question.
+        images: references of the images of these questions, then of the next one.
     """
 
     prompt_format: PromptFormat
@@ -35,6 +41,31 @@ class History:
     max_turns: int
     max_prompt_tokens: int
     turns: list[tuple[str, str]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+    def add_image(self, path: str) -> None:
+        """Add an image to the next question.
+
+        Raises:
+            ValueError: it cannot be read, there are too many, or the model is one of text.
+        """
+        if self.prompt_format.image_reader is None:
+            raise ValueError("this model reads text alone: its config.json has no vision_config")
+        if len(self.mark_images("")) == len(IMAGE_MARK) * MAX_IMAGES:
+            raise ValueError(f"a question may have at most {MAX_IMAGES} images")
+        reference = make_reference(path)
+        check_images([reference])
+        self.images.append(reference)
+
+    def mark_images(self, question: str) -> str:
+        """Return the question with a mark for each image that was added to it."""
+        marked = sum(earlier.count(IMAGE_MARK) for earlier, _ in self.turns)
+        return IMAGE_MARK * (len(self.images) - marked - question.count(IMAGE_MARK)) + question
+
+    def _forget(self, count: int) -> None:
+        """Remove the oldest turns and their images."""
+        del self.images[: sum(question.count(IMAGE_MARK) for question, _ in self.turns[:count])]
+        del self.turns[:count]
 
     def prompt(self, question: str) -> list[int]:
         """Return the prompt of a question after the remembered turns; turns that do not fit are removed.
@@ -43,34 +74,35 @@ class History:
             MalformedRowError: the template cannot render the conversation.
             ValueError: the question alone is longer than a prompt may be.
         """
-        self.turns = self.turns[max(0, len(self.turns) - self.max_turns) :]
+        self._forget(max(0, len(self.turns) - self.max_turns))
         while True:
             messages = [message for earlier, answer in self.turns for message in (user(earlier), assistant(answer))]
-            ids = self.prompt_format.encode([Conversation([*messages, user(question)], system=self.system)])[0]
-            if len(ids) <= self.max_prompt_tokens:
+            conversation = Conversation([*messages, user(question)], system=self.system, images=tuple(self.images))
+            ids = self.prompt_format.encode([conversation])[0]
+            if len(ids) <= self.max_prompt_tokens and len(self.images) <= MAX_IMAGES:
                 return ids
             if not self.turns:
                 raise ValueError(
                     f"the question has {len(ids)} tokens with its template; at most {self.max_prompt_tokens} fit beside the "
                     "answer (--max-length, --max-new-tokens)"
                 )
-            self.turns.pop(0)
+            self._forget(1)
 
     def render(self) -> str:
         """Return the turns before the next question as text for the user."""
         turns = self.turns[max(0, len(self.turns) - self.max_turns) :]
         lines = [f"{_ASK}{question}\n{_ANSWER_HEADER} {answer}\n" for question, answer in turns]
-        return "".join(lines) or "Nothing was said yet.\n"
+        return "".join(lines).replace(IMAGE_MARK, TAG) or "Nothing was said yet.\n"
 
 
 def _stream_answer(
-    engine: Engine, prompt_format: PromptFormat, prompt_ids: list[int], sampling: Sampling, seed: int
+    engine: Engine, prompt_format: PromptFormat, request: Request, sampling: Sampling
 ) -> Generator[tuple[Kind, str], None, None]:
     """Yield the answer in parts as they are generated, by kind; an empty part where nothing is generated for a while."""
-    thinking = prompt_format.opens_thought(prompt_ids)
+    thinking = prompt_format.opens_thought(request.prompt_ids)
     text, splitter = IncrementalText(prompt_format.decoder), ThoughtSplitter(prompt_format.thought_marks, thinking=thinking)
     finish = None
-    for delta in engine.stream([Request(prompt_ids, seed)], sampling):
+    for delta in engine.stream([request], sampling):
         token_ids, finish = delta.token_ids, delta.finish
         if delta.finish == "stop" and token_ids and token_ids[-1] in sampling.stop_token_ids:
             token_ids = token_ids[:-1]
@@ -126,17 +158,26 @@ def run_chat(
         if question.lower() in _QUIT_WORDS:
             return
         if question.lower() in _CLEAR_WORDS:
-            history.turns = []
+            history.turns, history.images = [], []
             write("The conversation starts anew.\n")
             continue
         if question.lower() == _HISTORY_WORD:
             write(history.render())
+            continue
+        command, _, path = question.partition(" ")
+        if command.lower() == _IMAGE_WORD and path:
+            try:
+                history.add_image(path.strip())
+                write(f"{path.strip()} belongs to the next question.\n")
+            except ValueError as error:
+                write(f"{error}\n")
             continue
         if question.startswith("/") and question[1:].isalpha():
             write(f"{question} is no command; there are {', '.join(COMMANDS)}.\n")
             continue
         if not question:
             continue
+        question = history.mark_images(question)
         try:
             prompt_ids = history.prompt(question)
         # the template cannot render such a conversation: the next question would fail too
@@ -146,11 +187,8 @@ def run_chat(
             write(f"{error}\n")
             continue
         write(f"{_ANSWER_HEADER} ")
-        answer = _show_answer(
-            _stream_answer(engine, history.prompt_format, prompt_ids, sampling, sample_seed(seed, 0, index, 0)),
-            write,
-            show_thinking,
-        )
+        request = Request(prompt_ids, sample_seed(seed, 0, index, 0), images=tuple(history.images))
+        answer = _show_answer(_stream_answer(engine, history.prompt_format, request, sampling), write, show_thinking)
         index += 1
         history.turns.append((question, answer))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.inference.engine_interface import Delta, Engine, Request
 from mindspeed_rl.inference.model_files import EngineSettings
@@ -46,7 +48,9 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
         folder=folder,
     )
     cfg = RunConfig(config_name="inference", config_dir=".", megatron_training=role, actor_config=role, ref_config=role)
-    return RemoteGroup(process_settings, build_worker_environment(cfg, platform_name))
+    # nodes of a cluster that runs already have another environment
+    vision = {name: os.environ[name] for name in (VISION_VARIABLE,) if name in os.environ}
+    return RemoteGroup(process_settings, build_worker_environment(cfg, platform_name) | vision)
 
 
 class _InferenceEngineGroup:

@@ -21,6 +21,7 @@ class Request:
         allowed_ids: tokens to choose from; empty allows all.
         max_tokens: limit of generated tokens, where it differs from the sampling's.
         label, columns: the reference answer and the other columns of the row, for tools and environments.
+        images: references of the images in the prompt.
     """
 
     prompt_ids: list[int]
@@ -29,6 +30,7 @@ class Request:
     max_tokens: int | None = None
     label: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

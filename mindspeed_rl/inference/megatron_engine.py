@@ -91,7 +91,13 @@ class MegatronEngine:
     def stream(
         self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
     ) -> Generator[Delta, None, None]:
-        """See `Engine.stream`. Batches have prompts of similar lengths."""
+        """See `Engine.stream`. Batches have prompts of similar lengths.
+
+        Raises:
+            ValueError: a prompt has images, which its cache has no positions for.
+        """
+        if any(request.images for request in requests):
+            raise ValueError("--engine megatron reads text alone, and a prompt has images; use --engine vllm")
         # tokens after the length of a batch's shortest prompt are read one by one
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         for first in range(0, len(order), self._most_rows):

@@ -212,6 +212,7 @@ class EngineSettings:
         pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
         max_log_probs: upper limit of `count` in `next_tokens`.
+        max_images: limit of the images in a prompt.
     """
 
     model: ModelSettings
@@ -228,6 +229,7 @@ class EngineSettings:
     enforce_eager: bool = True
     trust_remote_code: bool = False
     max_log_probs: int = 20
+    max_images: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -248,4 +250,5 @@ class EngineSettings:
             enforce_eager=self.enforce_eager,
             trust_remote_code=self.trust_remote_code,
             enable_prefix_caching=True,
+            limit_mm_image_per_prompt=self.max_images,
         )

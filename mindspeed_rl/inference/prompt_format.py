@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.handlers.base import raise_encoding_errors
+from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
@@ -32,6 +33,7 @@ class PromptFormat:
         thought_marks: texts that open and close a thought.
         decoder: for answers; thought marks stay in the text.
         tools: function schemas of every conversation that has none itself.
+        image_reader: of a model of images; None for one of text.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class PromptFormat:
         hf_folder: Path | None = None,
         end_tokens: Sequence[str] = (),
         end_ids: Sequence[int] = (),
+        image_reader: ImageReader | None = None,
     ) -> None:
         """Load the template.
 
@@ -52,6 +55,7 @@ class PromptFormat:
             name: a template's name, "hf" for the tokenizer's own, None for plain text.
             hf_folder: may contain generation_config.json.
             end_tokens, end_ids: additional tokens that end an answer, as text and by id.
+            image_reader: of a model of images.
 
         Raises:
             ValueError: unknown template, or an end token that is not in the vocabulary.
@@ -60,6 +64,7 @@ class PromptFormat:
         self.is_chat = name is not None
         self.tokenizer = tokenizer
         self.tools: Sequence[dict[str, Any]] = ()
+        self.image_reader = image_reader
         self._thinking: Thinking = thinking
         self._template: Template | HfTemplate | None = None
         stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
@@ -86,9 +91,19 @@ class PromptFormat:
         """Return prompts whose next tokens are the answer.
 
         Raises:
-            ValueError: a conversation needs a template and there is none, the template cannot render it, or a text has no
-                tokens.
+            ValueError: a conversation needs a template and there is none, the template cannot render it, a text has no tokens,
+                or it has images, and the model is one of text.
         """
+        reader = self.image_reader
+        if reader is None:
+            if any(conversation.images for conversation in conversations):
+                raise ValueError("the prompts have images, and the model reads text alone; --load a model with a vision_config")
+            return self._encode_text(conversations)
+        # each image is one token here, and so many in the prompt
+        texts = self._encode_text([reader.write_markers(conversation) for conversation in conversations])
+        return [reader.expand([(ids, [])], one.images)[0][0][0] for ids, one in zip(texts, conversations)]
+
+    def _encode_text(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         if self._template is None:
             plain = [self._plain(conversation) for conversation in conversations]
             if [] in plain:
@@ -107,7 +122,8 @@ class PromptFormat:
         """
         if self._template is None:
             raise ValueError("--tools and --agent-loop need a chat template: --prompt-type NAME or --hf-chat-template")
-        return ChatTurns(self._template, self.tokenizer, thinking=self._thinking, has_tools=has_tools)
+        marker = "" if self.image_reader is None else self.image_reader.marker
+        return ChatTurns(self._template, self.tokenizer, thinking=self._thinking, has_tools=has_tools, image_marker=marker)
 
     def _plain(self, conversation: Conversation) -> list[int]:
         if conversation.system or len(conversation.messages) != 1 or conversation.tools:

@@ -14,6 +14,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.config.threads import decide_threads
+from mindspeed_rl.data.images import ImageReader, ImageRules
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.importing import collecting_seldom
@@ -127,14 +128,15 @@ class Session:
         return min(longest_prompt + max_new_tokens, max_len)
 
     @contextlib.contextmanager
-    def running_engine(self, *, max_model_len: int, max_log_probs: int) -> Iterator[Engine]:
+    def running_engine(self, *, max_model_len: int, max_log_probs: int, max_images: int = 1) -> Iterator[Engine]:
         """Build the engine and load its weights; it ends with the block.
 
         Args:
             max_model_len: needed limit of prompt and answer.
             max_log_probs: see `EngineSettings`.
+            max_images: see `EngineSettings`.
         """
-        settings = replace(self.settings, max_model_len=max_model_len, max_log_probs=max_log_probs)
+        settings = replace(self.settings, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images)
         if settings.num_devices > 1:
             # imports Ray, which one device does not need
             from mindspeed_rl.inference.engine_group import running_engine_group
@@ -202,6 +204,7 @@ def open_session(options: SessionOptions) -> Session:
         tokenizer = load_tokenizer(
             tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
         )
+    rules = ImageRules.read(model.hf_folder)
     prompt_format = PromptFormat(
         tokenizer,
         choose_template(tokenizer, options.prompt_type, options.hf_chat_template),
@@ -210,6 +213,7 @@ def open_session(options: SessionOptions) -> Session:
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
         end_ids=options.stop_token_ids,
+        image_reader=None if rules is None else ImageReader.build(rules, tokenizer),
     )
     if options.engine == "megatron" and model.model_config.linear_attention is not None:
         raise ValueError(

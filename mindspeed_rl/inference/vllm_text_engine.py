@@ -17,6 +17,7 @@ from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.costs import kv_bytes_per_token
+from mindspeed_rl.rollout.arguments import build_prompt
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -50,7 +51,6 @@ class VllmTextEngine(VllmEngine):
             kv_bytes_per_token=kv_bytes_per_token(model.model_config, bytes_per_value),
             # vLLM refuses to return more log-probs than were announced
             engine_arguments={"max_logprobs": settings.max_log_probs},
-            # of text prompts to a model of images, which vLLM builds with its processor
             image_rules=ImageRules.read(model.hf_folder),
         )
         # log-probs are the untempered model's
@@ -90,7 +90,8 @@ class VllmTextEngine(VllmEngine):
             )
             name = str(self._num_requests)
             self._num_requests += 1
-            engine.add_request(name, _prompt(request.prompt_ids), params)
+            prompt = cast("TokensPrompt", build_prompt(request.prompt_ids, request.images, self.image_rules))
+            engine.add_request(name, prompt, params)
             indexes[name] = index
         try:
             while indexes:

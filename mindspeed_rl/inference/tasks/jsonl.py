@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.images import ImageReader
+from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.batch_generation import read_conversation
 from mindspeed_rl.inference.tasks.files import column, find_data_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task, TaskOptions
@@ -37,6 +39,8 @@ class Jsonl(Task):
         for file in files:
             for where, row in read_data_rows(file):
                 try:
+                    if ImageReader(None, IMAGE_MARK).take(row, ())[1]:
+                        raise MalformedRowError("has images, which evaluate does not read; generate does")
                     conversation = read_conversation(row, self.options.prompt_key)
                 except MalformedRowError as error:
                     raise ValueError(f"{where}: {error}") from error
