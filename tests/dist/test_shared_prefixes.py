@@ -45,10 +45,9 @@ TREES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "CP2": ("tied", 2, {"keys": ULYSSES}),
     "CP2 experts": ("moe_mixed", 2, {"keys": ULYSSES}),
     "TP2 SP latent attention": ("deepseek", 2, {"keys": SP}),
-    "TP2 latent attention": ("deepseek", 2, {"keys": {"tensor_model_parallel_size": 2}}),
     "CP2 TP2 SP": ("tied", 4, {"keys": SP | ULYSSES}),
 }
-_SLOW_TREES = ("CP2 experts", "TP2 SP latent attention", "TP2 latent attention", "CP2 TP2 SP")
+_SLOW_TREES = ("CP2 experts", "TP2 SP latent attention", "CP2 TP2 SP")
 
 
 @pytest.fixture(scope="module")
