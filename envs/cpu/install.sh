@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes the CPU environment: bash envs/cpu/install.sh [VENV_DIR]   (default: .venv in the repository)
 #
-# Needs Python 3.11 with pip and venv, nothing else. Runs once: the second start sees the stamp and ends at once.
-# PYTHON=/path/to/python3.11 picks the interpreter. pip's own configuration (indices, wheel folders, proxies) is honoured.
+# Needs Python 3.11 or 3.12 with pip and venv, nothing else. Runs once: the second start sees the stamp and ends at once.
+# The interpreter chooses the release of Megatron: 3.11 (taken where it is found) gets megatron-core 0.16.1, the one of the NPU
+# line; 3.12 gets 0.19.2, which 3.11 cannot install. All other packages are the same. PYTHON=python3.12 picks the interpreter.
+# pip's own configuration (indices, wheel folders, proxies) is honoured.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-lock_file="$root/envs/cpu/requirements.lock"
+declare -A LOCKS=([3.11]="$root/envs/cpu/requirements.lock" [3.12]="$root/envs/cpu/requirements-py312.lock")
 mkdir -p "${1:-$root/.venv}"
 venv="$(cd "${1:-$root/.venv}" && pwd)"
 
@@ -24,17 +26,23 @@ fail() {
     exit 1
 }
 
+version_of() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true
+}
+
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
+    local candidate version
+    for candidate in ${PYTHON:-python3.11 python3 python3.12}; do
+        version="$(version_of "$candidate")"
+        if [[ -n "$version" && -n "${LOCKS[$version]:-}" ]]; then
             "$candidate" -c 'import ensurepip, venv' 2> /dev/null \
-                || fail "$candidate has no venv module: apt-get install python3.11-venv (Debian, Ubuntu)."
+                || fail "$candidate has no venv module: apt-get install python$version-venv (Debian, Ubuntu)."
             echo "$candidate"
             return
         fi
     done
-    fail "Python 3.11 is needed and was not found: install it (apt-get install python3.11 python3.11-venv) or set PYTHON=/path/to/python3.11."
+    [[ -z "${PYTHON:-}" ]] || fail "PYTHON=$PYTHON ${version:+is Python }${version:-cannot be run}: Python 3.11 or 3.12 is needed."
+    fail "Python 3.11 or 3.12 is needed and neither was found: install one (apt-get install python3.11 python3.11-venv) or set PYTHON=/path/to/python."
 }
 
 # Unused wheel folders and indices are no news.
@@ -51,6 +59,16 @@ if ! flock --nonblock 9; then
     flock 9
 fi
 
+version="$(version_of "$venv/bin/python")"
+python="$venv/bin/python"
+if [[ -z "${LOCKS[${version:-none}]:-}" ]] || ! "$python" -c 'import pip' 2> /dev/null; then
+    python="$(find_python)"
+    version="$(version_of "$python")"
+elif [[ -n "${PYTHON:-}" && "$(version_of "$PYTHON")" != "$version" ]]; then
+    fail "$venv has Python $version, which is not that of PYTHON=$PYTHON: name another folder, or remove this one."
+fi
+lock_file="${LOCKS[$version]}"
+
 stamp="$venv/.installed"
 state="$({
     cat "$lock_file" "$root/envs/cpu/install.sh" "$root/pyproject.toml" "$root/setup.py"
@@ -61,8 +79,7 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" && -x "$venv/bin/python" ]]; 
 fi
 rm -f "$stamp"
 
-if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
-    python="$(find_python)"
+if [[ "$python" != "$venv/bin/python" ]]; then
     say "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi

