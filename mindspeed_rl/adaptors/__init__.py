@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.platform.environment import EXACT_VARIABLE
 
 Scope = Literal["train", "rollout"]
 
@@ -81,6 +84,14 @@ _ENGINE_HOOKS: dict[str, tuple[str, str]] = {
     "cuda": ("mindspeed_rl.adaptors.engine_hooks", "EngineHooks"),
 }
 
+#: the same, after the others, for log-probs that are equal bit for bit on both sides (`rl_config.exact_log_probs`)
+_EXACT_ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_exact",),
+    ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_exact",),
+}
+#: True once this process computes such log-probs
+_exact = False
+
 
 def engine_hooks() -> EngineHooks:
     """Create hooks of the current platform for one vLLM engine."""
@@ -89,9 +100,15 @@ def engine_hooks() -> EngineHooks:
 
 
 def apply(scope: Scope) -> None:
-    """Prepare this process for Megatron ("train") or vLLM ("rollout") on the current platform. Idempotent."""
+    """Prepare this process for Megatron ("train") or vLLM ("rollout") on the current platform. Idempotent.
+
+    Reads `EXACT_VARIABLE` of the environment: log-probs that are equal bit for bit on both sides.
+    """
+    global _exact
+    _exact = _exact or os.environ.get(EXACT_VARIABLE) == "1"
+    key = platform.current().name, scope
     with collecting_seldom():
-        for module in _ADAPTORS[platform.current().name, scope]:
+        for module in (*_ADAPTORS[key], *(_EXACT_ADAPTORS.get(key, ()) if _exact else ())):
             importlib.import_module(module).apply()
 
 
@@ -104,11 +121,20 @@ _KERNELS: dict[tuple[str, str], str] = {
     ("cpu", "causal_attention"): "mindspeed_rl.adaptors.cpu_attention",
     ("cpu", "rms_norm"): "mindspeed_rl.adaptors.cpu_norm",
 }
+#: the same where log-probs are exact
+_EXACT_KERNELS: dict[tuple[str, str], str] = {
+    ("cpu", "causal_attention"): "mindspeed_rl.adaptors.exact_kernels",
+    ("cpu", "multiply_rows"): "mindspeed_rl.adaptors.exact_kernels",
+    ("cpu", "sum_rows"): "mindspeed_rl.adaptors.exact_kernels",
+    ("cpu", "log_softmax"): "mindspeed_rl.adaptors.exact_kernels",
+    ("cpu", "transformer_settings"): "mindspeed_rl.adaptors.megatron_exact",
+}
 
 
 def _find_module(function: str) -> ModuleType | None:
     """Return the current platform's module for a function, None where it has none."""
-    name = _KERNELS.get((platform.current().name, function))
+    key = platform.current().name, function
+    name = (_KERNELS | _EXACT_KERNELS if _exact else _KERNELS).get(key)
     return None if name is None else importlib.import_module(name)
 
 
@@ -162,6 +188,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if module is None:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     return module.rms_norm(x, weight, eps)
+
+
+def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return the product of [n, k] rows; where log-probs are exact, a row's bits depend on nothing but the row."""
+    module = _find_module("multiply_rows")
+    return product(rows) if module is None else module.multiply_rows(product, rows)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Return the sums over the last dimension; where log-probs are exact, zeros appended to it change none of them."""
+    module = _find_module("sum_rows")
+    return x.sum(-1) if module is None else module.sum_rows(x)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probs of [n, v] float32 logits; where they are exact, equal to those of the trainer's head."""
+    module = _find_module("log_softmax")
+    return logits.log_softmax(-1) if module is None else module.log_softmax(logits)
 
 
 def transformer_settings() -> dict[str, Any]:

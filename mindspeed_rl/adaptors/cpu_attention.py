@@ -27,7 +27,7 @@ _BLOCK = 64
 _SCORES = 1 << 18
 
 
-def _blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
+def split_into_blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield (sequences' heads, rows of queries, positions they see) of each block.
 
     Args:
@@ -58,7 +58,7 @@ def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
     return torch.softmax(scores, -1)
 
 
-class _CausalAttention(torch.autograd.Function):
+class CausalAttention(torch.autograd.Function):
     """query [h, s * r, d], position by position and scaled; key [h, t, d], value [h, t, d_v], r; out [h, s * r, d_v]."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class _CausalAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.shared = shared
         out = query.new_empty(*query.shape[:2], value.size(-1))
-        for heads, rows, seen in _blocks(query, key, shared):
+        for heads, rows, seen in split_into_blocks(query, key, shared):
             probs = _probabilities(query[heads, rows], key[heads, seen], shared)
             out[heads, rows] = torch.bmm(probs, value[heads, seen])
         return out
@@ -78,7 +78,7 @@ class _CausalAttention(torch.autograd.Function):
         shared = ctx.shared
         grad = grad.contiguous()
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for heads, rows, seen in _blocks(query, key, shared):
+        for heads, rows, seen in split_into_blocks(query, key, shared):
             probs = _probabilities(query[heads, rows], key[heads, seen], shared)
             of_probs = torch.bmm(grad[heads, rows], value[heads, seen].transpose(1, 2))
             of_scores = torch._softmax_backward_data(of_probs, probs, -1, probs.dtype)
@@ -112,5 +112,5 @@ def _attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float
     shared = n // groups
     q = (query * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-    out = _CausalAttention.apply(q, k, v, shared)
+    out = CausalAttention.apply(q, k, v, shared)
     return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3)

@@ -10,7 +10,8 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | rotation, optimizer | several | see `fused_steps` |
-| scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
+| scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
+half of their package or fail |
 
 They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
 "fully_reshardable"; the programs of tests/npu_sim run the real one.
@@ -32,9 +33,11 @@ Not verified on NPU hardware.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -63,15 +66,33 @@ _PASSED_KEYS = ("moe_permutation_async_comm", "swap_optimizer")
 #: fields of Megatron's TransformerConfig that its fused modules look at
 TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}
 
-_LAZY_PACKAGES = ("transformers",)
+#: packages whose modules may have imported what MindSpeed replaces; other installed libraries know neither it nor Megatron
+_SEARCHED = ("torch", "torch_npu", "megatron", "mindspeed", "mindspeed_rl", "transformer_engine", "apex")
+#: looks up each name in torch's own modules
+_LAZY_MODULE = "torch_npu.dynamo"
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _applied = False
 
 
+@functools.cache
+def _is_searched(package: str) -> bool:
+    """Return whether a top-level package is of those above, or a user's: neither installed nor of Python."""
+    if package in _SEARCHED or package in sys.stdlib_module_names:
+        return package in _SEARCHED
+    spec = sys.modules[package].__spec__ if package in sys.modules else None
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return not any(place.startswith(_LIBRARIES) for place in places)
+
+
 class _SearchableModules:
-    """`sys.modules` as MindSpeed's patcher sees it: lazy packages are left out of its searches."""
+    """`sys.modules` as MindSpeed's patcher sees it: libraries that it has nothing to do with are left out of its searches."""
 
     def copy(self) -> dict[str, types.ModuleType]:
-        return {name: module for name, module in sys.modules.items() if name.split(".")[0] not in _LAZY_PACKAGES}
+        return {
+            name: module
+            for name, module in sys.modules.items()
+            if _is_searched(name.partition(".")[0]) and not name.startswith(_LAZY_MODULE)
+        }
 
     def __getitem__(self, name: str) -> types.ModuleType:
         return sys.modules[name]

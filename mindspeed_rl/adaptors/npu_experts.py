@@ -5,6 +5,10 @@
 | activation of grouped experts | GroupedMLP.__init__ | Megatron takes two kernels for silu(gate) times up |
 | activation of single experts | mlp.weighted_bias_swiglu_impl | the same; MindSpeed needs a Megatron-LM tree |
 | permutation | token_dispatcher.permute, unpermute | see below |
+| rows of each expert | MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize | the grouped product takes them on the device: \
+Megatron reads them, and MindSpeed sends them back, with a wait for each product |
+| order of local experts | token_dispatcher.sort_chunks_by_idxs | where no other rank has experts, rows are in order already, \
+and Megatron waits for the sizes of chunks that it leaves where they are |
 
 Plain permutation waits for the device twice, to learn how many rows there are, and takes about ten kernels. MindSpeed's
 feature for it switches on `TransformerConfig.moe_permute_fusion`, which asks for TransformerEngine or a Triton kernel too, so
@@ -39,6 +43,10 @@ def apply(*, fuse_permutation: bool) -> None:
     plain = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     functions = (_permute, _unpermute) if fuse_permutation else (plain.permute, plain.unpermute)
     dispatcher.permute, dispatcher.unpermute = functions
+    dispatcher.sort_chunks_by_idxs = _sort_chunks
+    owner = dispatcher.MoEAlltoAllTokenDispatcher
+    if not hasattr(owner._maybe_dtoh_and_synchronize, "keeps_counts"):
+        owner._maybe_dtoh_and_synchronize = _keep_counts(owner._maybe_dtoh_and_synchronize)
 
 
 def _weighted_swiglu(x: Tensor, bias: Tensor | None, probs: Tensor, fp8_input_store: bool = False) -> Tensor:
@@ -63,6 +71,36 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
 
     fused_init.fuses_swiglu = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
     return fused_init
+
+
+def _keep_counts(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the dispatcher's reading of counts without that of the rows of each local expert.
+
+    What is left are the sizes of the exchange with other ranks, one wait a layer and micro-batch. Experts that are computed one
+    by one need all counts.
+    """
+
+    @functools.wraps(read)
+    def read_sizes(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if not self.config.moe_grouped_gemm:
+            return read(self, point, tokens_per_expert)
+        # an integer, unless a capacity drops tokens
+        if self.ep_size * self.tp_size > 1 or isinstance(self.num_out_tokens, Tensor):
+            read(self, point, None)
+        return tokens_per_expert
+
+    read_sizes.keeps_counts = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
+    return read_sizes
+
+
+def _sort_chunks(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows and their probabilities with the chunks in another order, which the host knows."""
+    if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+        return input, probs
+    plain = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    return plain.sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
 
 
 def _permute(

@@ -28,14 +28,17 @@ from mindspeed_rl.config.placement import PACKED_ELEMENTS
 _KEPT_SHAPES = 32
 
 
-class _LiveLinear:
+class LiveLinear:
     """The product of one layer, vLLM's `cpu_linear`: x [..., k] with weight [n, k] and bias [n] or None, [..., n].
 
     The weight may change between `forget` and the next product, and at no other time.
+
+    Args:
+        packs: the weight is packed however small it is.
     """
 
-    def __init__(self) -> None:
-        self._is_prepared = False
+    def __init__(self, *, packs: bool = False) -> None:
+        self._packs, self._is_prepared = packs, False
         self._packed: Any = None
         self._packed_bytes = 0
 
@@ -43,7 +46,7 @@ class _LiveLinear:
         if not self._is_prepared:
             # once: what cannot be packed now cannot be until another weight is there
             self._is_prepared = True
-            if _is_packable(weight, x):
+            if _is_packable(weight, x, 0 if self._packs else PACKED_ELEMENTS):
                 self._pack(weight)
         if self._packed is None:
             return nn.functional.linear(x, weight, bias)
@@ -67,7 +70,7 @@ class _LiveLinear:
         self._packed_bytes = packed.nbytes
 
 
-class _LiveInt8Linear(_LiveLinear):
+class _LiveInt8Linear(LiveLinear):
     """The product with an int8 weight [n, k] and scales [n, 1]; each row of x is quantized on its own, symmetrically."""
 
     def multiply(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,18 +93,18 @@ def _kernels() -> Any:
     return vllm._custom_ops
 
 
-def _is_packable(weight: Tensor, x: Tensor) -> bool:
+def _is_packable(weight: Tensor, x: Tensor, min_elements: int) -> bool:
     return (
         _kernels()._supports_onednn
         and weight.dim() == 2
         and weight.dtype == x.dtype
-        and weight.numel() >= PACKED_ELEMENTS
+        and weight.numel() >= min_elements
         and weight.is_contiguous()
     )
 
 
 def apply() -> None:
-    """Give the linear layers that vLLM builds from now on a `_LiveLinear` each. Imports vLLM."""
+    """Give the linear layers that vLLM builds from now on a `LiveLinear` each. Imports vLLM."""
     import vllm.model_executor.layers.utils as layer_utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -110,7 +113,7 @@ def apply() -> None:
                 layer._cpu_unpacked_conv_weight = layer.weight.data.squeeze(1)
                 _pack_convolutions_in_each_step()
             return
-        layer.cpu_linear = _LiveLinear()
+        layer.cpu_linear = LiveLinear()
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
@@ -143,12 +146,12 @@ def _pack_convolutions_in_each_step() -> None:
     replace("_causal_conv1d_update_cpu")
 
 
-def live_layers(model: nn.Module) -> Iterator[_LiveLinear]:
+def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
     """Yield the linear layers of an engine's model; a tied head is the embedding's, and comes once."""
     seen = set()
     for module in model.modules():
         found = getattr(module, "cpu_linear", None)
-        if isinstance(found, _LiveLinear) and id(found) not in seen:
+        if isinstance(found, LiveLinear) and id(found) not in seen:
             seen.add(id(found))
             yield found
 

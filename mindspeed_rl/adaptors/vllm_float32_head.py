@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl import platform
+from mindspeed_rl import adaptors, platform
 
 #: entry of the model's config
 FLOAT32_HEAD = "has_float32_head"
@@ -45,7 +45,9 @@ def apply() -> None:
     def product(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype == torch.float32 or not getattr(layer, FLOAT32_HEAD, False):
             return multiply(self, layer, x, bias)
-        logits = platform.current().float32_product(x.view(-1, x.size(-1)), layer.weight).view(*x.shape[:-1], -1)
+        multiply_wide = platform.current().float32_product
+        logits = adaptors.multiply_rows(lambda rows: multiply_wide(rows, layer.weight), x.view(-1, x.size(-1)))
+        logits = logits.view(*x.shape[:-1], -1)
         return logits if bias is None else logits + bias.float()
 
     method.create_weights, method.apply = create_weights, product

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl import adaptors
+
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 #: vLLM samples greedily below it
 _GREEDY = 1e-5
@@ -53,11 +55,11 @@ def apply() -> None:
 
     def forward(self: Any, logits: Tensor, sampling_metadata: Any, *others: object, **keywords: object) -> object:
         temperature = sampling_metadata.temperature  # None where all requests are greedy
-        if temperature is None or self.logprobs_mode != "raw_logprobs" or not self.tempers_log_probs:
+        if self.logprobs_mode != "raw_logprobs" or not self.tempers_log_probs:
             return sample(self, logits, sampling_metadata, *others, **keywords)
-        divisor = torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
+        divisor = 1.0 if temperature is None else torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
         # its one use in this mode is on the logits before penalties and cut-offs
-        self.compute_logprobs = lambda raw: (getattr(logits, _ALL_TOKENS, raw).float() / divisor).log_softmax(-1)
+        self.compute_logprobs = lambda raw: adaptors.log_softmax(getattr(logits, _ALL_TOKENS, raw).float() / divisor)
         try:
             return sample(self, logits, sampling_metadata, *others, **keywords)
         finally:

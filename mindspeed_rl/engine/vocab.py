@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl import platform
+from mindspeed_rl import adaptors, platform
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -23,9 +23,10 @@ def _logits(
 ) -> Tensor:
     """Return [n, v] float32, a new tensor; the last `padding` columns (vocabulary padding of this rank) get no probability."""
     if in_float32 and hidden.dtype != torch.float32:
-        logits = platform.current().float32_product(hidden, weight)
+        multiply = platform.current().float32_product
+        logits = adaptors.multiply_rows(lambda rows: multiply(rows, weight), hidden)
     else:
-        logits = (hidden @ weight.t()).float()
+        logits = adaptors.multiply_rows(lambda rows: rows @ weight.t(), hidden).float()
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
@@ -94,7 +95,7 @@ class _VocabLogProbs(torch.autograd.Function):
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
             at = None if others is None else _gather(shifted, others[chunk].long() - first)  # before `shifted` is overwritten
-            sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked], 1)
+            sums = torch.stack([adaptors.sum_rows(weights), shifted.mul_(weights).sum(-1), picked], 1)
             summed = _all_reduce(sums if at is None else torch.cat([sums, at], 1), group)
             total, weighted, picked = summed[:, :3].unbind(1)
             log_total = total.log()

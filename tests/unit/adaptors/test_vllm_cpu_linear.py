@@ -8,14 +8,14 @@ from torch import nn
 
 from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
-from mindspeed_rl.adaptors.vllm_cpu_linear import _LiveLinear, forget_packed, live_layers
+from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, forget_packed, live_layers
 
 
 def weight_of(rows: int = 512, columns: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows), dtype=torch.float32).to(dtype)
 
 
-def is_packed(linear: _LiveLinear, weight: torch.Tensor) -> bool:
+def is_packed(linear: LiveLinear, weight: torch.Tensor) -> bool:
     """True where there is a copy behind a product."""
     linear(torch.ones(2, weight.size(1), dtype=weight.dtype), weight, None)
     return linear.packed_bytes > 0
@@ -38,7 +38,7 @@ def test_products_are_those_in_double_precision(
     weight, x = weight_of(dtype=dtype), torch.randn(3, rows_of_input, 256).to(dtype)
     bias = torch.randn(512).to(dtype) if has_bias else None
     exact = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
-    linear = _LiveLinear()
+    linear = LiveLinear()
     for _ in range(2):
         found = linear(x, weight, bias)
         assert found.shape == (3, rows_of_input, 512) and found.dtype == dtype
@@ -47,7 +47,7 @@ def test_products_are_those_in_double_precision(
 
 
 def test_a_copy_is_as_old_as_the_last_change_that_was_told() -> None:
-    linear, weight, x = _LiveLinear(), weight_of(), torch.eye(256)
+    linear, weight, x = LiveLinear(), weight_of(), torch.eye(256)
     assert is_packed(linear, weight) and linear.packed_bytes == weight.nbytes
     linear.forget()
     assert linear.packed_bytes == 0
@@ -59,17 +59,17 @@ def test_a_copy_is_as_old_as_the_last_change_that_was_told() -> None:
 
 def test_a_copy_in_float32_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     by_float32(monkeypatch)
-    linear, weight = _LiveLinear(), weight_of(dtype=torch.bfloat16)
+    linear, weight = LiveLinear(), weight_of(dtype=torch.bfloat16)
     assert is_packed(linear, weight) and linear.packed_bytes == 2 * weight.nbytes
 
 
 def test_small_matrices_are_not_packed() -> None:
-    assert not is_packed(_LiveLinear(), weight_of(64, 64))
-    assert is_packed(_LiveLinear(), weight_of(64, 128))
+    assert not is_packed(LiveLinear(), weight_of(64, 64))
+    assert is_packed(LiveLinear(), weight_of(64, 128))
 
 
 def test_inputs_of_another_format_than_the_weight_s_are_left_to_torch() -> None:
-    linear, weight = _LiveLinear(), weight_of(dtype=torch.bfloat16)
+    linear, weight = LiveLinear(), weight_of(dtype=torch.bfloat16)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="dtype"):
             linear(torch.ones(2, 256), weight, None)
@@ -79,7 +79,7 @@ def test_inputs_of_another_format_than_the_weight_s_are_left_to_torch() -> None:
 def test_a_load_of_weights_and_a_release_of_memory_drop_the_copies() -> None:
     model = nn.ModuleList([nn.Linear(256, 512), nn.Linear(256, 512), nn.Linear(8, 8)])
     for module in model:
-        module.cpu_linear = _LiveLinear()
+        module.cpu_linear = LiveLinear()
     model.append(nn.Identity())
     model[3].cpu_linear = model[0].cpu_linear  # a tied head
     assert len(list(live_layers(model))) == 3

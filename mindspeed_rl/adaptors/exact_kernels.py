@@ -1,0 +1,177 @@
+"""Forward passes on the CPU that give each token the same bits, whatever else is in the batch (`rl_config.exact_log_probs`).
+
+Trainer and rollout engine call these same functions, so that log-probs of both are equal bit for bit:
+
+| step | rule |
+|---|---|
+| products | rows in blocks of 16, 32, ... 256, filled up with zeros: oneDNN and MKL add up one to three rows \
+in another order, and may divide the sums of many rows among threads |
+| attention | in float32; keys from the first one on in blocks of `KEY_BLOCK`, whose parts are added up one after the other |
+| sums of probabilities | groups of 16, then pairs of neighbours: zeros at the end change nothing |
+| rotation, SiLU | in float32 by single operations: torch's fused ones round the last elements of a tensor otherwise |
+| norms | torch's kernel, which computes row by row |
+
+Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
+`check` finds out whether the products of this processor keep the first rule. Gradients are those of other runs: they need not
+be equal. The idea is that of Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mindspeed_rl.adaptors.cpu_attention import CausalAttention, split_into_blocks
+
+#: rows of a product: a multiple of the first, at most the second
+ROWS, _MAX_ROWS = 16, 256
+#: keys whose values are added up in one product
+KEY_BLOCK = 128
+#: elements that one instruction adds up, in any order that depends on their number alone
+_GROUP = 16
+
+
+def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return `product` of [n, k] rows, computed in blocks of fixed sizes.
+
+    Args:
+        product: [m, k] -> [m, ...], each row on its own.
+    """
+    parts = []
+    for block in rows.split(_MAX_ROWS):
+        count = block.size(0)
+        part = product(functional.pad(block, (0, 0, 0, -count % ROWS)) if count % ROWS else block)
+        parts.append(part[:count])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def matmul(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return x @ matrix of [..., k] and [k, n]; no gradient."""
+    return multiply_rows(lambda rows: torch.mm(rows, matrix), x.reshape(-1, x.size(-1))).view(*x.shape[:-1], -1)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Return the sums over the last dimension of [..., n]; zeros appended to it change none of them."""
+    sums = functional.pad(x, (0, -x.size(-1) % _GROUP)).unflatten(-1, (-1, _GROUP)).sum(-1)
+    while sums.size(-1) > 1:
+        sums = functional.pad(sums, (0, 1)) if sums.size(-1) % 2 else sums
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums[..., 0]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probs of [n, v] float32 logits, as the trainer's head computes that of a token."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return shifted.sub_(sum_rows(shifted.exp()).log()[:, None])
+
+
+# ---------------------------------------------------------------- single tokens
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(x)
+        wide = x.float()
+        return wide.div(wide.neg().exp_().add_(1.0)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x sigmoid(x)."""
+    return _Silu.apply(x)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves a and b of [..., d] heads: (a cos - b sin, b cos + a sin).
+
+    Args:
+        cos, sin: [..., d / 2] float32, of the angles.
+    """
+    a, b = heads.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(heads.dtype)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(scores: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Return softmax(scores) @ values of blocks of keys.
+
+    Args:
+        scores: [b, r, t] float32, -inf for hidden keys; overwritten.
+        values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; of the first of all b alone
+            where the others have no key in a block.
+    """
+    probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    out = torch.bmm(probs[..., :KEY_BLOCK], values[0])
+    for index, value in enumerate(values[1:], 1):
+        used = len(value)
+        out[:used] += torch.bmm(probs[:used, :, index * KEY_BLOCK : (index + 1) * KEY_BLOCK], value)
+    return out.div_(sum_rows(probs)[..., None])
+
+
+class _ExactAttention(CausalAttention):
+    """The same function with the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: int) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.shared = shared
+        out = query.new_empty(*query.shape[:2], value.size(-1))
+        padded = [functional.pad(x, (0, 0, 0, -x.size(1) % ROWS)) for x in (key, value)]
+        for heads, rows, seen in split_into_blocks(query, key, shared):
+            queries, length = query[heads, rows], seen.stop
+            count = queries.size(1)
+            keys, values = (x[heads, : length + -length % ROWS] for x in padded)
+            if count % ROWS:
+                queries = functional.pad(queries, (0, 0, 0, -count % ROWS))
+            visible = torch.arange(length - count // shared, length).repeat_interleave(shared)
+            visible = functional.pad(visible, (0, queries.size(1) - count))[:, None]
+            scores = torch.bmm(queries, keys.transpose(1, 2))
+            scores.masked_fill_(torch.arange(scores.size(-1)) > visible, float("-inf"))
+            out[heads, rows] = attend(scores, values.split(KEY_BLOCK, 1))[:, :count]
+        return out
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """Compute causal attention of the last s of t tokens; arguments as in `adaptors.causal_attention`, without dropout."""
+    assert not dropout  # a rule refuses it
+    (b, s, n, d), groups = query.shape, key.size(2)
+    shared = n // groups
+    queries = (query.float() * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
+    keys, values = (x.float().transpose(1, 2).flatten(0, 1) for x in (key, value))
+    out = _ExactAttention.apply(queries, keys, values, shared)
+    return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3).to(query.dtype)
+
+
+def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm) -> None:
+    """Check that products of this processor give a row the same bits in blocks of every size, at every place.
+
+    Args:
+        multiply: [m, k] and [k, n] -> [m, n].
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (64, 896, 4864):
+            # sines need all the digits there are
+            rows = torch.arange(float(_MAX_ROWS * width)).view(_MAX_ROWS, width).sin().to(dtype)
+            matrix = torch.arange(float(48 * width)).view(48, width).cos().to(dtype).t()
+            full = torch.mm(rows, matrix)
+            for first, count in ((0, 16), (16, 48), (32, 128), (0, 256)):
+                if not torch.equal(multiply(rows[first : first + count], matrix), full[first : first + count]):
+                    raise RuntimeError(
+                        f"rl_config.exact_log_probs: products of {dtype} on this processor depend on the number of rows "
+                        f"({count} rows of {width}); set it to false"
+                    )

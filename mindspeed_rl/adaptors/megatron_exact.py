@@ -1,0 +1,74 @@
+"""Megatron's forward pass by the functions of `exact_kernels` (`rl_config.exact_log_probs`), on the CPU.
+
+| patch | symbol | why |
+|---|---|---|
+| products | tensor_parallel.layers: `torch.matmul` | blocks of rows; its only uses are in forward passes |
+| rotation | rope_utils._apply_rotary_pos_emb_bshd | in float32, by operations that round alike at every place |
+
+Attention, SiLU and the sums of the head are called through `adaptors`. It can go when torch's own operators are
+batch-invariant; `tests/dist/test_exact_log_probs.py` compares with the rollout engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.adaptors import exact_kernels
+
+#: fields of Megatron's TransformerConfig
+TRANSFORMER_SETTINGS = {"activation_func": exact_kernels.silu}
+
+_applied = False
+
+
+class _ExactTorch(types.ModuleType):
+    """torch as a module of Megatron has it, with another `matmul`."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__("torch")
+        self._original, self.matmul = original, exact_kernels.matmul
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def apply() -> None:
+    """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
+
+    Raises:
+        RuntimeError: products of this processor depend on the number of rows.
+    """
+    global _applied
+    if _applied:
+        return
+    exact_kernels.check()
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    layers.torch = _ExactTorch(layers.torch)
+    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    original, last = rotary._apply_rotary_pos_emb_bshd, (torch.empty(0),) * 3
+
+    def apply_bshd(
+        t: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        mla_rotary_interleaved: bool = False,
+    ) -> Tensor:
+        latent = multi_latent_attention or mla_rotary_interleaved
+        if rotary_interleaved or latent or mscale != 1.0 or freqs.size(-1) != t.size(-1):
+            return original(t, freqs, rotary_interleaved, latent, mscale)  # of a model that plays no part in the rollout
+        nonlocal last
+        # the angles stay in memory here, so no other tensor can have their identity
+        if last[0] is not freqs:
+            half = freqs[..., : freqs.size(-1) // 2].float()
+            last = freqs, half.cos(), half.sin()
+        return exact_kernels.rotate(t, *last[1:])
+
+    rotary._apply_rotary_pos_emb_bshd = apply_bshd
+    _applied = True

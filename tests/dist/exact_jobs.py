@@ -1,0 +1,177 @@
+# ruff: noqa: E402  (Megatron and vLLM must be imported after the adaptors)
+"""Jobs that compare log-probs of trainer and rollout engine bit by bit, in processes that compute nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.platform.environment import EXACT_VARIABLE
+
+os.environ[EXACT_VARIABLE] = "1"
+
+from rollout_jobs import Pair, _shared_number  # applies the adaptors
+from training_jobs import KEYS, weighted_loss
+
+from mindspeed_rl import adaptors
+
+adaptors.apply("train")  # again: the modules above may have been loaded by a process that this one is a copy of
+adaptors.apply("rollout")
+
+# isort: split
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state
+
+from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.config import GenerateConfig, MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+
+_SIZES = {
+    "vocab_size": 331, "hidden_size": 128, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+_SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64}  # fmt: skip
+MODELS: dict[str, transformers.PretrainedConfig] = {
+    "qwen2": transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False),
+    "llama": transformers.LlamaConfig(**_SIZES, rope_parameters=_SCALED, tie_word_embeddings=False),
+}
+
+
+def save(name: str, folder: Path, **sizes: object) -> Path:
+    """Save a model with random weights, far from uniform, as a Hugging Face folder; return the folder."""
+    torch.manual_seed(7)
+    config = type(MODELS[name]).from_dict(MODELS[name].to_dict() | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A way to make micro-batches."""
+
+    packed: bool
+    shares_prefixes: bool
+    batching: MicroBatching
+
+
+SHAPES = (
+    Shape(True, True, MicroBatching(8)),
+    Shape(True, False, MicroBatching(1, token_budget=900)),
+    Shape(False, False, MicroBatching(3)),
+    Shape(True, False, MicroBatching(1)),
+)
+
+
+def _requests(count: int) -> list[GenerationRequest]:
+    """So many requests, four for each prompt; prompts of 3 to 200 tokens, some of which begin alike."""
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randint(2, 331, (150,), generator=generator).tolist()
+    prompts = []
+    for index in range(-(-count // 4)):
+        length = int(torch.randint(3, 60, (), generator=generator))
+        own = torch.randint(2, 331, (length,), generator=generator).tolist()
+        prompts.append([*start[: 30 * (index % 6)], *own])
+    return [GenerationRequest(prompts[i // 4], sample_seed(1, 0, i // 4, i % 4)) for i in range(count)]
+
+
+def count_differences(
+    folder: str, keys: dict[str, Any], generate: dict[str, Any], num_samples: int, updates: int = 1, temperature: float = 0.8
+) -> list[dict[str, Any]]:
+    """Compare log-probs of samples, before the first update and after each.
+
+    Args:
+        keys: of `MegatronConfig`.
+        generate: of `GenerateConfig`.
+
+    Returns:
+        Of each round the number of tokens, and for each shape of micro-batches that of log-probs whose bits differ.
+    """
+    config = MegatronConfig(**KEYS | {"lr": 1e-3, "lr_warmup_iters": 0, "loss_chunk_size": 100} | keys)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    parallel.init_process_group(parallel.RankInfo.from_env(), 120)
+    plan = plan_model(config, folder)
+    parallel._init_model_parallel(config, plan.layout.vpp, 120)
+    try:
+        parallel._seed_all(1)
+        model = build_model(config, plan, trainable=True)
+        load_weights(model, HfFolder(folder))
+        engines = {
+            shape: TrainEngine(
+                config,
+                model,
+                batch_shape(config, packed=shape.packed, pad_id=0, shares_prefixes=shape.shares_prefixes),
+                temperature=temperature,
+            )
+            for shape in SHAPES
+        }
+        trainer = engines[SHAPES[0]]
+        trainer.start_training(1)
+        rollout = VllmEngine(
+            folder,
+            GenerateConfig(
+                infer_tensor_parallel_size=config.tensor_model_parallel_size,
+                max_model_len=512,
+                max_num_seqs=24,
+                max_num_batched_tokens=700,
+                enable_prefix_caching=True,
+                dtype="bfloat16" if config.bf16 else "float32",
+                kv_cache_memory_gib=0.1,
+                fp32_lm_head=bool(config.fp32_lm_head),
+                **generate,
+            ),
+            Sampling(temperature, 160, (1,), top_k=100),
+            run_id=f"exact-{_shared_number()}",
+            kv_bytes_per_token=4096,
+        )
+        pair = Pair(trainer, WeightStream(model, bucket_bytes=1 << 16), rollout, config.tensor_model_parallel_size)
+        requests, rounds = _requests(num_samples), []
+        for iteration in range(updates + 1):
+            pair.version += 1
+            rollout.load_weights(pair.stream.named_tensors(dtype), pair.version)
+            completions = rollout.generate(requests)
+            rows = Rows(
+                [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(requests, completions)],
+                [len(request.prompt_ids) for request in requests],
+                columns={
+                    "rollout_log_probs": [torch.tensor(c.log_probs) for c in completions],
+                    "weights": [torch.full((len(c.token_ids),), 1.0 - 2.0 * (i % 2)) for i, c in enumerate(completions)],
+                },
+            )
+            sampled = torch.cat(rows.columns["rollout_log_probs"])
+            differing = []
+            for shape, engine in engines.items():
+                output = engine.forward(rows, shape.batching)
+                assert output is not None
+                computed = torch.cat(output[0])
+                differing.append(int((computed != sampled).sum()))
+            largest = float((computed - sampled).abs().max())
+            rounds.append({"tokens": len(sampled), "differing": differing, "largest": largest, "mean": float(sampled.mean())})
+            if iteration < updates:
+                trainer.train_step(rows, SHAPES[0].batching, weighted_loss)
+        return rounds
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
