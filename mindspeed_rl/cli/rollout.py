@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     """Serve until an interrupt; return 0 then, 2 for a wrong command line, 1 when the engine failed."""
     try:
         args = make_parser().parse_intermixed_args(argv)
-        generate, folder = _engine_keys(args)
+        generate, folder, pixels = _engine_keys(args)
         token, is_new = _token(args)
         listening = _listen(args.host, args.port)
     except ValueError as error:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     names = args.served_model_name or [folder.name]
     try:
         with _joined(args, listening, token):
-            return _serve(args, generate, folder, token, listening, names)
+            return _serve(args, generate, folder, token, listening, names, pixels)
     except KeyboardInterrupt:
         print_status("interrupted; the engine was stopped.")
         return 0
@@ -81,16 +81,15 @@ def main(argv: list[str]) -> int:
         listening.close()
 
 
-def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
-    """Return the keys of the engine, and the model's folder."""
-    folder = args.model
+def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, tuple[int | None, int | None]]:
+    """Return the keys of the engine, the model's folder, and the run's limits of images."""
+    folder, pixels = args.model, (None, None)
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
     if args.join is not None:
         if args.config_name is not None:
             raise ValueError("--join and --config-name exclude one another: the settings are those of the run")
         settings = ServerFolder(args.join.expanduser()).read_settings()
-        if settings["min_pixels"] or settings["max_pixels"]:
-            raise ValueError("--join: a run with limits of images (min_pixels, max_pixels) takes no servers that join")
+        pixels = settings["min_pixels"], settings["max_pixels"]
         sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
         generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
         folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
@@ -99,6 +98,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
         if cfg.generate_config is None:
             raise ValueError(f"--config-name {args.config_name} has no group generate_config")
         generate, actor = cfg.generate_config, cfg.actor_config
+        pixels = actor.min_pixels, actor.max_pixels
         model = actor.tokenizer_name_or_path or actor.load
         folder = folder or (Path(model) if model else None)
     if folder is None or not (folder.expanduser() / "config.json").is_file():
@@ -117,7 +117,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
             if not isinstance(value, str) and value <= 0:
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
             setattr(generate, name, value)
-    return generate, folder.expanduser().resolve()
+    return generate, folder.expanduser().resolve(), pixels
 
 
 def _token(args: argparse.Namespace) -> tuple[str, bool]:
@@ -177,7 +177,13 @@ def _joined(args: argparse.Namespace, listening: socket.socket, token: str) -> I
 
 
 def _serve(
-    args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
+    args: argparse.Namespace,
+    generate: GenerateConfig,
+    folder: Path,
+    token: str,
+    listening: socket.socket,
+    names: list[str],
+    pixels: tuple[int | None, int | None],
 ) -> int:
     # the engine's process is ended, not asked: Python's tracker then frees its semaphores, and would warn that it has
     quiet = {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker", **WAITING}
@@ -185,5 +191,5 @@ def _serve(
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
-    serve(folder, generate, names, listening, token, platform_name=args.platform)
+    serve(folder, generate, names, listening, token, platform_name=args.platform, pixels=pixels)
     return 0

@@ -321,6 +321,17 @@ def make_data_url(reference: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
 
 
+def find_file(reference: str) -> tuple[str, int] | None:
+    """Return path and size of the file that an image is in; None for an image that its reference has, or that is gone."""
+    if is_embedded(reference):
+        return None
+    stored = _STORED.fullmatch(reference)
+    path = stored["path"] if stored and not os.path.exists(reference) else reference.removeprefix("file://")
+    with contextlib.suppress(OSError):
+        return path, os.path.getsize(os.path.expanduser(path))
+    return None
+
+
 def embed_image(data: bytes) -> str:
     """Return the reference of an image that is its bytes."""
     return f"data:image/any;base64,{base64.b64encode(data).decode()}"

@@ -58,7 +58,7 @@ class _ResponseChunk:
 
 
 class AsyncEngine:
-    """One vLLM engine on dedicated devices. All methods are coroutines of one event loop.
+    """One vLLM engine of a server. All methods are coroutines of one event loop.
 
     Attributes:
         version: of the weights; -1 before the first.
@@ -127,6 +127,16 @@ class AsyncEngine:
         """Resume the engine; see `RolloutEngine.resume`."""
         await vllm_async.resume(self.llm)
 
+    async def sleep(self) -> None:
+        """Offload the weights to host memory and free the KV cache, where the engine was built to sleep; nothing is running."""
+        if self.llm.vllm_config.model_config.enable_sleep_mode:
+            await self.llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Load what `sleep` has offloaded onto the device again."""
+        if self.llm.vllm_config.model_config.enable_sleep_mode:
+            await self.llm.wake_up()
+
     async def join(self, rendezvous: str, first_rank: int) -> None:
         """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""
         await self.llm.collective_rpc("weights_join", args=(rendezvous, first_rank))
@@ -174,12 +184,12 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     """Build the engine of a server; its processes end with this one, however it ends."""
     os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
     os.environ[PLATFORM_VARIABLE] = settings.platform
-    generate = settings.generate
+    generate, hooks = settings.generate, adaptors.engine_hooks()
     changes = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
-        # the devices are dedicated, so their memory is not offloaded
-        "enable_sleep_mode": False,
+        # on dedicated devices memory is not offloaded
+        "enable_sleep_mode": settings.sleeps and hooks.sleeps,
     }
     if settings.with_tokenizer:
         changes["skip_tokenizer_init"] = False
@@ -190,7 +200,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
         build_engine_arguments(
             settings.hf_folder,
             generate,
-            adaptors.engine_hooks(),
+            hooks,
             RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
             kv_bytes_per_token=read_kv_bytes(settings.hf_folder, generate.cache_itemsize),
             changes=changes,
@@ -212,11 +222,13 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
         engine: shared with other interfaces; None for a new one.
     """
     generate = settings.generate
+    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
     metadata = {
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
         "quantization": generate.quantization,
         "max_model_len": generate.max_model_len,
         "log_probs": LOG_PROBS,
+        "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
     }
     return RolloutService(engine or build_engine(settings), metadata)

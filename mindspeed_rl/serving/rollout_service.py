@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -25,8 +26,8 @@ _COLLECT_S = 0.02
 _MAX_WAIT_S = 60.0
 
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
-_OWN_CALLS = ("describe", "submit", "news", "drop", "health")
-_ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive")
+_OWN_CALLS = ("describe", "submit", "news", "drop", "health", "list_missing")
+_ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive", "sleep", "wake")
 
 
 class Event(TypedDict, total=False):
@@ -142,6 +143,11 @@ class RolloutService:
     async def describe(self) -> dict[str, object]:
         """Return the server's metadata and the version of its weights (-1: none yet)."""
         return self._metadata | {"version": self._engine.version}
+
+    async def list_missing(self, files: Mapping[str, int]) -> list[str]:
+        """Return the files, by path and size, that this machine does not have."""
+        sizes = {path: os.path.getsize(path) for path in map(os.path.expanduser, files) if os.path.isfile(path)}
+        return [path for path, size in files.items() if sizes.get(os.path.expanduser(path)) != size]
 
     async def health(self) -> dict[str, int]:
         """Return the number of running requests.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import aiohttp
 from ray.actor import ActorHandle
 
+from mindspeed_rl.data.images import embed_image, find_file, read_image
 from mindspeed_rl.serving.server_process import ServerProcess
 
 #: path of the calls of `RolloutService`
@@ -25,13 +27,14 @@ class RayServerClient:
 
 
 class HttpServerClient:
-    """A client of a standalone server."""
+    """A client of a standalone server. Images in files that the server does not have travel with their requests."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self.name = f"rollout server {host}:{port}"
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}{CALLS_PATH}"
         self._headers = {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
+        self._missing: dict[str, bool] = {}  # file of images -> the server does not have it
 
     async def call(self, name: str, **arguments: object) -> Any:
         """Return the result of a call; the caller sets a deadline. See `ServerClient.call`.
@@ -44,12 +47,32 @@ class HttpServerClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
         try:
+            if name == "submit":
+                arguments = {"requests": await self._embed_images(cast("Sequence[dict[str, Any]]", arguments["requests"]))}
             async with self._session.post(f"{self._url}/{name}", json=arguments) as response:
                 if response.status != 200:
                     raise RuntimeError(f"{response.status} {(await response.text()).strip()[:500]}")
                 return await response.json()
         except aiohttp.ClientError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
+
+    async def _embed_images(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the requests with the bytes of the images that the server cannot read."""
+        found = {one: find_file(one) for request in requests for one in request["sampling"].get("images", ())}
+        files = dict(file for file in found.values() if file is not None and file[0] not in self._missing)
+        if files:
+            missing = await self.call("list_missing", files=files)
+            self._missing |= {path: path in missing for path in files}
+        sent = {
+            one: embed_image(read_image(one)) if file is not None and self._missing[file[0]] else one
+            for one, file in found.items()
+        }
+        if sent == {one: one for one in found}:
+            return list(requests)
+        return [
+            request | {"sampling": request["sampling"] | {"images": [sent[one] for one in request["sampling"]["images"]]}}
+            for request in requests
+        ]
 
     async def close(self) -> None:
         """Close the connections."""

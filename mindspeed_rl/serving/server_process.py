@@ -1,9 +1,9 @@
-"""The process of a rollout server of a run: a Ray actor with vLLM's asynchronous engine on dedicated devices."""
+"""The process of a server of a run: a Ray actor with vLLM's asynchronous engine, for rollouts or for a judge."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,8 @@ class ServerSettings:
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
         min_pixels, max_pixels: limits of images; None: the model's own.
+        title: of the servers in messages, before their index.
+        sleeps: the engine is offloaded between its phases: others use its devices in them.
     """
 
     hf_folder: str
@@ -48,10 +50,17 @@ class ServerSettings:
     heartbeat_interval_s: float = 5.0
     min_pixels: int | None = None
     max_pixels: int | None = None
+    title: str = "rollout server"
+    sleeps: bool = False
 
 
 class ServerMetadata(TypedDict):
-    """The result of `RolloutService.describe`; version -1: the server has no weights yet."""
+    """The result of `RolloutService.describe`.
+
+    Attributes:
+        version: -1: the server has no weights yet.
+        images: the fewest and the most pixels of an image, and the most images of a prompt; None for a model of text.
+    """
 
     num_workers: int
     dtype: str
@@ -59,6 +68,7 @@ class ServerMetadata(TypedDict):
     max_model_len: int
     log_probs: str
     version: int
+    images: list[int] | None
 
 
 class ServerProcess:
@@ -66,21 +76,29 @@ class ServerProcess:
 
     _service: RolloutService
 
-    def __init__(self, settings: ServerSettings, index: int) -> None:
-        self._settings, self._index = settings, index
+    def __init__(self, settings: ServerSettings, index: int, devices: Sequence[str] | None = None) -> None:
+        """Keep the settings.
+
+        Args:
+            settings: of all servers.
+            index: of this one.
+            devices: ids of devices that it shares with other processes; None: those that Ray assigns to it.
+        """
+        self._settings, self._index, self._devices = settings, index, devices
 
     async def start(self) -> ServerMetadata:
         """Start the engine; return the result of `RolloutService.describe`."""
-        settings, name = self._settings, f"server_{self._index}"
+        settings, title = self._settings, f"{self._settings.title} {self._index}"
+        name = title.removeprefix("rollout ").replace(" ", "_")
         if settings.folder is not None:
             redirect_output(settings.folder / "logs" / f"{name}.log")
-            set_up_logging(settings.folder / "run.log", worker=f"server {self._index}", console=False)
-            heartbeat.start(settings.folder, f"rollout server {self._index}", interval_s=settings.heartbeat_interval_s)
+            set_up_logging(settings.folder / "run.log", worker=name.replace("_", " "), console=False)
+            heartbeat.start(settings.folder, title, interval_s=settings.heartbeat_interval_s)
         device = platform.select(settings.platform)
         if device.visible_devices_env is not None and device.ray_resource is not None:
             # vLLM counts the devices that its processes see from 0
             assigned = ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, [])
-            os.environ[device.visible_devices_env] = ",".join(assigned)
+            os.environ[device.visible_devices_env] = ",".join(assigned if self._devices is None else self._devices)
         prepare_process(("rollout",), None)
         self._service = import_module("mindspeed_rl.serving.async_engine").build_service(settings)
         segments = import_module("mindspeed_rl.adaptors.vllm_async")

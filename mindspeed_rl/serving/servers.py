@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mindspeed_rl.config import GenerateConfig, Run
 from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
@@ -250,6 +251,17 @@ class RolloutServers:
         # servers of earlier releases have other ones, and no request can change them
         if (reported := metadata.get("log_probs")) != LOG_PROBS:
             violations.append(f"its log-probs are of {reported or 'an earlier release'}, those of the trainer of {LOG_PROBS}")
+        rules = ImageRules.read(self._settings.hf_folder, self._settings.min_pixels, self._settings.max_pixels)
+        expected = None if rules is None else [rules.min_pixels, rules.max_pixels, config.limit_mm_image_per_prompt]
+        reported_images = metadata.get("images")
+        if expected is not None and (reported_images is None or reported_images[:2] != expected[:2]):
+            given = "none" if reported_images is None else " to ".join(map(str, reported_images[:2]))
+            violations.append(
+                f"its images have {given} pixels, those of the run {expected[0]} to {expected[1]} (min_pixels, max_pixels; "
+                "`mindspeed-rl rollout --config-name` takes them from the run file)"
+            )
+        elif expected is not None and reported_images is not None and reported_images[2] < expected[2]:
+            violations.append(f"it takes {reported_images[2]} images a prompt, limit_mm_image_per_prompt is {expected[2]}")
         if violations:
             raise ServerLostError(f"{client.name} does not fit the run: {'; '.join(violations)}")
         self.weights.num_workers[client.name] = metadata["num_workers"]

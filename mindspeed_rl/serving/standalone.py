@@ -57,6 +57,7 @@ def serve(
     token: str,
     *,
     platform_name: str,
+    pixels: tuple[int | None, int | None] = (None, None),
 ) -> None:
     """Serve until the process is interrupted, then end the engine.
 
@@ -67,6 +68,7 @@ def serve(
         listening: a bound socket.
         token: of every call.
         platform_name: name of the device kind.
+        pixels: limits of images, as `ServerSettings` has them.
     """
     device = platform.select(platform_name)
     device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
@@ -84,6 +86,8 @@ def serve(
         platform=device.name,
         folder=None,
         with_tokenizer=True,
+        min_pixels=pixels[0],
+        max_pixels=pixels[1],
         # quantized weights come from the run
         load_weights=generate.quantization is None and any(folder.glob("*.safetensors")),
     )

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from patience import patient
 
 from mindspeed_rl.serving import standalone
 from mindspeed_rl.serving.rollout_service import RolloutService
+from mindspeed_rl.serving.server_clients import HttpServerClient
 from mindspeed_rl.serving.standalone import _GuardedApp
 
 TOKEN = {"authorization": "Bearer secret"}
@@ -143,10 +145,10 @@ def test_calls_are_posts() -> None:
 class Server:
     """uvicorn with the application, in a thread; `longest_gap_s` is the longest time in which its loop did nothing else."""
 
-    def __init__(self, http: str) -> None:
+    def __init__(self, http: str, app: Any = None) -> None:
         self.longest_gap_s = 0.0
         # pyrefly: ignore[bad-argument-type]  # no request is made here
-        app = _GuardedApp(RolloutService(Engine(), {"num_workers": 1}), None, "secret", "/rollout")
+        app = app or _GuardedApp(RolloutService(Engine(), {"num_workers": 1}), None, "secret", "/rollout")
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, http=http, log_level="critical", lifespan="on"))
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
@@ -211,6 +213,55 @@ def test_json_that_is_nested_without_end_is_a_wrong_call(server: Server) -> None
         status, answer = server.post("/rollout/submit", body)
         assert status == 400 and b"submit: " in answer
     assert server.post("/rollout/describe", b"")[0] == 200
+
+
+def test_images_in_files_that_a_server_lacks_travel_with_their_requests(tmp_path: Path) -> None:
+    far, near = tmp_path / "far.bin", tmp_path / "near.png"
+    far.write_bytes(b"0123456789")
+    near.write_bytes(b"near")
+    asked: list[dict[str, Any]] = []
+
+    async def app(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """A server on a machine with another disk."""
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        body = await receive()
+        asked.append({"path": scope["path"], **json.loads(body["body"])})
+        answer = [str(far)] if scope["path"] == "/rollout/list_missing" else None
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    data = "data:image/png;base64,AAAA"
+    images = [f"{far}#2+3", str(near), data, f"{far}#0+2"]
+    requests = [{"key": "a", "sampling": {"images": images}}, {"key": "b", "sampling": {"images": []}}]
+    with Server("h11", app) as server:
+
+        async def go() -> None:
+            client = HttpServerClient("127.0.0.1", server.port, "secret")
+            for _ in range(2):
+                await client.call("submit", requests=requests)
+            await client.close()
+
+        asyncio.run(go())
+    # the server was asked once
+    assert [one["path"] for one in asked] == ["/rollout/list_missing", "/rollout/submit", "/rollout/submit"]
+    assert asked[0]["files"] == {str(far): 10, str(near): 4}
+    # "234" and "01" in base64
+    sent = ["data:image/any;base64,MjM0", str(near), data, "data:image/any;base64,MDE="]
+    for submitted in asked[1:]:
+        assert [one["sampling"]["images"] for one in submitted["requests"]] == [sent, []]
+    assert requests[0]["sampling"] == {"images": images}
+
+
+def test_a_server_lists_the_files_that_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1234")
+    files = {str(tmp_path / "a"): 4, str(tmp_path / "b"): 4}
+    assert ask("/rollout/list_missing", json.dumps({"files": files}).encode()) == (200, [str(tmp_path / "b")])
+    other = {str(tmp_path / "a"): 5}  # another dataset at the same path
+    assert ask("/rollout/list_missing", json.dumps({"files": other}).encode()) == (200, list(other))
 
 
 @pytest.mark.parametrize(("token", "status"), [("", 401), ("Bearer other", 401), ("Bearer secret", 404)])
