@@ -417,7 +417,7 @@ def formula(cfg: RunConfig) -> str:
     """Return the loss in use as readable lines with the run's numbers in them."""
     objective = cfg.objective
     if objective is None or cfg.rl_config is None:
-        routers = _list_router_losses(cfg)
+        routers = _list_added_losses(cfg)
         terms = "".join(f" + {weight:g} * {name}" for name, (weight, _) in routers.items())
         return "\n".join([_supervised_formula(cfg) + terms, *(f"{name} = {text}" for name, (_, text) in routers.items())])
     numbers = objective.numbers()
@@ -444,8 +444,8 @@ def formula(cfg: RunConfig) -> str:
         terms += f" + {objective.kl_in_loss:g} * aggregate(KL)"
     if coefficient := objective.entropy_coeff:
         terms += f" {'-' if coefficient > 0 else '+'} {abs(coefficient):g} * aggregate(entropy)"
-    routers = _list_router_losses(cfg)
-    lines += [f"routers     {name} = {text}" for name, (_, text) in routers.items()]
+    routers = _list_added_losses(cfg)
+    lines += [f"added       {name} = {text}" for name, (_, text) in routers.items()]
     lines.append(f"loss        {terms}{''.join(f' + {weight:g} * {name}' for name, (weight, _) in routers.items())}")
     lines += _masks(cfg.rl_config, objective)
     if objective.has_critic:
@@ -453,15 +453,20 @@ def formula(cfg: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _list_router_losses(cfg: RunConfig) -> dict[str, tuple[float, str]]:
-    """Return the losses of the actor's routers: name -> (weight, its form); none in a model without experts."""
-    train = cfg.actor_config
+def _list_added_losses(cfg: RunConfig) -> dict[str, tuple[float, str]]:
+    """Return the losses of the actor's routers and prediction layers: name -> (weight, its form); none where it has neither."""
+    train, losses = cfg.actor_config, {}
+    if count := train.mtp_num_layers:
+        detaches = train.mtp_detach_heads if train.mtp_detach_heads is not None else not cfg.is_supervised
+        reach = "gradient to these layers alone" if detaches else "gradient to the model before them too"
+        text = f"mean over {count} prediction layer(s) k of sum_t -log p_k(token t) / trained tokens; {reach}"
+        losses["M"] = (train.mtp_loss_scaling_factor, text)
     if not train.num_experts:
-        return {}
+        return losses
     # where neither the run file nor the model's config.json has one, it is 0
     derived = cfg.derived.get("actor_config.moe_aux_loss_coeff")
     weight = train.moe_aux_loss_coeff if train.moe_aux_loss_coeff is not None else derived.value if derived else 0.0
-    kind, losses = train.moe_router_load_balancing_type, {}
+    kind = train.moe_router_load_balancing_type
     if weight and kind in ("aux_loss", "seq_aux_loss"):
         part = "sequences" if kind == "seq_aux_loss" or train.seq_aux else "micro-batches, by tokens"
         losses["B"] = (float(weight), f"sum over layers with experts of {train.num_experts} sum_e f_e P_e, mean over {part}")

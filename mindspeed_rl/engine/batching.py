@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.engine.balance import pack_families, pack_within_budget, pad_within_budget
+from mindspeed_rl.engine.multi_token_prediction import PredictionTargets, shift_targets
 from mindspeed_rl.engine.sequence_layout import PackedLayout, SharedPrefixes, expand_ranges, zigzag_positions
 from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, find_images
 from mindspeed_rl.models.model_config import VisionConfig
@@ -118,6 +119,7 @@ class BatchShape:
             computed once, except for the last token before a sequence's own, which predicts in each of them. Packed layout
             only; a context-parallel rank then has a slice of the computed tokens, and sequence_multiple is 1.
         vision: of a model that sees images, whose tokens have a position on three axes; None for others.
+        num_predictions: multi-token-prediction layers, whose targets a micro-batch has too.
     """
 
     packed: bool
@@ -129,6 +131,7 @@ class BatchShape:
     pad_id: int = 0
     shares_prefixes: bool = False
     vision: VisionConfig | None = None
+    num_predictions: int = 0
 
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sequence of this length takes in a packed micro-batch."""
@@ -183,6 +186,7 @@ class MicroBatch:
             token in the concatenated rows; -1 for padding.
         routing: [n, routed layers, experts a token] int16, the rows' routing in that order, -1 for padding; None without.
         images: with tokens on this rank; None without any.
+        predictions: targets of the multi-token-prediction layers that train, in turn.
     """
 
     input_ids: Tensor
@@ -201,6 +205,7 @@ class MicroBatch:
     tokens: Tensor
     routing: Tensor | None = None
     images: ImageBatch | None = None
+    predictions: tuple[PredictionTargets, ...] = ()
 
     @property
     def is_filler(self) -> bool:
@@ -367,15 +372,17 @@ def build_micro_batch(
         prefixes = SharedPrefixes.build(padded, shared, device) if is_shared else None
         local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
         layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
-        input_ids, position_ids = ids[local][None], positions[..., None, local]
-        order = local  # hidden states are [t, 1, h]
+        cells, order = local[None], local  # hidden states are [t, 1, h]
     else:
         layout = None
         # rows are equally wide, so one row's slice is that of all
         local = _local_positions(padded[:1], shape)
         cells = torch.arange(total).view(count, -1)[:, local]
-        input_ids, position_ids = ids[cells], positions[..., cells]
         order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    input_ids, position_ids = ids[cells], positions[..., cells]
+    predictions: tuple[PredictionTargets, ...] = ()
+    if shape.num_predictions:
+        predictions = shift_targets((ids, labels, slots), padded, shape, (cells, order), device)
     slots, labels, tokens = slots[order], labels[order], tokens[order]
     images = None
     if placed is not None and shape.vision is not None and placed.images:
@@ -411,6 +418,7 @@ def build_micro_batch(
         tokens=tokens,
         routing=None if routing is None else routing.to(device),
         images=images,
+        predictions=predictions,
     )
 
 

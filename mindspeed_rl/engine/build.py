@@ -22,10 +22,11 @@ from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.lora import adapt_spec, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.multi_token_prediction import build_prediction_spec
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.vision import VisionEncoder, add_to_layers, build_tower
-from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
+from mindspeed_rl.models.builder import build_gpt_model, layer_spec, prediction_layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
@@ -57,6 +58,7 @@ def batch_shape(
     fixed_width: int = 0,
     shares_prefixes: bool = False,
     vision: VisionConfig | None = None,
+    num_predictions: int = 0,
 ) -> BatchShape:
     """Return the layout of this rank's micro-batches. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
@@ -74,6 +76,7 @@ def batch_shape(
         pad_id=pad_id,
         shares_prefixes=shares,
         vision=vision,
+        num_predictions=num_predictions,
     )
 
 
@@ -174,8 +177,12 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 vp_stage=vp_stage,
                 pp_rank=pp_rank,
             )
+            blocks = [spec]
+            if model_config.mtp_num_layers and (pp_rank, stage) == layout.last_chunk:
+                blocks.append(prediction_layer_spec(model_config, transformer, norm=norm, core_attention=CoreAttention))
             if config.recompute_activation_function and not platform.current().megatron_kernels:
-                recompute_activations(spec)
+                for block in blocks:
+                    recompute_activations(block)
             if lora is not None:
                 adapt_spec(spec, lora, gated=transformer.gated_linear_unit)
             model = build_gpt_model(
@@ -187,8 +194,9 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 vp_stage=vp_stage,
                 lm_class=PolicyModel,
                 reward_class=ValueModel,
+                prediction=build_prediction_spec(blocks[1], norm, model_config.mtp_num_layers) if blocks[1:] else None,
             )
-            if model.pre_process:
+            if model.pre_process or model.mtp_process:
                 model.embedding.register_forward_hook(_restore_strides)
             if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
                 model.vision = vision

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.multi_token_prediction import PredictionLosses, PredictionTargets
 from mindspeed_rl.engine.sequence_layout import PaddedLayout
 from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
 from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
@@ -37,6 +38,7 @@ class HeadRequest:
         divergence: (log-probs at the column teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
             added for rows with these columns; None where no teacher's tokens are compared.
         squares: sums of squared probabilities are a third result.
+        predictions: the loss of the multi-token-prediction layers is added; None where they are not run.
     """
 
     micro_batch: MicroBatch
@@ -46,6 +48,7 @@ class HeadRequest:
     top_k: int = 0
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
     squares: bool = False
+    predictions: PredictionLosses | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class PolicyModel(_ResponseAligned):
         position_ids: Tensor,
         labels: HeadRequest | NextTokenRequest,
         *args: object,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
@@ -208,16 +211,12 @@ class PolicyModel(_ResponseAligned):
             logits = self.output_layer(hidden_states if labels.everywhere else hidden_states[-1:], weight=tied)[0]
             return logits.flatten(0, 1)
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
-        # either sums the gradient over the ranks, each of which has that of its part of the vocabulary
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden_states, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        # prompts and padding never reach the vocabulary product
-        hidden = hidden.reshape(-1, hidden.size(-1)).index_select(0, micro_batch.hidden_index)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None  # the last stage has it
+        if labels.predictions is not None:
+            hidden_states = self._add_prediction_losses(hidden_states, position_ids, weight, labels, labels.predictions, kwargs)
+        hidden = self._select_hidden(hidden_states, micro_batch.hidden_index)
         if labels.choices is not None:
             logits = _compute_choice_logits(
                 hidden,
@@ -229,16 +228,7 @@ class PolicyModel(_ResponseAligned):
                 group=group,
             )
             return self._to_response(logits.unbind(0), micro_batch)
-        # padding is at the end of the full vocabulary, so on the last rank, or on several
-        end = weight.size(0) * (group.rank() + 1)
-        head = {
-            "temperature": labels.temperature,
-            "chunk_size": labels.chunk_size,
-            "padding": min(max(end - self.true_vocab_size, 0), weight.size(0)),
-            "softcap": self.final_logit_softcapping,
-            "in_float32": self.fp32_lm_head,
-            "group": group,
-        }
+        head = self._describe_head(weight, labels)
         if labels.top_k:
             log_probs, ids = compute_top_log_probs(hidden, weight, labels.top_k, **head)
             # ids are exact in float32 up to 2**24, more than any vocabulary has
@@ -256,6 +246,58 @@ class PolicyModel(_ResponseAligned):
         judged = {"others": ids, "teacher": teacher, "divergence": labels.divergence}
         results = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head, **judged)
         return self._to_response([*results], micro_batch)
+
+    def _select_hidden(self, hidden_states: Tensor, index: Tensor) -> Tensor:
+        """Return [n, h]: the hidden states that reach the vocabulary product, to which prompts and padding do not belong."""
+        # either sums the gradient over the ranks, each of which has that of its part of the vocabulary
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
+        return hidden.reshape(-1, hidden.size(-1)).index_select(0, index)
+
+    def _describe_head(self, weight: Tensor, request: HeadRequest) -> dict[str, Any]:
+        """Return the arguments of the functions of `engine/vocab.py`."""
+        # padding is at the end of the full vocabulary, so on the last rank, or on several
+        end = weight.size(0) * (self.pg_collection.tp.rank() + 1)
+        return {
+            "temperature": request.temperature,
+            "chunk_size": request.chunk_size,
+            "padding": min(max(end - self.true_vocab_size, 0), weight.size(0)),
+            "softcap": self.final_logit_softcapping,
+            "in_float32": self.fp32_lm_head,
+            "group": self.pg_collection.tp,
+        }
+
+    def _add_prediction_losses(
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        weight: Tensor,
+        request: HeadRequest,
+        losses: PredictionLosses,
+        inputs: dict[str, Any],
+    ) -> Tensor:
+        """Run the multi-token-prediction layers; return the hidden states with their losses attached."""
+        micro_batch, detaches = request.micro_batch, losses.detaches
+        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        output = self.mtp(
+            input_ids=[targets.input_ids for targets in micro_batch.predictions],
+            position_ids=position_ids,
+            hidden_states=hidden_states.detach() if detaches else hidden_states,
+            embedding=(lambda **named: self.embedding(**named).detach()) if detaches else self.embedding,
+            **{name: inputs[name] for name in names},
+        )
+        head: dict[str, Any] = {**self._describe_head(weight, request), "temperature": 1.0}
+        vocabulary = weight.detach() if detaches else weight
+
+        def compute_log_probs(hidden: Tensor, targets: PredictionTargets) -> Tensor:
+            selected = self._select_hidden(hidden, targets.hidden_index)
+            return compute_vocab_log_probs(selected, vocabulary, targets.labels, **head)[0]
+
+        # Megatron returns all hidden states in one tensor, the model's first
+        predicted = output.chunk(1 + len(micro_batch.predictions))[1:]
+        return losses.attach(hidden_states, predicted, micro_batch, compute_log_probs)
 
 
 class ValueModel(_ResponseAligned, GPTRewardModel):

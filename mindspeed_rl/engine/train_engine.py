@@ -35,6 +35,7 @@ from mindspeed_rl.engine.batching import (
     split_rows,
 )
 from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
@@ -117,6 +118,7 @@ class TrainEngine:
         self.on_gradients: Callable[[], None] | None = None
         self.routed: RoutedLayers | None = None
         self._router_losses: RouterLosses | None = None
+        self._prediction_losses: PredictionLosses | None = None
         self.float32_weights: Float32Weights | None = None
         self._num_counted: Tensor | None = None
         self.device = (
@@ -144,6 +146,9 @@ class TrainEngine:
         # a bias that balances is moved by counts of tokens, which must leave padding out
         if balancing.coeff or balancing.z_coeff or transformer_config.moe_router_enable_expert_bias:
             self._router_losses = RouterLosses(self.model)
+        if num_layers := self.model.plan.model_config.mtp_num_layers:
+            detaches = bool(self.config.mtp_detach_heads)
+            self._prediction_losses = PredictionLosses(num_layers, self.config.mtp_loss_scaling_factor, detaches=detaches)
         transformer_config.finalize_model_grads_func = self._finalize_gradients
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
@@ -270,8 +275,11 @@ class TrainEngine:
             biases = [
                 (bias, bias.clone()) for chunk in self.chunks for name, bias in chunk.named_buffers() if "expert_bias" in name
             ]
-            if self._router_losses is not None:
-                self._router_losses.start_step(micro_batches, self._count(micro_batches, loss_step))
+            # losses whose weight does not depend on what the loss of the model divides by
+            added = [one for one in (self._router_losses, self._prediction_losses) if one is not None]
+            for count in [self._count(micro_batches, loss_step)] if added else ():
+                for one in added:
+                    one.start_step(micro_batches, count)
             # called here and not in a helper, so that only Megatron's frames are between this line and the loss
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             is_skipped = not self._check_step(losses, micro_batches)
@@ -296,6 +304,8 @@ class TrainEngine:
             scheduler.step(increment=1)
             self.num_updates += 1
             PendingMetrics.read(one.metrics for one in losses)
+            if self._prediction_losses is not None and losses:  # on the last stage
+                losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **self._prediction_losses.metrics()})
         counted = [one for one in micro_batches if self.shape.shares_prefixes and not one.is_filler]
         return StepResult(
             losses if parallel.is_output_source() else [],
@@ -504,6 +514,7 @@ class TrainEngine:
                 0 if not forward_only else self.top_k,
                 self.divergence,
                 forward_only and self.squares,
+                None if forward_only else self._prediction_losses,
             )
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -115,8 +115,10 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         settings["hetereogenous_dist_checkpoint"] = True  # layers of two kinds: each has its own key
     if model_config.multi_latent_attention:
         settings |= _mla_settings(model_config)
+    if model_config.mtp_num_layers:
+        settings["mtp_num_layers"] = model_config.mtp_num_layers
     if layout is not None:
-        settings |= _layout_settings(layout)
+        settings |= _layout_settings(layout, model_config.mtp_num_layers)
     settings |= run
     config = (MLATransformerConfig if model_config.multi_latent_attention else TransformerConfig)(**settings)
     if (
@@ -188,7 +190,7 @@ def _mla_settings(model_config: ModelConfig) -> _Settings:
     return settings
 
 
-def _layout_settings(layout: Layout) -> _Settings:
+def _layout_settings(layout: Layout, num_predictions: int) -> _Settings:
     settings: _Settings = {
         "num_layers": layout.num_slots,
         "tensor_model_parallel_size": layout.tp,
@@ -210,7 +212,7 @@ def _layout_settings(layout: Layout) -> _Settings:
     if layout.num_layer_list is not None and layout.pp > 1:
         stages: list[list[str]] = [["decoder"] * count for count in layout.num_layer_list]
         stages[0].insert(0, "embedding")
-        stages[-1].append("loss")
+        stages[-1] += [*["mtp"] * num_predictions, "loss"]
         settings["pipeline_model_parallel_layout"] = stages
     return settings
 
@@ -281,6 +283,14 @@ def layer_spec(
     if model_config.add_bias_linear:
         specs.substitute_layers(block, lambda name, part: BiasedRowLinear if name == "linear_fc2" else part)
     return block
+
+
+def prediction_layer_spec(
+    model_config: ModelConfig, config: TransformerConfig, *, norm: type[nn.Module], core_attention: type[nn.Module]
+) -> TransformerBlockSubmodules:
+    """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
+    layer = _one_layer(model_config, config, norm, core_attention, model_config.num_moe_experts is not None, False, None)
+    return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
 
 
 class _SandwichNormLayer(TransformerLayer):
@@ -390,12 +400,14 @@ def build_gpt_model(
     pg_collection: ProcessGroupCollection | None = None,
     lm_class: type[GPTModel] = GPTModel,
     reward_class: type[GPTRewardModel] = GPTRewardModel,
+    prediction: object = None,
 ) -> GPTModel:
     """Build one model chunk, with random weights; logits, or scores [b, s, 1] when ``model_config.head`` is "reward".
 
     ``lm_class`` and ``reward_class`` may be subclasses that return something else from the same weights.
 
-    Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are not built.
+    Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are built from the spec of their
+    block, `prediction`, in the chunk that has it.
     """
     scaling = model_config.rope_scaling
     yarn = scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention
@@ -417,6 +429,7 @@ def build_gpt_model(
         rotary_base=cast(int, model_config.rotary_base),  # declared int, computed as a float
         vp_stage=vp_stage,
         pg_collection=pg_collection,
+        **({} if prediction is None else {"mtp_block_spec": cast(Any, prediction)}),
     )
     if model_config.vision is not None:
         # Megatron's has no interleaved sections, and slices the positions, which are this rank's already

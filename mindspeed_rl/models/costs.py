@@ -47,7 +47,9 @@ class ModelFlops:
             sizes = (model_config.qk_head_dim, model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
             # query times key takes the first two, weights times value the third: two products of the mean size
             head = sum(size for size in sizes if size is not None) / 2
-        attended = model_config.num_layers
+        # a prediction layer attends, and has a product with the head of its own
+        attended = model_config.num_layers + model_config.mtp_num_layers
+        weights += model_config.mtp_num_layers * model_config.hidden_size * model_config.vocab_size
         if (linear := model_config.linear_attention) is not None:
             attended -= len(linear.layers)
             # products with the state: what is read, written and put out; then those inside a chunk

@@ -10,12 +10,13 @@ from typing import Literal
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, parse_ints
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantization_block
 from mindspeed_rl.models.model_keys import check_model_keys
 
-#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); the others need TransformerEngine
+#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`; the others need TransformerEngine), and
+#: after which the layers of `multi_token_prediction.py` have other parts
 _LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 
@@ -155,11 +156,9 @@ def lay_out_model(
     trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
     if trained and model_config.vision is None:
         raise ValueError(f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one.")
-    if trained and config.lora_target_modules:
-        raise ValueError(
-            f"{trained[0]}: false with lora_target_modules: a LoRA run trains and sends adapters of the language model alone; "
-            "remove one of the two keys."
-        )
+    if config.mtp_num_layers and model_config.head == "lm":
+        _check_prediction(config, architecture, model_config)
+        model_config = replace(model_config, mtp_num_layers=config.mtp_num_layers)
     levels = 0 if model_config.vision is None else len(model_config.vision.deepstack_layers)
     if missing := set(range(levels)) - set(layout.chunk_layers(*layout.first_chunk)):
         raise ValueError(
@@ -202,6 +201,36 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
     return architecture, architecture.read_model_config(hf_config), hf_config
 
 
+def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
+    """Raise ValueError where the multi-token-prediction layers of a model cannot be trained."""
+    key, pp = f"mtp_num_layers: {config.mtp_num_layers}", config.pipeline_model_parallel_size
+    if architecture.read_mtp_ops is None:
+        raise ValueError(f"{key}: {architecture.name} has no multi-token-prediction layers; set it to 0.")
+    architecture.read_mtp_ops(model_config, config.mtp_num_layers - 1, ExpertPacking())  # raises where a family has fewer
+    tied = pp > 1 and not model_config.untie_embeddings_and_output_weights
+    violations = {
+        "lora_target_modules: a LoRA run trains adapters of the decoder alone": bool(config.lora_target_modules),
+        "a model that sees images: embeddings of images are not shifted": model_config.vision is not None,
+        f"pipeline_model_parallel_size: {pp} and tied embeddings: the last stage would have the embedding twice": tied,
+    }
+    for reason in (reason for reason, is_violated in violations.items() if is_violated):
+        raise ValueError(f"{key} cannot be used with {reason}; remove one of the two.")
+    release = _read_megatron_release()
+    if release is not None and tuple(int(part) for part in release.split(".")[:2]) > _LAST_WITH_GROUPED_EXPERTS:
+        raise ValueError(
+            f"{key}: megatron-core {release} names the parts of these layers in another way than "
+            f"{'.'.join(map(str, _LAST_WITH_GROUPED_EXPERTS))}, whose block is trained; set it to 0."
+        )
+
+
+def _read_megatron_release() -> str | None:
+    """Return the release of the installed megatron-core; None for a source tree."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _check_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
     """Raise ValueError for what experts with biases cannot do, and for groups that megatron-core would silently split up."""
     targets = [name for name in config.lora_target_modules or () if name in ("linear_fc1", "linear_fc2")]
@@ -218,11 +247,8 @@ def _check_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
         )
     if not (config.moe_grouped_gemm and model_config.num_moe_experts):
         return
-    try:
-        release = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:  # a source tree
-        return
-    if tuple(int(part) for part in release.split(".")[:2]) > _LAST_WITH_GROUPED_EXPERTS:
+    release = _read_megatron_release()
+    if release is not None and tuple(int(part) for part in release.split(".")[:2]) > _LAST_WITH_GROUPED_EXPERTS:
         last = ".".join(map(str, _LAST_WITH_GROUPED_EXPERTS))
         raise ValueError(
             f"moe_grouped_gemm: megatron-core {release} has no grouped experts without TransformerEngine ({last} was the last "

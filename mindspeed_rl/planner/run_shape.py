@@ -40,6 +40,8 @@ class Model:
         Raises:
             ValueError: its shape is not known, or does not fit its layout.
         """
+        if not trains:
+            config = replace(config, mtp_num_layers=0)
         plan, layout = plan_role(config, is_scored=is_scored), Layout.from_config(config, devices)
         size, inner = config.expert_sizes
         return cls(

@@ -168,6 +168,8 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
                 elements = sections.get(part, none)
                 total += replace(elements, dense=0, frozen=elements.dense) if is_frozen else elements
         if stage == layout.last_chunk[0]:
+            # prediction layers share the embedding, of which their stage then has a copy
+            total += sections["pre"] if plan.model_config.mtp_num_layers and stage != layout.first_chunk[0] else none
             total += sections["post"]
             # the head of a tied model is the embedding itself where one stage has both
             total += sections.get("tied", none) if stage != layout.first_chunk[0] else none

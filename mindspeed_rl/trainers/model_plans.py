@@ -244,7 +244,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
             reward_source = _find_reward_model(cfg, reward)
             check_reward_start(reward, reward_source)
             models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
-    models, derived = _decide_losses(models, run.platform, cfg.set_keys)
+    models, derived = _decide_losses(models, run.platform, cfg.set_keys, is_supervised=cfg.is_supervised)
     generate = cfg.generate_config
     if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
@@ -253,7 +253,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
 
 
 def _decide_losses(
-    models: Mapping[str, RoleModel], platform: str, set_keys: Mapping[str, frozenset[str]]
+    models: Mapping[str, RoleModel], platform: str, set_keys: Mapping[str, frozenset[str]], *, is_supervised: bool
 ) -> tuple[dict[str, RoleModel], dict[str, Derivation]]:
     """Decide the format of each head's logits.
 
@@ -304,3 +304,12 @@ def _plan_role(
     # workers run in other folders
     source = dataclasses.replace(source, hf_folder=source.hf_folder.resolve(), weights=source.weights.resolve())
     return RoleModel(config, source, plan, iteration)
+        if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
+            detaches = not is_supervised
+            decided[name] = dataclasses.replace(
+                decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
+            )
+            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
+            derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
+    if name != "actor_config":  # multi-token-prediction layers are for training and drafts
+        config = dataclasses.replace(config, mtp_num_layers=0)

@@ -151,6 +151,7 @@ class Role:
                 fixed_width=passes.fixed_width,
                 shares_prefixes=passes.shares_prefixes,
                 vision=model.plan.model_config.vision,
+                num_predictions=model.plan.model_config.mtp_num_layers if self.trains else 0,
             ),
             temperature=passes.temperature,
         )
@@ -275,8 +276,9 @@ class Role:
         """Return the entries of the exported config.json that differ from the source's."""
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
-        # prediction layers are neither trained nor loaded
-        changes = {**without_quantization(config), **dtype_keys(config, dtype), **mtp_keys(config, 0)}
+        # of its prediction layers only those that train are loaded
+        predicts = mtp_keys(config, self.model.plan.model_config.mtp_num_layers)
+        changes = {**without_quantization(config), **dtype_keys(config, dtype), **predicts}
         return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
 
     def finish_saves(self, *, wait: bool = True) -> None:

@@ -110,6 +110,7 @@ def engine_of(setting: Setting) -> Iterator[TrainEngine]:
             pad_id=0,
             shares_prefixes=setting.shares_prefixes,
             vision=plan.model_config.vision,
+            num_predictions=plan.model_config.mtp_num_layers,
         )
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)

@@ -13,6 +13,7 @@ _ROPE = ("position_embedding_type", ("rope",))
 _MLA = ("multi_latent_attention", (True,))
 _LLAMA3, _YARN = ("rope_scaling_type", ("llama3",)), ("rope_scaling_type", ("yarn",))
 _EXPERTS = ("num_experts", "set")
+_PREDICTION = ("mtp_num_layers", "set")
 
 
 @dataclass(kw_only=True)
@@ -119,6 +120,13 @@ class ModelKeys:
         "均衡损失的权重；不设时取模型 config.json 中的值，没有则为 0", range=Bounds(0, 1e6), needs=_EXPERTS, on_resume="exact")
     moe_z_loss_coeff: float = key(0.0, "weight of the router's z-loss, which keeps its logits small",
         "路由 z-loss 的权重，用来抑制路由 logits 变大", range=Bounds(0, 1e6), needs=_EXPERTS, on_resume="exact")
+    mtp_num_layers: int = key(0, "multi-token-prediction layers of the checkpoint that train; 0 leaves them out",
+        "构建并训练检查点中的多少个多 token 预测（MTP）层；0 表示不加载", range=Bounds(0, 100), on_resume="fixed")
+    mtp_loss_scaling_factor: float = key(0.1, "weight of the loss of the multi-token-prediction layers, a mean over them",
+        "MTP 层损失的权重，损失对各层取平均", range=Bounds(0, 1e6), needs=_PREDICTION, on_resume="exact")
+    mtp_detach_heads: bool | None = key(None,
+        "their loss trains these layers alone, not the model before them; unset: true in RL, false in supervised stages",
+        "MTP 损失只训练 MTP 层，不影响主干；不设时 RL 为 true，监督阶段为 false", needs=_PREDICTION, on_resume="exact")
     moe_grouped_gemm: bool = key(False, "all experts of a device in one grouped product",
         "一个设备上的所有专家合成一次分组矩阵乘", needs=_EXPERTS, on_resume="exact")
     moe_permutation_async_comm: bool = key(False, "overlap token permutation with communication", "token 重排与通信重叠",

@@ -113,6 +113,26 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _prediction_layers(cfg: RunConfig) -> Iterator[Violation]:
+    count, rl, none = cfg.actor_config.mtp_num_layers, cfg.rl_config, {"megatron_training.mtp_num_layers": 0}
+    if count and cfg.is_supervised and cfg.stage not in ("pretrain", "sft"):
+        yield Violation(
+            "prediction_stage",
+            {"megatron_training.mtp_num_layers": count, "megatron_training.stage": cfg.stage},
+            f"megatron_training.mtp_num_layers ({count}) trains layers that predict labelled tokens, in stages pretrain, "
+            f"sft and RL; stage {cfg.stage} compares answers",
+            (none,),
+        )
+    if count and rl is not None and not cfg.is_supervised and rl.use_prefix_grouper:
+        yield Violation(
+            "prediction_prefixes",
+            {"megatron_training.mtp_num_layers": count, "rl_config.use_prefix_grouper": True},
+            f"megatron_training.mtp_num_layers ({count}) excludes rl_config.use_prefix_grouper: a prediction layer reads the "
+            "token after each one, so that the end of a shared prompt has no state that is the same in all samples",
+            ({"rl_config.use_prefix_grouper": False}, none),
+        )
+
+
 def _roles(cfg: RunConfig) -> Iterator[Violation]:
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
@@ -626,6 +646,7 @@ RUN_RULES = (
     _number_format,
     _lengths,
     _packing,
+    _prediction_layers,
     _roles,
     _dedicated_devices,
     _rollout_modes,

@@ -118,10 +118,11 @@ ELSEWHERE: dict[str, str] = {
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
+    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
-    "models/plan.py": "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type",
+    "models/plan.py": "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
+    "mtp_num_layers",
     "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
     "mlflow_run_name",

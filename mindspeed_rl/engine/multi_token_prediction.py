@@ -1,0 +1,193 @@
+"""Training of multi-token-prediction layers: Megatron's block after the decoder, its targets, its loss.
+
+Layer k (from 0) combines the hidden state of token i with the embedding of token i + k + 1 and predicts token i + k + 2
+(DeepSeek-V3, arXiv:2412.19437). To the loss of the model, which is (sum of the model's loss) / C, it adds
+
+    lambda / D * sum over layers k of  (sum over trained tokens t of -log p_k(t)) / T
+
+D: layers (`mtp_num_layers`). lambda: `mtp_loss_scaling_factor`. T: trained tokens of the optimizer step, over all micro-batches
+and data-parallel ranks; one without k + 2 tokens before it in its sequence has no p_k and adds 0. This is Megatron's loss where
+C counts tokens, as in supervised stages; where C counts sequences, a token has the same weight all the same.
+
+Megatron shifts tokens and labels on the device. Here they are shifted on the host, before a context-parallel rank takes its
+slice: nothing is exchanged, and no shift crosses the end of a sequence of a pack. Forward passes for log-probs do not run these
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mindspeed_rl import platform
+from mindspeed_rl.observability.metrics import Metric
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.batching import BatchShape, MicroBatch
+
+
+@dataclass(frozen=True)
+class PredictionTargets:
+    """Input and targets of one prediction layer in a micro-batch, on this rank.
+
+    Attributes:
+        input_ids: of the tokens k + 1 after those of the micro-batch's `input_ids`, in their shape; padding where a sequence
+            ends.
+        hidden_index: [n] int64, positions with a target, as `MicroBatch.hidden_index` counts them.
+        labels: [n] int64, the targets.
+        slots: [n] int64, their indices in a flattened [rows, width] tensor.
+    """
+
+    input_ids: Tensor
+    hidden_index: Tensor
+    labels: Tensor
+    slots: Tensor
+
+
+def shift_targets(
+    values: tuple[Tensor, Tensor, Tensor],
+    lengths: Sequence[int],
+    shape: BatchShape,
+    local: tuple[Tensor, Tensor],
+    device: torch.device,
+) -> tuple[PredictionTargets, ...]:
+    """Return the targets of every prediction layer.
+
+    Args:
+        values: ids, labels and slots, [tokens] int64 each, of consecutive sequences on the host; a slot of -1 is no target.
+        lengths: tokens of each sequence, padding included.
+        shape: layout of the micro-batch.
+        local: indices of this rank's tokens, in the shape of its `input_ids`, and in the order of its hidden states.
+        device: for the result.
+    """
+    owners, (cells, order), targets = torch.repeat_interleave(torch.tensor(lengths)), local, []
+    for by in range(1, shape.num_predictions + 1):
+        is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
+        fillers = (shape.pad_id, 0, -1)
+        ids, labels, slots = (torch.where(is_inside, one.roll(-by), filler) for one, filler in zip(values, fillers))
+        labels, slots = labels[order], slots[order]
+        index = (slots >= 0).nonzero()[:, 0]
+        host = [ids[cells], index, labels[index], slots[index]]
+        targets.append(PredictionTargets(*platform.current().to_device(host, device)))
+    return tuple(targets)
+
+
+class _PredictionLayer(MultiTokenPredictionLayer):
+    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it."""
+
+    def _get_embeddings(  # pyrefly: ignore[bad-override]  (the tokens of several layers)
+        self,
+        input_ids: Sequence[Tensor],
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        packed_seq_params: object = None,
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Tensor]:
+        decoder_input = embedding(input_ids=input_ids[0], position_ids=position_ids)
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        if not hidden_states.requires_grad:  # detached: a recomputed layer needs an input with a gradient
+            hidden_states.requires_grad_(True)
+        return input_ids[1:], position_ids, decoder_input, hidden_states
+
+    def _checkpointed_forward(  # pyrefly: ignore[bad-override]  (called with these names alone)
+        self, forward_func: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: object
+    ) -> Tensor:
+        """Run the layer so that backward computes it again; Megatron's takes no layout of packed sequences."""
+
+        def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
+
+        distributes = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(forward, distributes, hidden_states, decoder_input)
+
+
+def build_prediction_spec(
+    inner: TransformerBlockSubmodules, norm: type[nn.Module], num_layers: int
+) -> MultiTokenPredictionBlockSubmodules:
+    """Return the spec of the block of prediction layers, each of which has the one decoder layer of `inner`."""
+    assert inner.layer_specs is not None
+    (layer,) = inner.layer_specs
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=norm
+    )
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(module=_PredictionLayer, submodules=parts)] * num_layers)
+
+
+class PredictionLosses:
+    """Loss of the prediction layers in training, on one rank.
+
+    Attributes:
+        detaches: no gradient of this loss reaches the model's own weights.
+    """
+
+    def __init__(self, num_layers: int, scaling_factor: float, *, detaches: bool) -> None:
+        """Set the weight of a layer."""
+        self._num_layers, self.detaches = num_layers, detaches
+        self._weight = scaling_factor / num_layers
+        self._ratio = torch.zeros(())
+        self._sums = torch.zeros(2)
+
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
+        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks.
+
+        Args:
+            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
+        """
+        trained = sum((self._trained(one).sum() for one in micro_batches if not one.is_filler), torch.zeros_like(count))
+        totals = torch.stack([count, trained])
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        self._ratio = totals[0] / totals[1].clamp(min=1)
+        self._sums = torch.zeros(2, device=count.device)
+
+    @staticmethod
+    def _trained(micro_batch: MicroBatch) -> Tensor:
+        """Return [rows, width] bool: the tokens that train."""
+        mask = micro_batch.columns.get("loss_mask")
+        return micro_batch.predicted_mask if mask is None else micro_batch.predicted_mask & mask.bool()
+
+    def attach(
+        self,
+        hidden_states: Tensor,
+        predicted: Sequence[Tensor],
+        micro_batch: MicroBatch,
+        compute_log_probs: Callable[[Tensor, PredictionTargets], Tensor],
+    ) -> Tensor:
+        """Return the hidden states of the model with the loss in their graph; the gradient of the loss is that of its sum.
+
+        Args:
+            predicted: hidden states of every prediction layer.
+            compute_log_probs: (hidden states of a layer, its targets) -> [n] log-probs of the targets.
+        """
+        trained = self._trained(micro_batch).flatten()
+        for hidden, targets in zip(predicted, micro_batch.predictions, strict=True):
+            is_trained = trained.index_select(0, targets.slots)
+            loss = -torch.where(is_trained, compute_log_probs(hidden, targets), 0.0).sum()
+            if not micro_batch.is_filler:
+                self._sums += torch.stack([loss.detach(), is_trained.sum().float()])
+            factor = 0.0 if micro_batch.is_filler else self._weight * self._ratio
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, factor * loss)
+        return hidden_states
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the mean loss of a target over the layers since `start_step`; collective over the context-parallel ranks."""
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(self._sums, group=parallel_state.get_context_parallel_group())
+        total, count = self._sums.tolist()
+        return {"mtp_loss": Metric("mean", total, count)} if count else {}

@@ -1,0 +1,142 @@
+"""Tiny models with multi-token-prediction layers, and their plain computation: transformers' own decoder layers, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny_families
+import tiny_hf
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+#: family -> (config of as many layers as it has in all, decoder layers, form of the names)
+_MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
+    "deepseek_v3": (lambda: tiny_hf.CONFIGS["deepseek"].to_dict() | {"num_hidden_layers": 4}, 2, "numbered"),
+    "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
+    # every second layer has full attention, as prediction layers have
+    "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "apart"),
+    "qwen3_next": (
+        lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4},
+        3,
+        "apart",
+    ),
+    "mimo": (lambda: tiny_hf.CONFIGS["untied"].to_dict() | {"num_hidden_layers": 3}, 2, "mimo"),
+}
+FAMILIES = tuple(_MODELS)
+#: names of the projection, the norms of embedding and hidden state, and the last norm
+_NAMES = {
+    "numbered": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    "apart": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+}
+_PREFIXES = {"numbered": "model.layers.{layer}.", "apart": "mtp.layers.{index}.", "mimo": "model.mtp_layers.{index}."}
+
+
+class _Parts(nn.Module):
+    """What a prediction layer has around its decoder layer."""
+
+    def __init__(self, norm: nn.Module, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+        norms: Any = type(norm)
+        self.embedding_norm, self.hidden_norm, self.final_norm = (norms(hidden, eps=eps) for _ in range(3))
+        for parameter in self.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+
+
+@dataclasses.dataclass
+class Predicting:
+    """A model of transformers with more layers than it is said to have: those are inside prediction layers."""
+
+    family: str
+    model: Any
+    parts: nn.ModuleList
+    num_layers: int
+
+    @classmethod
+    def build(cls, family: str) -> Predicting:
+        torch.manual_seed(11)
+        keys, num_layers, _ = _MODELS[family]
+        values = keys()
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        values.pop("layer_types", None)  # of another number of layers
+        config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **plain)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.mul_(2.0)
+        hidden, eps, inner = config.hidden_size, config.rms_norm_eps, model.model
+        parts = nn.ModuleList(_Parts(inner.norm, hidden, eps) for _ in range(config.num_hidden_layers - num_layers))
+        return cls(family, model, parts, num_layers)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names of the checkpoint, but for experts."""
+        form = _MODELS[self.family][2]
+        found = {self._rename(name): value for name, value in self.model.named_parameters() if ".experts." not in name}
+        for index, part in enumerate(self.parts):
+            for value, own in zip(part.parameters(), _NAMES[form], strict=True):
+                found[f"{self._prefix(index)}{own}.weight" if form != "apart" else f"mtp.{own}.weight"] = value
+        return found
+
+    def _prefix(self, index: int) -> str:
+        return _PREFIXES[_MODELS[self.family][2]].format(index=index, layer=self.num_layers + index)
+
+    def _rename(self, name: str) -> str:
+        for index in range(len(self.parts)):
+            name = name.replace(f"model.layers.{self.num_layers + index}.", self._prefix(index))
+        return name
+
+    def save(self, folder: Path) -> Path:
+        """Writes the folder as the family is published."""
+        form = _MODELS[self.family][2]
+        self.model.save_pretrained(folder)
+        tensors = {self._rename(name): value for name, value in load_file(folder / "model.safetensors").items()}
+        tensors |= {name: value.data.clone() for name, value in self.named_parameters().items() if name not in tensors}
+        if form == "mimo":  # [hidden state; embedding]
+            for name in [name for name in tensors if name.endswith("input_proj.weight")]:
+                tensors[name] = tensors[name].roll(tensors[name].size(1) // 2, 1)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": self.num_layers}
+        config["mtp_num_hidden_layers" if form == "apart" else "num_nextn_predict_layers"] = len(self.parts)
+        if form == "apart":
+            config["layer_types"] = config["layer_types"][: self.num_layers]
+        if form == "mimo":
+            config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    def logits(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits [length, vocabulary] of the model and of every prediction layer, for one row [length]."""
+        inner, total = self.model.model, self.model.config.num_hidden_layers
+        self.model.config.num_hidden_layers = self.num_layers
+        layers, inner.layers = inner.layers, inner.layers[: self.num_layers]
+        try:
+            hidden = inner(ids[None], use_cache=False).last_hidden_state
+        finally:
+            inner.layers, self.model.config.num_hidden_layers = layers, total
+        length, predicted = len(ids), []
+        positions = torch.arange(length)[None]
+        mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+        first = self.model.lm_head(hidden)[0]
+        for index, part in enumerate(self.parts):
+            later = torch.cat([ids[index + 1 :], ids.new_zeros(min(index + 1, length))])[:length]
+            both = [part.embedding_norm(inner.embed_tokens(later[None])), part.hidden_norm(hidden)]
+            hidden = inner.layers[self.num_layers + index](
+                part.projection(torch.cat(both, -1)),
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=inner.rotary_emb(hidden, positions),
+            )
+            hidden = part.final_norm(hidden[0] if isinstance(hidden, tuple) else hidden)
+            predicted.append(self.model.lm_head(hidden)[0])
+        return first, predicted
