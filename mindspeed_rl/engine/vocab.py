@@ -36,10 +36,17 @@ def _logits(
     return logits
 
 
-def _gather(values: Tensor, local: Tensor) -> Tensor:
+def _locate(ids: Tensor, first: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each id among the `vocab` of this rank, and False where another rank has the id, or none has."""
+    local = ids - first if first else ids
+    column = local.clamp(0, vocab - 1)
+    return column, column == local
+
+
+def _gather(values: Tensor, ids: Tensor, first: int) -> Tensor:
     """Return the values at ids of this rank, [n, k]; 0 where another rank has the id, or none has."""
-    vocab = values.size(1)
-    return values.gather(1, local.clamp(0, vocab - 1)).masked_fill_((local < 0) | (local >= vocab), 0.0)
+    column, mine = _locate(ids.long(), first, values.size(1))
+    return values.gather(1, column) * mine
 
 
 class _VocabLogProbs(torch.autograd.Function):
@@ -72,9 +79,8 @@ class _VocabLogProbs(torch.autograd.Function):
         vocab = weight.size(0)
         first = vocab * (group.rank() if group is not None else 0)
         tokens = hidden.size(0)
-        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        log_z = torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs)
+        # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
+        found: tuple[list[Tensor], ...] = ([], [], [])
         at_others: Tensor | None = None
         added: list[tuple[Tensor, ...]] = []
         if divergence is None:
@@ -85,16 +91,14 @@ class _VocabLogProbs(torch.autograd.Function):
         for start in range(0, tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = _logits(hidden[chunk], weight, temperature, padding, softcap, in_float32)
-            local = labels[chunk] - first
-            mine = (local >= 0) & (local < vocab)
             # one maximum for all ranks, or their sums of exponentials could not be added
             top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             shifted = logits.sub_(top[:, None])
             weights = shifted.exp()
             # one rank has the label, the others add 0
-            picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
+            picked = _gather(shifted, labels[chunk, None], first)[:, 0]
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            at = None if others is None else _gather(shifted, others[chunk].long() - first)  # before `shifted` is overwritten
+            at = None if others is None else _gather(shifted, others[chunk], first)  # before `shifted` is overwritten
             sums = torch.stack([adaptors.sum_rows(weights), shifted.mul_(weights).sum(-1), picked], 1)
             summed = _all_reduce(sums if at is None else torch.cat([sums, at], 1), group)
             total, weighted, picked = summed[:, :3].unbind(1)
@@ -105,9 +109,10 @@ class _VocabLogProbs(torch.autograd.Function):
                 assert others is not None and teacher is not None
                 student = (summed[:, 3:] - log_total[:, None]).masked_fill(others[chunk] < 0, float("-inf"))
                 added.append(divergence(student, teacher[chunk]))
-            log_probs[chunk] = picked - log_total
-            log_z[chunk] = top + log_total
-            entropy[chunk] = log_total - weighted / total
+            for values, of_chunk in zip(found, (picked - log_total, top + log_total, log_total - weighted / total)):
+                values.append(of_chunk)
+        nothing = hidden.new_empty(0, dtype=torch.float32)
+        log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in found)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others, teacher)
         ctx.settings = (temperature, chunk_size, padding, softcap, in_float32, first, group, divergence)
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
@@ -142,7 +147,7 @@ class _VocabLogProbs(torch.autograd.Function):
             log_softmax = logits.sub_(log_z[chunk, None])
             grad_others = None if grad_at is None else grad_at[chunk]
             if has_divergence:
-                student = _all_reduce(_gather(log_softmax, others[chunk].long() - first), group)
+                student = _all_reduce(_gather(log_softmax, others[chunk], first), group)
                 student = student.masked_fill_(others[chunk] < 0, float("-inf"))
                 grads = [grad if grad is None else grad[chunk] for grad in grad_added]
                 grad_others = _differentiate(divergence, student, teacher[chunk], grads)
@@ -156,13 +161,11 @@ class _VocabLogProbs(torch.autograd.Function):
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
                 of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
                 grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
-            local = labels[chunk] - first
-            mine = (local >= 0) & (local < vocab)
-            grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[chunk] * mine)[:, None])
+            column, mine = _locate(labels[chunk], first, vocab)
+            grad_logits.scatter_add_(1, column[:, None], (grad_log_probs[chunk] * mine)[:, None])
             if grad_others is not None:
-                local = others[chunk].long() - first
-                mine = (local >= 0) & (local < vocab)
-                grad_logits.scatter_add_(1, local.clamp(0, vocab - 1), grad_others * mine)
+                column, mine = _locate(others[chunk].long(), first, vocab)
+                grad_logits.scatter_add_(1, column, grad_others * mine)
             if temperature != 1.0:
                 grad_logits /= temperature
             if slope is not None:
