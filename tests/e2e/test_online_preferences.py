@@ -17,8 +17,14 @@ ONLINE = ["+rl_config.loss_type=online_dpo", "rl_config.init_kl_coef=0", "actor_
     "mode",
     [
         [],
-        ["+rl_config.use_dynamic_bsz=true", "+rl_config.max_packing_token_size=256", "+rl_config.use_remove_padding=true"],
-        ["+rl_config.trainer_mode=one_step_off", "+rl_config.rollout_resource.num_npus=1"],
+        [
+            *("rl_config.use_remove_padding=true", "rl_config.use_prefix_grouper=false"),
+            *("+rl_config.use_dynamic_bsz=true", "+rl_config.max_packing_token_size=256"),
+        ],
+        [
+            *("rl_config.use_integrated_worker=false", "+rl_config.rollout_resource.num_npus=1"),
+            "+rl_config.trainer_mode=one_step_off",
+        ],
     ],
     ids=["sync", "packed", "one_step_off"],
 )

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from grpo_command import ONE_PROCESS, finished
 
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.config import load_run_config, resolve
-from mindspeed_rl.data.datasets import InstructionDataset
+
+# the dataset imports Megatron into this process, which trains afterwards
+platform.select("cpu")
+adaptors.apply("train")
+
+from mindspeed_rl.data.datasets import InstructionDataset  # noqa: E402  (Megatron must be imported after the adaptor)
 
 
 @pytest.mark.slow
