@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,9 @@ from mindspeed_rl.config.compat.options import UNSET, Option, SourceCommand, Sou
 from mindspeed_rl.config.compat.shell_text import list_unknown, read_script, request_variables
 from mindspeed_rl.config.compat.source_plan import PLAN_NUMBERS, SourcePlan, find_differences, plan_run, render_plans
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
 from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.config.rules.validation import unavailable
 from mindspeed_rl.config.rules.violation import format_value
@@ -25,6 +28,8 @@ _ACTOR_KEYS = ("load", "save", "finetune", "lr")
 #: rows over which a length in epochs is compared where their number is not known; most batch sizes divide it, so that what a
 #: project does with an incomplete last batch does not matter
 ASSUMED_ROWS = 430_080
+#: rank of adapters that a run file does not set, as it is the one of the adapter that training continues
+UNSET_RANK = MegatronConfig.lora_r
 #: recomputation of whole layers, as gradient checkpointing elsewhere does
 RECOMPUTE_LAYERS = {
     "megatron_training.recompute_granularity": "full",
@@ -317,6 +322,43 @@ def build_rollout_batch(group: int, step: int, rollout: int) -> dict[str, object
         "rl_config.mini_batch_size": max(1, step // group),
         "megatron_training.global_batch_size": rollout // group,
     }
+
+
+def start_from_adapter(run: Import, option: str, adapter: str, reference: str | None) -> None:
+    """Train on the adapter in a PEFT folder, over the model that `load` names so far.
+
+    Rank and scale are left to the folder, and so are layers and dropout where it is on this machine; elsewhere all projections
+    have adapters.
+
+    Args:
+        reference: the adapter that the reference has; None where it is the base, as other projects turn adapters off for it.
+
+    Raises:
+        ConfigError: adapter_config.json of the folder is no JSON, or adapts no projection of attention or MLP.
+    """
+    path = Path(adapter, ADAPTER_CONFIG).expanduser()
+    config: dict[str, object] = {}
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError([f"{option} {adapter}: {ADAPTER_CONFIG} is no JSON: {error}"]) from error
+    listed = config.get("target_modules")
+    names = [str(name).rpartition(".")[2] for name in listed] if isinstance(listed, list) else ["all-linear"]
+    targets = find_lora_targets(names)
+    if not targets:
+        raise ConfigError([f"{option} {adapter}: it adapts {', '.join(names)}, no projection of attention or MLP"])
+    base, actor = run.get("megatron_training.load"), "megatron_training."
+    values: dict[str, object] = {f"{actor}load": adapter, **({f"{actor}base_model": base} if base else {})}
+    values |= {f"{actor}lora_target_modules": targets}
+    if "lora_dropout" in config:
+        values |= {f"{actor}lora_dropout": config["lora_dropout"]}
+    is_rl = str(run.get(f"{actor}stage")).startswith("ray")
+    if is_rl and reference is None and run.get("rl_config.init_kl_coef"):
+        values |= {"rl_config.share_backbone": True}
+    elif reference not in (None, adapter):
+        values |= {"rl_config.integrated_mode_config.ref_model_load_path" if is_rl else f"{actor}ref_model": reference}
+    run.translate(option, values, "rank and scale are the adapter's")
 
 
 def find_lora_targets(names: Iterable[str]) -> list[str]:

@@ -234,7 +234,7 @@ _REFUSED: dict[str, str] = {
     "moe_revert_type_after_topk expert_interval",
     "balancing losses of devices and communication": "moe_comm_aux_loss_coeff moe_device_level_aux_loss_coeff",
     "training of multi-token prediction": "num_nextn_predict_layers",
-    "adapters of another checkpoint": "lora_load",
+    "adapters of another checkpoint in Megatron's format; load takes a PEFT folder, and base_model its base": "lora_load",
     "fully trained modules next to adapters": "lora_modules_to_save",
     "low-rank adapters of a low-rank update": "lu_lora_final_layer_index lu_lora_lr lu_lora_lr_ratio",
     "4-bit base weights": "qlora qlora_save_dequantize",

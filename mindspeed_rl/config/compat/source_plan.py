@@ -187,7 +187,9 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
     rates = read_schedule(actor, iters or 0, steps).over(total, steps)
     # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
     losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type}
-    losses["orm"] = "ranking"
+    losses |= {"orm": "ranking", "cpo": "cpo", "orpo": "orpo"}
+    betas = {"dpo": actor.dpo_beta, "simpo": actor.simpo_beta, "kto": actor.kto_beta}
+    betas |= {"cpo": actor.cpo_beta, "orpo": actor.orpo_lambda}
     shared = SourcePlan(
         stage=cfg.stage or "",
         step_samples=plan.mini_batch_size,
@@ -198,7 +200,7 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
         loss=losses.get(cfg.stage or "", "cross_entropy"),
-        beta={"dpo": actor.dpo_beta, "simpo": actor.simpo_beta, "kto": actor.kto_beta}.get(cfg.stage or ""),
+        beta=betas.get(cfg.stage or ""),
         sequence_length=actor.seq_length,
         tp=actor.tensor_model_parallel_size,
         pp=actor.pipeline_model_parallel_size,
@@ -209,7 +211,7 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
         weight_decay=actor.weight_decay,
         clip_grad=actor.clip_grad,
         data=tuple(str(item) for item in data if item is not None),
-        model=actor.load,
+        model=actor.base_model or actor.load,
     )
     return shared if cfg.objective is None else _plan_rollout(shared, cfg, plan)
 

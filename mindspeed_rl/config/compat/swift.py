@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
+from mindspeed_rl.config.compat.importer import (
+    RECOMPUTE_LAYERS,
+    UNSET_RANK,
+    Import,
+    find_lora_targets,
+    read_scalar,
+    start_from_adapter,
+)
 from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, no_effect, refused
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
@@ -30,11 +37,11 @@ from mindspeed_rl.config.errors import ConfigError
 
 #: program -> stage here; others only generate
 _STAGES = {
-    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "kto": "kto", "rm": "orm", "sft": "sft",
-    "pt": "pretrain",
+    "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "cpo": "cpo", "orpo": "orpo", "kto": "kto",
+    "rm": "orm", "sft": "sft", "pt": "pretrain",
 }  # fmt: skip
 #: kinds that read pairs of answers
-_PAIRS = ("dpo", "simpo", "rm")
+_PAIRS = ("dpo", "simpo", "cpo", "orpo", "rm")
 _MEGATRON = "megatron "
 _SERVING = {
     "rollout": "mindspeed-rl rollout --config-name",
@@ -43,8 +50,6 @@ _SERVING = {
 }
 #: kinds of `rlhf` without a counterpart
 _OTHER_KINDS = {
-    "cpo": "commands of CPO; stage cpo has its loss (docs/supervised.md)",
-    "orpo": "commands of ORPO; stage orpo has its loss (docs/supervised.md)",
     "gkd": "commands of GKD; rl_config.distillation has its losses (docs/distillation.md)",
 }
 #: programs that train nothing and serve nothing
@@ -373,6 +378,10 @@ def _build(run: Import, command: SourceCommand) -> None:
         return
     sizes, stage = _Sizes(command), _STAGES[kind]
     run.set(f"{ACTOR}.stage", stage)
+    if command.text("optimizer") == "muon":
+        for name, default in (("muon_momentum", 0.9), ("muon_tp_mode", "blockwise")):
+            if not command.has(name):
+                run.add_default(f"{ACTOR}.{name}", default, "the default of Megatron-SWIFT")
     if command.has("rlhf_type"):
         run.translated["--rlhf_type"] = f"megatron_training.stage: {stage}"
     _set_data(run, command, kind)
@@ -404,11 +413,30 @@ def _build(run: Import, command: SourceCommand) -> None:
     else:
         run.add_default(f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch")
         _set_preference(run, command, kind, sizes)
-    if run.get(f"{ACTOR}.load") is None:
+    adapters = command.list_texts("adapters")
+    model = run.get(f"{ACTOR}.load") or next(iter(adapters), None)
+    if model is None:
         raise ConfigError(["the command names no model: --model is missing"])
-    folder = f"{'megatron_output' if sizes.is_megatron else 'output'}/{Path(str(run.get(f'{ACTOR}.load'))).name}"
+    _start_from_adapters(run, command, adapters)
+    folder = f"{'megatron_output' if sizes.is_megatron else 'output'}/{Path(str(model)).name}"
     run.add_default("run_dir", folder, "ms-swift's folder of the model")
     run.add_default(f"{ACTOR}.save", f"{run.get('run_dir')}/checkpoints", "ms-swift always saves")
+
+
+def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str]) -> None:
+    """Start from the adapters of the command; the reference is the model without them, or has adapters of its own."""
+    references = command.list_texts("ref_adapters")
+    for option, folders in (("--adapters", adapters), ("--ref_adapters", references)):
+        if len(folders) > 1:
+            run.refuse(option, "several adapters at once; merge all but one first")
+        elif folders and _read_tuner(command) == "full":
+            run.refuse(option, "adapters next to --tuner_type full, which trains all weights")
+    if references and not adapters:
+        run.refuse("--ref_adapters", "adapters of the reference alone; write ref_config.load and ref_config.base_model")
+    if adapters and not {"--adapters", "--ref_adapters"} & run.refused.keys():
+        start_from_adapter(run, "--adapters", adapters[0], references[0] if references else None)
+        if references:
+            run.translated["--ref_adapters"] = "the reference: see --adapters"
 
 
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
@@ -634,12 +662,10 @@ def _set_adapters(run: Import, command: SourceCommand, kind: str) -> None:
     if not targets:
         raise ConfigError([f"--target_modules {' '.join(modules)}: none of them is a projection of attention or MLP"])
     dropout = command.number("lora_dropout", 0.05)
-    values: dict[str, object] = {
-        f"{ACTOR}.lora_target_modules": targets,
-        f"{ACTOR}.lora_r": command.count("lora_rank", 8),
-        f"{ACTOR}.lora_alpha": int(command.number("lora_alpha", 32)),
-        f"{ACTOR}.lora_dropout": dropout,
-    }
+    values: dict[str, object] = {f"{ACTOR}.lora_target_modules": targets, f"{ACTOR}.lora_dropout": dropout}
+    if not command.has("adapters"):  # which have theirs
+        alpha = int(command.number("lora_alpha", 32))
+        values |= {f"{ACTOR}.lora_r": command.count("lora_rank", 8), f"{ACTOR}.lora_alpha": alpha}
     if dropout and kind in ("grpo", "ppo"):
         values[f"{RL}.dropout_in_update"] = True
     run.translate("--tuner_type", values, "the default of swift" if not command.has("tuner_type") else "")
@@ -673,6 +699,9 @@ def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Size
         if command.has("ref_model"):
             run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
         return
+    if kind in ("cpo", "orpo"):
+        _set_reference_free(run, command, kind, sizes)
+        return
     if kind not in ("dpo", "simpo"):
         if command.has("loss_type"):
             run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
@@ -704,6 +733,25 @@ def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Size
         run.translate(option, {f"{ACTOR}.pref_ftx": weight})
     if command.has("ref_model"):
         run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
+
+
+def _set_reference_free(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> None:
+    """Set the keys of CPO and ORPO, which have no reference."""
+    if (form := command.text("loss_type", "sigmoid")) != "sigmoid" or command.number("label_smoothing", 0.0):
+        option = "--loss_type" if form != "sigmoid" else "--label_smoothing"
+        run.refuse(option, f"another form of {kind.upper()}'s loss than sigmoid without label smoothing")
+    alpha = command.number("cpo_alpha", 1.0) if kind == "cpo" else 1.0
+    if alpha and sizes.micro > 1:
+        run.refuse(
+            "--cpo_alpha" if kind == "cpo" else "--per_device_train_batch_size",
+            "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available",
+        )
+    run.translate("--beta", {f"{ACTOR}.{'cpo_beta' if kind == 'cpo' else 'orpo_lambda'}": command.number("beta", 0.1)})
+    if kind == "cpo":
+        run.translate("--cpo_alpha", {f"{ACTOR}.cpo_alpha": alpha})
+    for name in ("loss_type", "label_smoothing"):
+        if command.has(name):
+            run.note(f"--{name}", f"the loss of stage {kind}", changes_nothing=False)
 
 
 def _read_length(command: SourceCommand) -> int:
@@ -862,15 +910,11 @@ def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
             )
     if judges:
         address = run.settings.variables.get("JUDGE_URL")
-        if address is None:
-            run.refuse(
-                "--reward_model_plugin genrm",
-                f"serve {models[judges[0]]} (mindspeed-rl rollout --model, or vllm serve) and say its address with "
-                "--set JUDGE_URL=http://HOST:PORT/v1",
-            )
+        # without an address the run serves it, on the devices that the policy has too
+        served = {} if address is None else {f"{RL}.judge_url": address}
         run.translate(
             "--reward_model_plugin",
-            {f"{RL}.judge_url": address, f"{RL}.judge_model": models[judges[0]],
+            {**served, f"{RL}.judge_model": models[judges[0]],
              f"{RL}.judge_weight": weights[len(names) + judges[0]]},
             "the judge of docs/rewards.md, whose question is ours; judge_prompt and judge_parser take yours",
         )  # fmt: skip
@@ -1008,8 +1052,10 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
     sizes = _Sizes(command)
     total = sizes.count_steps(command, _read_rows(command, rows)[0])
     rates = _read_schedule(command, total).over(total, sizes.steps)
+    tuner, adapters = _read_tuner(command), command.list_texts("adapters")
     forms = command.list_texts("loss_type")
     losses = {"dpo": (forms or ["sigmoid"])[0], "kto": (forms or ["kto"])[0], "simpo": "simpo_sigmoid", "rm": "ranking"}
+    losses |= {"cpo": "cpo", "orpo": "orpo"}
     plan = SourcePlan(
         stage=_STAGES[kind],
         step_samples=sizes.step,
@@ -1020,18 +1066,18 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
         lr_last=rates.rates[2],
         lr_warmup_steps=rates.warmup,
         loss=losses.get(kind, "cross_entropy"),
-        beta=command.number("beta", 2.0 if kind == "simpo" else 0.1) if kind in ("dpo", "kto", "simpo") else None,
+        beta=command.number("beta", 2.0 if kind == "simpo" else 0.1) if kind in (*_PAIRS[:4], "kto") else None,
         sequence_length=None if sizes.rollout else _read_length(command),
         tp=sizes.tp,
         pp=sizes.pp,
         cp=sizes.cp,
         ep=sizes.ep,
         dp=sizes.dp,
-        lora_rank=0 if _read_tuner(command) == "full" else command.count("lora_rank", 8),
+        lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
         weight_decay=command.number("weight_decay", 0.1),
         clip_grad=command.number("clip_grad" if sizes.is_megatron else "max_grad_norm", 1.0),
         data=(_find_data(command),),
-        model=command.text("mcore_model") or command.text("model"),
+        model=command.text("mcore_model") or command.text("model") or next(iter(adapters), ""),
     )
     return plan if sizes.rollout is None else _plan_rollout(command, sizes, plan)
 

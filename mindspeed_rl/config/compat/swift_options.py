@@ -77,6 +77,13 @@ def _dtype(run: Import, option: str, value: object) -> None:
         run.translate(option, {f"{ACTOR}.bf16": is_bf16})
 
 
+def _optimizer(run: Import, option: str, value: object) -> None:
+    if value not in ("adam", "muon", None):
+        run.refuse(option, f"the optimizer {value}; adam and muon are available")
+    else:
+        run.translate(option, {f"{ACTOR}.optimizer": value or "adam"})
+
+
 def _deepspeed(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{ACTOR}.use_distributed_optimizer": True}, "optimizer state is spread over the replicas")
 
@@ -185,7 +192,13 @@ _KEYS: dict[str, Option] = {
     "adam_epsilon": to(f"{ACTOR}.adam_eps"),
     "adam_eps": to(f"{ACTOR}.adam_eps"),
     "lr_warmup_init": to(f"{ACTOR}.lr_warmup_init"),
-    "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam", None: "adam"}),
+    "optimizer": by(_optimizer, "optimizer"),
+    **{
+        name: to(f"{ACTOR}.{name}")
+        for name in "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
+        "muon_split_qkv".split()
+    },
+    "muon_tp_mode": to(f"{ACTOR}.muon_tp_mode", values={"blockwise": "blockwise", "duplicated": "duplicated"}),
     "optim": to(f"{ACTOR}.optimizer", values=dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adam"), "adam")),
     "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
     "overlap_grad_reduce": to(f"{ACTOR}.overlap_grad_reduce"),
@@ -363,7 +376,9 @@ _REFUSED: dict[str, Option] = {
         "freeze_llm lisa_activated_layers optim_target_modules",
         refused("training of a part of the weights"),
     ),
-    **_each("adapters ref_adapters reward_adapters mcore_adapter mcore_ref_adapter", refused("a start from adapters")),
+    **_each("adapters ref_adapters", with_others("a start from adapters")),
+    "reward_adapters": refused("a reward model with adapters; write reward_config.load and reward_config.base_model"),
+    **_each("mcore_adapter mcore_ref_adapter", refused("adapters in Megatron's format; --adapters takes a PEFT folder")),
     "mcore_ref_model": refused("a reference in Megatron's format; write ref_config.load"),
     **{name: to(f"{ACTOR}.{name}") for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner")},
     "vllm_limit_mm_per_prompt": by(_limit_images, "limit_mm_image_per_prompt"),
@@ -388,6 +403,9 @@ _REFUSED: dict[str, Option] = {
     "data_sharding": no_effect("rows are drawn over the whole dataset"),
     "model_kwargs": refused("arguments of from_pretrained"),
     **_each("model_revision ref_model_revision", refused("a revision of the hub", unless=("main", "master"))),
+    "muon_coefficient_type": same("Newton-Schulz by the quintic coefficients", "quintic"),
+    "muon_scalar_optimizer": same("AdamW for what is no matrix", "adam"),
+    **_each("muon_lr muon_min_lr", refused("a rate of matrices other than lr; muon_extra_scale_factor scales it")),
     "optim_args": refused("further arguments of the optimizer"),
     **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
     **_each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
@@ -518,8 +536,7 @@ _NONE: dict[str, Option] = {
         no_effect("it belongs to a tuner that tuner_type refuses"),
     ),
     **_each(
-        "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_lr muon_min_lr muon_momentum "
-        "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov sgd_momentum "
+        "muon_fp32_matmul_prec sgd_momentum "
         "lr_wsd_decay_style fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe mtp_loss_scaling_factor "
         "mtp_decoder_input_detach dsa_indexer_use_sparse_loss",
         no_effect("it belongs to an optimizer, schedule or format that is refused"),

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
-from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, read_scalar
+from mindspeed_rl.config.compat.importer import (
+    RECOMPUTE_LAYERS,
+    UNSET_RANK,
+    Import,
+    find_lora_targets,
+    read_scalar,
+    start_from_adapter,
+)
 from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, by, no_effect, refused, to, with_others
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.config.compat.source_plan import Rates, Schedule, SourcePlan
@@ -530,6 +537,9 @@ def _find_source(path: str, variables: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------------------------- build
 
 
+_ADAPTER = ("lora_adapter_path", "lora.adapter_path")
+
+
 def _put(run: Import, command: SourceCommand, names: Sequence[str], values: Mapping[str, object], note: str = "") -> None:
     """Set keys that options make up, under the first one that the command has, or as defaults of verl."""
     given = [name for name in names if command.has(name)]
@@ -554,6 +564,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     _set_outputs(run, command)
     if supervised:
         _set_rows(run, command, batch)
+        _set_adapter(run, command, "model.")
         return
     critic = "values" in ADVANTAGES[_read_estimator(command)].needs
     run.add_default(f"{MEGATRON}.stage", "ray_ppo" if critic else "ray_grpo", "the loop for the estimator")
@@ -565,6 +576,18 @@ def _build(run: Import, command: SourceCommand) -> None:
     _set_rollout(run, command)
     _set_critic(run, command, batch, has_critic=critic)
     _set_profiler(run, command)
+    _set_adapter(run, command, _MODEL)
+
+
+def _set_adapter(run: Import, command: SourceCommand, prefix: str) -> None:
+    """Start from the folder of an adapter, which has rank and scale; verl's reference is the model without it."""
+    names = [f"{prefix}{name}" for name in _ADAPTER if command.has(f"{prefix}{name}")]
+    folders = [folder for folder in map(command.get, names) if folder]
+    for name in names:
+        run.note(name, "no adapter: training starts with fresh ones, or trains all weights", changes_nothing=False)
+    if folders:
+        start_from_adapter(run, names[0], str(folders[0]), None)
+        run.same.pop(names[0])
 
 
 def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout) -> None:
@@ -578,6 +601,7 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     if is_known:
         # verl trains all weights of a model without adapters; its tower includes the projector
         has_adapters = any(command.number(f"{prefix}{name}", 0) for name in ("lora_rank", "lora.rank"))
+        has_adapters |= any(command.get(f"{prefix}{name}") is not None for name in _ADAPTER)
         frozen = command.flag(freeze) or has_adapters
         values = {f"{MEGATRON}.{name}": frozen for name in ("freeze_vit", "freeze_aligner")}
         _put(run, command, [freeze], values, "verl's tower includes the projector")
@@ -599,6 +623,11 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     megatron_lora = layout.engine == "megatron"
     rank_name, alpha_name = ("lora.rank", "lora.alpha") if megatron_lora else ("lora_rank", "lora_alpha")
     rank = int(command.number(prefix + rank_name, 0))
+    if any(command.get(f"{prefix}{name}") for name in _ADAPTER):
+        for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha"):
+            if command.has(f"{prefix}{name}"):
+                run.note(f"{prefix}{name}", "the adapter that training continues has its own")
+        return
     names = [prefix + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     if not rank:
         for name in names:
@@ -1179,6 +1208,8 @@ def _plan(command: SourceCommand, rows: int) -> SourcePlan:
     rates: Rates = _read_schedule(command, prefix, layout.engine, peak, rollouts).over(rollouts)
     model = "model." if supervised else _MODEL
     rank = command.number(f"{model}{'lora.rank' if layout.engine == 'megatron' else 'lora_rank'}", 0)
+    if any(command.get(f"{model}{name}") for name in _ADAPTER):
+        rank = UNSET_RANK
     clips = (f"{prefix}clip_grad", f"{role}grad_clip")
     files = _list_files(command.get("data.train_files") or "")
     limit = command.get("data.train_max_samples")

@@ -19,7 +19,16 @@ _SHARDING = no_effect(
     "Megatron-core is the engine: weights are split by tensor and pipeline parallelism, optimizer state by rank"
 )
 _MEMORY = no_effect("memory and speed alone: results do not depend on it, and the engine has a form of its own")
-_ADAM = no_effect("read by other optimizers than AdamW, which are refused")
+#: setting of Muon there -> key
+_MUON = {
+    "momentum": "muon_momentum",
+    "nesterov": "muon_use_nesterov",
+    "num_ns_steps": "muon_num_ns_steps",
+    "scale_mode": "muon_scale_mode",
+    "split_qkv": "muon_split_qkv",
+    "tp_mode": "muon_tp_mode",
+    "extra_scale_factor": "muon_extra_scale_factor",
+}
 _OTHER_ENGINE = no_effect("read by an engine of verl that is refused where it is chosen")
 _PROFILED = no_effect("read by another profiling tool, or by no run of ours: see profiler_config")
 _QUANTIZED = refused("quantization-aware training", unless=("w4a16", 16, "static_minmax"))
@@ -155,6 +164,22 @@ _AUTOMODEL = (
     + _put("ignore_router_for_ac lm_head_precision reshard_after_forward wrap_outer_model", "moe_config.")
 )
 
+
+def _optimizer(run: Import, option: str, value: object) -> None:
+    """Set the optimizer, or a setting of Muon, of the role that an option belongs to."""
+    group, setting = "critic_config" if option.startswith("critic.") else MEGATRON, option.rpartition(".")[2]
+    if setting != "optimizer":
+        run.translate(option, {f"{group}.{_MUON[setting.removeprefix('muon_')]}": value})
+    elif value == "muon":
+        run.translate(option, {f"{group}.optimizer": value})
+        run.add_default(f"{group}.muon_tp_mode", "blockwise", "the default of verl")
+        run.add_default(f"{group}.use_distributed_optimizer", False, "Muon needs whole matrices")
+    elif str(value).lower() in ("adam", "adamw"):
+        run.note(option, "AdamW", changes_nothing=False)
+    else:
+        run.refuse(option, f"the optimizer {value}; AdamW and muon are available")
+
+
 _OPTIMIZER: tuple[tuple[str, Option], ...] = (
     (
         "lr lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style lr_decay_steps "
@@ -162,7 +187,7 @@ _OPTIMIZER: tuple[tuple[str, Option], ...] = (
         "lr_warmup_init clip_grad weight_decay betas",
         with_others("the schedule and the step"),
     ),
-    ("optimizer", same("AdamW", "AdamW", "adam", "adamw", "Adam")),
+    ("optimizer", by(_optimizer, "optimizer")),
     ("optimizer_impl", same("AdamW by torch's formula", "torch.optim", "torch_npu.optim", "torchao.optim")),
     ("override_optimizer_config", refused("other arguments of the optimizer", unless=({},))),
     ("total_training_steps", no_effect("verl sets it to the length of the run", -1, None)),
@@ -172,20 +197,17 @@ _OPTIMIZER: tuple[tuple[str, Option], ...] = (
     ("lr_wsd_decay_style", refused("other decays of WSD than linear", unless=("exponential", "linear"))),
     ("lr_wsd_decay_steps", refused("another length of WSD's decay")),
     ("use_checkpoint_opt_param_scheduler", no_effect("a resumed run has the schedule of its run file")),
-    ("use_layer_wise_distributed_optimizer", refused("Muon")),
+    ("use_layer_wise_distributed_optimizer", no_effect("how the optimizer's state is spread changes no number")),
     (
         "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype master_weight_dtype master_weights "
         "store_param_remainders",
         refused("optimizer state of another format than fp32", unless=("fp32", True)),
     ),
-    (
-        _put(
-            "coefficient_type extra_scale_factor fp32_matmul_prec match_adamw_update_rms momentum nesterov num_ns_steps "
-            "scalar_optimizer scale_mode split_qkv tp_mode",
-            "muon_",
-        ),
-        _ADAM,
-    ),
+    (_put(" ".join(_MUON), "muon_"), by(_optimizer, "the keys muon_*")),
+    ("muon_coefficient_type", same("Newton-Schulz by the quintic coefficients", "quintic")),
+    ("muon_scalar_optimizer", same("AdamW for what is no matrix", "adam")),
+    ("muon_fp32_matmul_prec", no_effect("Newton-Schulz has the precision of Megatron's own function")),
+    ("muon_match_adamw_update_rms", refused("a scale of Muon's steps from AdamW's betas; see muon_extra_scale_factor")),
     ("decay_type eps lr_decay_ratio lr_min lr_start min_lr_factor name init_lr_ratio", _OTHER_ENGINE),
 )
 
@@ -265,7 +287,7 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("trust_remote_code use_shm", no_effect("models are built from their config.json, and read from their folder")),
     ("enable_activation_offload tiled_mlp.enabled tiled_mlp.num_shards use_remove_padding", _MEMORY),
     ("exclude_modules", refused("projections that adapters leave out")),
-    ("lora_adapter_path lora.adapter_path", refused("training that continues an adapter's folder")),
+    ("lora_adapter_path lora.adapter_path", with_others("the adapter that training continues")),
     ("use_liger use_fused_kernels fused_kernel_options.impl_backend", _HF),
     ("mtp.enable mtp.enable_train mtp.enable_rollout", refused("multi-token prediction in RL")),
     (

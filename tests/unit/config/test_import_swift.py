@@ -43,6 +43,10 @@ def values(run: Import, *paths: str) -> list[object]:
     ("options", "feature"),
     [
         ("--teacher_adapters models/teacher", "a teacher with adapters"),
+        ("--tuner_type lora --adapters a b", "several adapters at once"),
+        ("--tuner_type full --adapters a", "adapters next to --tuner_type full"),
+        ("--tuner_type lora --ref_adapters a", "adapters of the reference alone"),
+        ("--mcore_adapter a", "--adapters takes a PEFT folder"),
         ("--chord_sft_dataset a.jsonl", "CHORD"),
         ("--reward_funcs dummy", "no file in --external_plugins has it"),
         ("--model OpenGVLab/InternVL3-8B", "models of images but Qwen2.5-VL and Qwen3-VL"),
@@ -57,7 +61,6 @@ def values(run: Import, *paths: str) -> list[object]:
         ("--dataset org/data:hard#5", "a subset of a dataset"),
         ("--quantum_leap 3", "no option of ms-swift 4.6.0"),
         ("--num_generation 8", "did you mean --num_generations?"),
-        ("--reward_model models/a --reward_model_plugin genrm", "--set JUDGE_URL="),
     ],
 )
 def test_what_is_not_available_is_refused_by_name(options: str, feature: str) -> None:
@@ -98,6 +101,8 @@ def test_a_generative_reward_model_is_the_judge_at_an_address_that_is_set() -> N
         0.25,
         None,
     ]
+    served = imported(options)  # without an address the run serves it
+    assert values(served, "rl_config.judge_url", "rl_config.judge_model") == [None, "models/judge"]
 
 
 def test_experts_stay_spread_and_have_no_balancing_loss() -> None:
@@ -224,6 +229,32 @@ def test_simpo_is_its_margin_over_beta() -> None:
     )
     run = imported(base=base)
     assert values(run, "megatron_training.simpo_beta", "megatron_training.gamma_beta_ratio") == [2.0, 0.75]
+
+
+def test_cpo_and_orpo_are_stages_without_a_reference() -> None:
+    base = "swift rlhf --model models/base --dataset pairs.jsonl --max_steps 5"
+    cpo = imported("--rlhf_type cpo --beta 0.3 --cpo_alpha 0.7", base)
+    assert values(cpo, *(f"megatron_training.{name}" for name in ("stage", "cpo_beta", "cpo_alpha"))) == ["cpo", 0.3, 0.7]
+    assert values(imported("--rlhf_type cpo", base), "megatron_training.cpo_beta", "megatron_training.cpo_alpha") == [0.1, 1.0]
+    orpo = imported("--rlhf_type orpo --beta 0.4", base)
+    assert values(orpo, "megatron_training.stage", "megatron_training.orpo_lambda") == ["orpo", 0.4]
+    several = "--per_device_train_batch_size 2"
+    assert "over the tokens of several pairs" in refusal(f"--rlhf_type orpo {several}", base)
+    assert "over the tokens of several pairs" in refusal(f"--rlhf_type cpo {several}", base)
+    assert imported(f"--rlhf_type cpo --cpo_alpha 0 {several}", base).get("megatron_training.cpo_alpha") == 0.0
+    assert "--loss_type" in refusal("--rlhf_type cpo --loss_type hinge", base)
+    assert "--label_smoothing" in refusal("--rlhf_type cpo --label_smoothing 0.1", base)
+
+
+def test_muon_has_the_defaults_of_megatron_swift() -> None:
+    base = "megatron sft --model models/base --dataset rows.jsonl --train_iters 5"
+    names = ("optimizer", "muon_momentum", "muon_tp_mode", "muon_scale_mode", "muon_num_ns_steps")
+    run = imported("--optimizer muon --muon_scale_mode unit_rms_norm --muon_num_ns_steps 7", base)
+    assert values(run, *(f"megatron_training.{name}" for name in names)) == ["muon", 0.9, "blockwise", "unit_rms_norm", 7]
+    written = imported("--optimizer muon --muon_momentum 0.95 --muon_tp_mode duplicated", base)
+    assert values(written, *(f"megatron_training.{name}" for name in names[:3])) == ["muon", 0.95, "duplicated"]
+    assert "muon_lr" in refusal("--optimizer muon --muon_lr 1e-3", base)
+    assert "--optimizer" in refusal("--optimizer sgd", base)
 
 
 @pytest.mark.parametrize(
@@ -359,3 +390,14 @@ def test_rewards_of_an_environment_train_next_to_a_teacher() -> None:
 def test_a_teacher_alone_needs_no_reward_function() -> None:
     run = imported("--teacher_model models/teacher", GRPO.replace(" --reward_funcs accuracy", ""))
     assert [run.get(f"rl_config.{name}") for name in ("rule_reward", "distillation.use_task_rewards")] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "shares", "reference"),
+    [("", True, None), ("--ref_adapters out/sft", None, None), ("--ref_adapters out/other", None, "out/other")],
+)
+def test_a_start_from_adapters_has_the_reference_of_ms_swift(options: str, shares: bool | None, reference: str | None) -> None:
+    run = imported(f"--tuner_type lora --lora_rank 64 --adapters out/sft {options}")
+    keys = ("actor_config.load", "megatron_training.base_model", "megatron_training.lora_r", "rl_config.share_backbone")
+    assert values(run, *keys) == ["out/sft", "models/base", None, shares]
+    assert run.get("rl_config.integrated_mode_config.ref_model_load_path") == reference

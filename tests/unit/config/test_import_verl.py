@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,25 @@ def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> 
     expected = [2e-6 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / 35)) / 2) for step in (10, 39)]
     for plan in run.plans:
         assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
+
+
+def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
+    run = imported(
+        f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "
+        f"{A}.optim.muon_coefficient_type=quintic"
+    )
+    names = ("optimizer", "muon_momentum", "muon_use_nesterov", "muon_tp_mode")
+    assert values(run, *(f"megatron_training.{name}" for name in names)) == ["muon", 0.9, True, "blockwise"]
+    assert imported(f"{A}.optim.optimizer=AdamW").get("megatron_training.optimizer") is None
+    for name, value in (("muon_coefficient_type", "polar_express"), ("muon_match_adamw_update_rms", True)):
+        assert name in refusal(f"{A}.optim.optimizer=muon {A}.optim.{name}={value}")
+    critic = "critic.optim.optimizer=muon critic.optim.muon_num_ns_steps=7"
+    run = imported(f"algorithm.adv_estimator=gae critic.model.path=models/base {critic}")
+    assert values(run, "critic_config.optimizer", "critic_config.muon_num_ns_steps", "megatron_training.optimizer") == [
+        "muon",
+        7,
+        None,
+    ]
 
 
 def test_the_profilers_folder_is_not_that_of_checkpoints() -> None:
@@ -301,7 +321,7 @@ def test_the_length_is_verls() -> None:
     [
         ("distillation.enabled=True", "several teachers in a command"),
         ("algorithm.use_pf_ppo=True", "PF-PPO"),
-        (f"{A}.optim.use_layer_wise_distributed_optimizer=True", "Muon"),
+        (f"{A}.optim.optimizer=sgd", "the optimizer sgd"),
         (f"{A}.qat.enable=True", "quantization-aware training"),
         (f"{M}.mtp.enable=True", "multi-token prediction"),
         (f"{A}.strategy=veomni", "the training engine veomni"),
@@ -379,6 +399,33 @@ def test_the_supervised_trainer_is_stage_sft() -> None:
     assert run.plans is not None and run.plans[0].total_steps == 20 and run.plans[0].dp == 4
     assert "mindspeed-rl preprocess --input chat/train.parquet" in run.translated["data.train_files"]
     assert "OpenAIInstructionHandler" in run.translated["data.train_files"]
+
+
+@pytest.mark.parametrize(("options", "shares"), [(f"{A}.use_kl_loss=true", True), (f"{A}.use_kl_loss=false", None)])
+def test_training_of_an_adapter_continues_and_the_reference_is_its_base(options: str, shares: bool | None) -> None:
+    run = imported(f"{M}.lora_adapter_path=sft/adapter {M}.lora_rank=32 {options}")
+    t = "megatron_training"
+    assert values(run, f"{t}.load", f"{t}.base_model", f"{t}.lora_r") == ["sft/adapter", "models/base", None]
+    assert run.get("rl_config.share_backbone") is shares and len(values(run, f"{t}.lora_target_modules")[0]) == 4
+    assert run.without_effect[f"{M}.lora_rank"] == "the adapter that training continues has its own"
+
+
+def test_layers_and_dropout_are_those_of_an_adapter_that_is_here(tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    config.write_text('{"r": 4, "target_modules": ["self_attn.q_proj", "o_proj"], "lora_dropout": 0.1}')
+    run = imported(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
+    t = "megatron_training"
+    assert values(run, f"{t}.lora_target_modules", f"{t}.lora_dropout") == [["linear_qkv", "linear_proj"], 0.1]
+    config.write_text('{"target_modules": ["router"]}')
+    assert "adapts router, no projection of attention or MLP" in refusal(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
+    config.write_text("{")
+    assert "adapter_config.json is no JSON" in refusal(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
+
+
+def test_a_path_of_no_adapter_changes_nothing() -> None:
+    run = imported(f"{M}.lora_adapter_path=null {M}.lora_rank=8")
+    assert values(run, "megatron_training.load", "megatron_training.base_model") == ["models/base", None]
+    assert run.get("megatron_training.lora_r") == 8
 
 
 def test_adapters_have_their_rank_and_layers() -> None:
