@@ -3,12 +3,14 @@
     python benchmarks/resharding.py measure --processes 2 4 --millions 10 100 300
     python benchmarks/resharding.py fingerprints --millions 30 100 300
     python benchmarks/resharding.py plans
+    python benchmarks/resharding.py servers --millions 100
 
 `measure` starts processes that hold training shards and a model of an engine's layout (tests/engine_model.py), pushes both ways
 and prints a row a layout. Seconds are of the clock and, behind a slash, of the processor, which other work on the machine moves
 less. Peaks are of resident memory above what was resident before. `plans` moves nothing: it prints what the planner says of
 models and clusters. `fingerprints` compares both passes of the proof (training shards, engine) with sums that do not see the
-order of the elements, as they were before: seconds of the processor, in turn, in one process.
+order of the elements, as they were before: seconds of the processor, in turn, in one process. `servers` sends the weights of
+one trainer to 1, 2 and 4 engines on other ranks: from the trainer to each, and passed on from one to another, in turn.
 """
 
 from __future__ import annotations
@@ -191,22 +193,73 @@ def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
     for count in processes:
         for number, (name, _, _) in enumerate(LAYOUTS[count]):
             for size in millions:
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    port = free.getsockname()[1]
-                results = context.SimpleQueue()
-                arguments = [(rank, count, port, size, number, bucket_mb, results) for rank in range(count)]
-                started = [context.Process(target=measured, args=args, daemon=True) for args in arguments]
-                for process in started:
-                    process.start()
-                rows = results.get()
-                for process in started:
-                    process.join(60)
+                rows = run_together(context, measured, count, (size, number, bucket_mb))
                 print(table_row(name, size, rows), flush=True)
                 ours = max(row["push"].seconds for row in rows) + max(row["proof"].seconds for row in rows)
                 gather = max(row["gather"].seconds for row in rows)
                 what = f"weight push with its proof, {name}, {size} M parameters, s"
                 Headline(what, f"{ours:.3f}", "gathering every tensor, no proof", f"{gather:.3f}", gather / ours).say()
+
+
+def served(rank: int, processes: int, port: int, millions: int, bucket_mb: int, results: Any) -> None:
+    """One process's part of a push from one trainer to engines on other ranks."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+    from push_jobs import Case, Side, weights_of
+
+    from mindspeed_rl.resharding.push import WeightPush
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    case = Case(config_of(millions), {}, 1, bucket_bytes=bucket_mb << 20, dtype=torch.bfloat16, train_ranks=1)
+    side = Side(case)
+    if rank == 0:
+        side.train(weights_of(side.ops, 0, torch.bfloat16))
+    row: dict[str, Any] = {}
+    for name, relays in (("direct", False), ("relayed", True)):
+        push = WeightPush(side.trained, side.destinations, side.exchange, replica=rank, relays=relays)
+        push.write(side.engine)
+        push.prove(side.engine)
+        cost = timed(partial(push.write, side.engine))
+        row[name] = cost.seconds, push.plan.moves.bytes_by_rank("source"), push.received_bytes, push.plan.num_buckets
+    everyone: list[Any] = [None] * processes
+    dist.all_gather_object(everyone, row)
+    if rank == 0:
+        results.put(everyone)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def servers(millions: int, bucket_mb: int) -> None:
+    columns = ("engines", "way", "sent by the trainer, MB", "by an engine at most", "received by an engine", "buckets", "s")
+    print(heading(columns))
+    context = multiprocessing.get_context("spawn")
+    for count in (1, 2, 4):
+        rows = run_together(context, served, count + 1, (millions, bucket_mb))
+        for way in ("direct", "relayed"):
+            _, sent, _, buckets = rows[0][way]
+            seconds, received = max(row[way][0] for row in rows), rows[1][way][2]
+            most = max([size for rank, size in sent.items() if rank], default=0)
+            sizes = [f"{size / 1e6:.1f}" for size in (sent[0], most, received)]
+            print("| " + " | ".join([str(count), way, *sizes, str(buckets), f"{seconds:.3f}"]) + " |", flush=True)
+
+
+def run_together(context: Any, work: Callable[..., None], count: int, arguments: tuple[Any, ...]) -> list[Any]:
+    """What so many processes of a measurement report."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = context.SimpleQueue()
+    started = [
+        context.Process(target=work, args=(rank, count, port, *arguments, results), daemon=True) for rank in range(count)
+    ]
+    for process in started:
+        process.start()
+    rows = results.get()
+    for process in started:
+        process.join(60)
+    return rows
 
 
 def heading(columns: tuple[str, ...]) -> str:
@@ -445,13 +498,17 @@ def main() -> None:
         "--millions", type=int, nargs="+", default=[30, 100, 300], choices=list(SIZES)
     )
     commands.add_parser("plans")
+    several = commands.add_parser("servers")
+    several.add_argument("--millions", type=int, default=100, choices=list(SIZES))
     for each in commands.choices.values():
-        each.add_argument("--bucket-mb", type=int, default=64 if each is command else 512)
+        each.add_argument("--bucket-mb", type=int, default={command: 64, several: 8}.get(each, 512))
     arguments = parser.parse_args()
     if arguments.command == "fingerprints":
         fingerprints(arguments.millions)
     elif arguments.command == "plans":
         plans(arguments.bucket_mb)
+    elif arguments.command == "servers":
+        servers(arguments.millions, arguments.bucket_mb)
     else:
         measure(arguments.processes, arguments.millions, arguments.bucket_mb)
 

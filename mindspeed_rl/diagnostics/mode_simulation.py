@@ -18,6 +18,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -51,11 +52,17 @@ class Mode:
         admission: decides which prompts are started and taken.
         interrupts: a weight sync does not wait for responses.
         device_fraction: of the devices that generate; 1.0 where all devices generate and train in turn.
+        num_spare: samples of a prompt beyond those that train; when enough have ended, the others are aborted.
+        places: fraction of an iteration's responses that the engines work on at once.
+        longest_first: prompts whose earlier responses were longest start first.
     """
 
     admission: Admission
     interrupts: bool
     device_fraction: float
+    num_spare: int = 0
+    places: float = math.inf
+    longest_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,14 @@ class Outcome:
         iteration_s: seconds an iteration.
         trainer_idle, engine_idle: fraction of that time in which they waited for the other side.
         staleness: mean age of the responses that trained, in versions, by their first token.
+        aborted: fraction of the generated tokens that were aborted.
     """
 
     iteration_s: float
     trainer_idle: float
     engine_idle: float
     staleness: float
+    aborted: float = 0.0
 
 
 @dataclass
@@ -91,17 +100,25 @@ class _Engine:
 
     Attributes:
         busy_s: seconds with at least one of them.
+        num_tokens, num_aborted: tokens that were generated, and those of them that were aborted.
     """
 
-    def __init__(self, fixed_s: float, varying_s: float) -> None:
-        self._fixed, self._varying = fixed_s, varying_s
-        self._heap: list[tuple[float, int, _Group]] = []
+    def __init__(self, fixed_s: float, varying_s: float, places: float = math.inf) -> None:
+        self._fixed, self._varying, self._places = fixed_s, varying_s, places
+        self._heap: list[tuple[float, int, _Group, float]] = []
+        self._waiting: deque[tuple[_Group, float]] = deque()
         self._grown = 0.0
         self._count = itertools.count()
-        self.busy_s = 0.0
+        self.busy_s = self.num_tokens = self.num_aborted = 0.0
 
     def add(self, group: _Group, length: float) -> None:
-        heapq.heappush(self._heap, (self._grown + length, next(self._count), group))
+        self._waiting.append((group, length))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._heap) < self._places:
+            group, length = self._waiting.popleft()
+            heapq.heappush(self._heap, (self._grown + length, next(self._count), group, self._grown))
 
     def next_end_s(self) -> float:
         """Return the seconds until the next response ends; infinite where there is none."""
@@ -114,14 +131,23 @@ class _Engine:
         if not self._heap:
             return
         self.busy_s += seconds
-        self._grown += seconds / (self._fixed + self._varying * len(self._heap))
+        grown = seconds / (self._fixed + self._varying * len(self._heap))
+        self._grown += grown
+        self.num_tokens += grown * len(self._heap)
         # time is divided by the pace and multiplied by it again, which does not give the same bits
         while self._heap and self._heap[0][0] <= self._grown + 1e-9:
             group = heapq.heappop(self._heap)[2]
             group.missing -= 1
             if not group.missing:
+                self._abort(group)
                 yield group
+        self._fill()
 
+    def _abort(self, group: _Group) -> None:
+        self._waiting = deque(item for item in self._waiting if item[0] is not group)
+        self.num_aborted += sum(self._grown - start for _, _, other, start in self._heap if other is group)
+        self._heap = [item for item in self._heap if item[2] is not group]
+        heapq.heapify(self._heap)
 
 
 def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
@@ -129,6 +155,19 @@ def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
     generator = random.Random(seed)
     while True:
         yield min(times.max_length, generator.lognormvariate(-(_SIGMA**2) / 2, _SIGMA))
+
+
+def _sample_prompts(times: PhaseTimes, seed: int, count: int) -> Iterator[tuple[float, list[float]]]:
+    """Yield the expected length of a prompt's responses, and so many lengths; half of the variance is that of the prompt.
+
+    Expected is the mean of as many responses as train, of an earlier epoch.
+    """
+    generator = random.Random(seed)
+    spread = _SIGMA / math.sqrt(2)
+    while True:
+        mean = generator.gauss(-(_SIGMA**2) / 2, spread)
+        lengths = [min(times.max_length, generator.lognormvariate(mean, spread)) for _ in range(times.samples + count)]
+        yield sum(lengths[: times.samples]) / times.samples, lengths[times.samples :]
 
 
 @functools.cache
@@ -147,14 +186,22 @@ def _fit_scale(times: PhaseTimes, seed: int) -> float:
     return times.generate_s / (total / rounds)
 
 
-def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
-    """Return the outcome of a mode."""
+def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = False) -> Outcome:
+    """Return the outcome of a mode.
+
+    Args:
+        times: of a synchronous run.
+        mode: the mode.
+        seed: of the lengths.
+        by_prompt: the responses to a prompt have similar lengths.
+    """
     batch, admission = times.prompts * times.samples, mode.admission
     fixed = _fit_scale(times, seed)
-    engine = _Engine(fixed, fixed / batch / mode.device_fraction)
+    engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch)
     train_s = times.train_s / (1.0 if mode.device_fraction == 1.0 else 1.0 - mode.device_fraction)
     # other lengths than those that the scale was fitted to
-    lengths = _sample_lengths(times, seed + 1)
+    lengths, num_samples = _sample_lengths(times, seed + 1), times.samples + mode.num_spare
+    prompts = _sample_prompts(times, seed + 1, num_samples)
     now, taken, started = 0.0, 0, 0
     groups: dict[int, _Group] = {}
     complete: set[int] = set()
@@ -165,11 +212,17 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
 
     def admit(version: int) -> None:
         nonlocal started
+        admitted: list[tuple[float, _Group, list[float]]] = []
         for _ in range(admission.compute_room(version, taken, len(groups))):
             groups[started] = _Group(started, version, times.samples)
-            for _ in range(times.samples):
-                engine.add(groups[started], next(lengths))
+            expected, own = next(prompts) if by_prompt else (0.0, list(itertools.islice(lengths, num_samples)))
+            admitted.append((expected, groups[started], own))
             started += 1
+        if mode.longest_first:
+            admitted.sort(key=lambda item: -item[0])
+        for _, group, own in admitted:
+            for length in own:
+                engine.add(group, length)
 
     def advance(seconds: float) -> None:
         """Let the engine work for so many seconds."""
@@ -211,10 +264,13 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
         trainer_idle=sum(waited[_WARM:]) / total,
         engine_idle=max(0.0, 1.0 - (busy[-1] - busy[_WARM - 1]) / total),
         staleness=sum(ages[_WARM * times.prompts :]) / (count * times.prompts),
+        aborted=engine.num_aborted / engine.num_tokens,
     )
 
 
-def simulate_partial(times: PhaseTimes, split: int, over_sample_rate: float, *, seed: int = 0) -> Outcome:
+def simulate_partial(
+    times: PhaseTimes, split: int, over_sample_rate: float, *, seed: int = 0, by_prompt: bool = False
+) -> Outcome:
     """Return the outcome of a synchronous run with `partial_rollout_max_split` and `over_sample_rate`.
 
     All devices generate and train in turn; a slice ends when each response has ended or has grown by `max_length / split`.
@@ -222,7 +278,7 @@ def simulate_partial(times: PhaseTimes, split: int, over_sample_rate: float, *, 
     batch, fixed = times.prompts * times.samples, _fit_scale(times, seed)
     admission = Admission("pace", split, times.prompts)
     limit = math.ceil((1 + over_sample_rate) * times.prompts)
-    lengths = _sample_lengths(times, seed + 1)
+    lengths, prompts = _sample_lengths(times, seed + 1), _sample_prompts(times, seed + 1, times.samples)
     groups: dict[int, tuple[int, list[float]]] = {}  # index -> version of the first token, lengths that are missing
     started, ages = 0, list[int]()
     generate_s: list[float] = []
@@ -230,7 +286,8 @@ def simulate_partial(times: PhaseTimes, split: int, over_sample_rate: float, *, 
         spent, chosen = 0.0, None
         while chosen is None:
             while len(groups) < limit:
-                groups[started] = iteration, list(itertools.islice(lengths, times.samples))
+                own = next(prompts)[1] if by_prompt else list(itertools.islice(lengths, times.samples))
+                groups[started] = iteration, own
                 started += 1
             engine = _Engine(fixed, fixed / batch)
             for _, missing in groups.values():
@@ -321,5 +378,37 @@ def build_partial_table() -> str:
     return "\n".join(lines)
 
 
+def build_tail_table() -> str:
+    """Return a Markdown table with the methods against a long tail; lengths are similar in a group."""
+    times = _PUBLISHED[2]
+    sync = Mode(Admission("pace", 0, times.prompts), False, 1.0)
+    ahead, apart = replace(sync, admission=Admission("pace", 1, times.prompts), interrupts=True), 3 / 8
+    quarter = replace(sync, places=0.25)
+    rows: list[tuple[str, str, Outcome]] = [
+        (name, places, simulate(times, mode, by_prompt=True))
+        for name, places, mode in (
+            ("sync", "all", sync),
+            ("one_step_off", "all", Mode(Admission("wait", 1, times.prompts), False, apart)),
+            ("async, 1", "all", replace(ahead, device_fraction=apart)),
+            ("async, 0, 2 spare samples", "all", replace(sync, num_spare=2)),
+            ("async, 1, 2 spare samples", "all", replace(ahead, device_fraction=apart, num_spare=2)),
+            ("sync", "a quarter", quarter),
+            ("sync, longest first", "a quarter", replace(quarter, longest_first=True)),
+            ("async, 1", "a quarter", replace(ahead, device_fraction=apart, places=0.25)),
+        )
+    ]
+    rows.insert(1, ("sync, split 8, over-sampling 1", "all", simulate_partial(times, 8, 1.0, by_prompt=True)))
+    lines = [
+        "| mode | samples at once | s an iteration | times sync | tokens aborted | mean staleness |",
+        "|---|---|---|---|---|---|",
+    ]
+    first = {}
+    for name, places, outcome in rows:
+        speed = first.setdefault(places, outcome.iteration_s) / outcome.iteration_s
+        cells = [name, places, f"{outcome.iteration_s:.0f}", f"{speed:.2f}", f"{outcome.aborted:.0%}"]
+        lines.append("| " + " | ".join([*cells, f"{outcome.staleness:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(f"{build_table()}\n\n{build_partial_table()}")
+    print(f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}")

@@ -173,8 +173,10 @@ class StreamingSource:
 
     def _describe_wait(self, purpose: str, detail: str) -> str:
         running = [group for index, group in sorted(self._groups.items()) if index not in self._ready]
-        first = running[0] if running else None
-        oldest = "" if first is None else f"; prompt {first.index} lacks {first.num_missing} of {first.needed or len(first.samples)} responses"
+        oldest = ""
+        if running:
+            first, needed = running[0], running[0].needed or len(running[0].samples)
+            oldest = f"; prompt {first.index} lacks {first.num_missing} of {needed} responses"
         return (
             f"{purpose} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){detail}: {len(self._ready)} are ready, "
             f"{len(running)} are being generated or scored{oldest}."

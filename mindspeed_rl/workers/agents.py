@@ -264,7 +264,8 @@ class LengthOrder:
         """Return the indexes of the tasks in the order in which they start."""
         indexes = list(range(len(tasks)))
         if self._longest_first:
-            indexes.sort(key=lambda index: -self._means.get(hash(tasks[index].prompt_ids), math.inf))  # equal ones stay in order
+            # equal ones stay in order
+            indexes.sort(key=lambda index: -self._means.get(hash(tasks[index].prompt_ids), math.inf))
         return indexes
 
     def note(self, tasks: Sequence[Task], lengths: Sequence[int]) -> None:

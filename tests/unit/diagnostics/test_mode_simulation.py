@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mindspeed_rl.diagnostics.mode_simulation import (
     PhaseTimes,
     build_partial_table,
     build_table,
+    build_tail_table,
     simulate,
     simulate_partial,
 )
@@ -68,6 +70,26 @@ def test_slices_pay_with_more_prompts_under_way() -> None:
     assert spare.iteration_s < 0.9 * alone.iteration_s and 0.0 == alone.staleness < spare.staleness <= 4
 
 
+def test_engines_without_room_for_all_samples_gain_by_starting_the_longest_first() -> None:
+    tail = PhaseTimes("tail", 10.0, 0.0, 0.0, 32, 8)
+    sync = Mode(Admission("pace", 0, 32), False, 1.0)
+    seconds = {
+        (places, first): simulate(
+            tail, dataclasses.replace(sync, places=places, longest_first=first), by_prompt=True
+        ).iteration_s
+        for places in (1.0, 0.25)
+        for first in (False, True)
+    }
+    assert seconds[1.0, True] == pytest.approx(seconds[1.0, False]) and seconds[0.25, True] < 0.95 * seconds[0.25, False]
+
+
+def test_spare_samples_shorten_a_rollout_by_its_longest_responses_and_cost_their_tokens() -> None:
+    tail = PhaseTimes("tail", 10.0, 0.0, 0.0, 32, 8)
+    sync = Mode(Admission("pace", 0, 32), False, 1.0)
+    without, spare = simulate(tail, sync), simulate(tail, dataclasses.replace(sync, num_spare=2))
+    assert without.aborted == 0.0 < spare.aborted < 0.5 and spare.iteration_s < without.iteration_s
+
+
 @pytest.mark.parametrize("page", ["docs/modes.md", "docs/zh/modes.md"])
 def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> None:
     rows = [line for line in computed.splitlines() if line]
@@ -77,4 +99,4 @@ def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> N
 
 @pytest.fixture(scope="module")
 def computed() -> str:
-    return f"{build_table()}\n\n{build_partial_table()}"
+    return f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}"
