@@ -1036,8 +1036,13 @@ def _build_serving(run: Import, command: SourceCommand, kind: str) -> None:
         for name, option in (("max_new_tokens", "max-new-tokens"), ("temperature", "temperature"), ("val_dataset", "input")):
             if command.has(name):
                 words += [f"--{option}", command.text(name)]
+        for adapter in command.list_texts("adapters"):
+            words += ["--lora-load", adapter]
+            run.note("--adapters", "--lora-load of the printed command", changes_nothing=False)
         run.next_command = f"{_SERVING[kind]} {' '.join(words)} --tensor-parallel-size {tensor} --hf-chat-template  #"
     else:
+        if command.has("adapters"):
+            run.refuse("--adapters", "a server that starts with adapters; the run sends it their weights")
         run.next_command = f"mindspeed-rl rollout --model {model} {' '.join(words)} --config-name".replace("  ", " ")
 
 

@@ -26,6 +26,11 @@ def imported(changes: str = "", base: str = GRPO, **settings) -> Import:
     return import_command(PROJECT, f"{base} {changes}", ImportSettings(rewards=REWARDS, **settings))
 
 
+def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
+    assert imported("--vllm_quantization int8", accepted=("importance_sampling",)).get("generate_config.quantization") == "int8"
+    assert "a rollout engine in fp8; int8 is available" in refusal("--vllm_quantization fp8")
+
+
 def refusal(changes: str, base: str = GRPO, **settings) -> str:
     with pytest.raises(ConfigError) as caught:
         imported(changes, base, **settings)
@@ -401,3 +406,9 @@ def test_a_start_from_adapters_has_the_reference_of_ms_swift(options: str, share
     keys = ("actor_config.load", "megatron_training.base_model", "megatron_training.lora_r", "rl_config.share_backbone")
     assert values(run, *keys) == ["out/sft", "models/base", None, shares]
     assert run.get("rl_config.integrated_mode_config.ref_model_load_path") == reference
+
+
+def test_generation_takes_adapters_and_a_server_does_not() -> None:
+    run = imported("--adapters out/sft", "swift infer --model models/base")
+    assert "--load models/base --lora-load out/sft" in run.next_command
+    assert "a server that starts with adapters" in refusal("--adapters out/sft", "swift rollout --model models/base")
