@@ -361,6 +361,16 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
     run.translate(option, values, "rank and scale are the adapter's")
 
 
+def set_rollout_format(run: Import, option: str, value: object) -> None:
+    """Set the format of the engine's matrices: int8, which vllm-ascend names ascend; others are refused by name."""
+    if value in ("int8", "ascend"):
+        run.translate(option, {"generate_config.quantization": "int8"}, "quantized at each weight sync")
+    elif value in (None, "", "null", "None"):
+        run.note(option, "the engine has the format of dtype")
+    else:
+        run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync")
+
+
 def find_lora_targets(names: Iterable[str]) -> list[str]:
     """Return Megatron's layers for the projections that PEFT names; "all-linear" is all of them."""
     layers = {

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import Import
+from mindspeed_rl.config.compat.importer import Import, set_rollout_format
 from mindspeed_rl.config.compat.options import UNSET, Option, by, no_effect, refused, same, to, with_others
 
 ACTOR, RL, ENGINE = "megatron_training", "rl_config", "generate_config"
@@ -366,7 +366,8 @@ _REFUSED: dict[str, Option] = {
     "label_smoothing_factor": refused("label smoothing of the cross entropy"),
     "fp16": refused("training in fp16"),
     **_each("fp8_format fp8_param_gather fp4_format fp4_param_gather", refused("training in 8 or 4 bits")),
-    **_each("quant_method quant_bits vllm_quantization", refused("quantized weights")),
+    **_each("quant_method quant_bits", refused("quantized weights")),
+    "vllm_quantization": by(set_rollout_format, "quantization, int8 or ascend"),
     "bnb_4bit_compute_dtype": refused("quantized weights"),
     **_each("use_dora use_rslora use_galore use_swift_lora lorap_lr_ratio", refused("this form of adapters")),
     **_each("target_regex target_parameters modules_to_save init_strategy", refused("this choice of adapted layers")),

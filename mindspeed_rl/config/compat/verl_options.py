@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets
+from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, set_rollout_format
 from mindspeed_rl.config.compat.options import Option, by, no_effect, refused, same, to, with_others
 
 MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
@@ -360,7 +360,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("logprobs_mode", same("log-probs are those of the distribution divided by the temperature", "processed_logprobs")),
     ("calculate_log_probs", no_effect("the rollout's log-probs are always there, and compared with the trainer's")),
     ("over_sample_rate", refused("prompts that are sampled and thrown away")),
-    ("quantization quantization_config_file", refused("a quantized rollout engine")),
+    ("quantization", by(set_rollout_format, "quantization, int8 or ascend")),
+    ("quantization_config_file", refused("a rollout engine that is quantized from a file")),
     ("qat mtp", _BY_SWITCH),
     ("disaggregation.enabled", refused("separate devices for prompts and tokens")),
     (_SPLIT, _BY_SWITCH),

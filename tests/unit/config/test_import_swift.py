@@ -27,7 +27,7 @@ def imported(changes: str = "", base: str = GRPO, **settings) -> Import:
 
 
 def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
-    assert imported("--vllm_quantization int8", accepted=("importance_sampling",)).get("generate_config.quantization") == "int8"
+    assert imported("--vllm_quantization int8", accepted={"importance_sampling"}).get("generate_config.quantization") == "int8"
     assert "a rollout engine in fp8; int8 is available" in refusal("--vllm_quantization fp8")
 
 

@@ -345,6 +345,16 @@ def test_a_harmless_value_of_a_refused_feature_is_none() -> None:
     assert "distillation.enabled" in run.same
 
 
+def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
+    corrected = {"importance_sampling"}  # by default here, and not there
+    assert "importance_sampling would be token_truncate" in refusal(f"{R}.quantization=int8")
+    for name in ("int8", "ascend"):
+        assert imported(f"{R}.quantization={name}", accepted=corrected).get("generate_config.quantization") == "int8"
+    assert imported(f"{R}.quantization=null").get("generate_config.quantization") is None
+    assert "a rollout engine in fp8; int8 is available" in refusal(f"{R}.quantization=fp8")
+    assert "quantized from a file" in refusal(f"{R}.quantization_config_file=q.json")
+
+
 def test_an_unknown_option_may_be_left_out_by_the_user() -> None:
     run = imported("trainer.unheard_of=3", allow_unknown=True)
     assert "left out as --allow-unknown requests" in run.without_effect["trainer.unheard_of"]
