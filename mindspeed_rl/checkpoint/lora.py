@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mindspeed_rl.checkpoint.jobs import LoraShards, add_delta
 from mindspeed_rl.checkpoint.mcore import Adapters
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.vision import TOWER, get_tower_part, is_adapted
 from mindspeed_rl.models.weights import TensorSource, WeightOp
 
 _PEFT_PREFIX = "base_model.model."
@@ -97,11 +100,11 @@ class PeftMerge:
             start += 0 if shares else len(a)
         return full.float(), outputs
 
-    def count_ranks(self, ops: Iterable[WeightOp], modules: Sequence[str]) -> int:
+    def count_ranks(self, ops: Iterable[WeightOp], parts: Sequence[str]) -> int:
         """Return the rank that Megatron's parameters need to go on training the adapter.
 
         Args:
-            modules: names of the Megatron modules that train adapters.
+            parts: that train adapters, `MegatronConfig.adapted_parts`.
 
         Raises:
             ValueError: the adapter belongs to other modules too.
@@ -111,11 +114,14 @@ class PeftMerge:
             fused = self.fuse(op)
             if fused is None:
                 continue
-            module = op.mcore.removesuffix(".weight").rpartition(".")[2]
-            if module not in modules:
+            if not is_adapted(op.mcore, parts):
+                module, advice = op.mcore.removesuffix(".weight").rpartition(".")[2], "add it"
+                if op.mcore.startswith(TOWER):
+                    module = get_tower_part(op.mcore)
+                    advice = f"set {'freeze_vit' if module == 'tower' else 'freeze_aligner'}: false"
                 raise ValueError(
                     f"lora_target_modules: {self.path} adapts {op.hf[0]}, which is {module} of Megatron and not among them; "
-                    "add it, or leave out lora_target_modules to merge the adapter"
+                    f"{advice}, or leave out lora_target_modules to merge the adapter"
                 )
             ranks = max(ranks, len(fused[0]))
         return ranks
@@ -174,7 +180,9 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
         if not found:
             continue
         other = records.get(key.replace(".lora_A.", ".lora_B."))
-        name = f"{module}.weight"
+        # PEFT has the names of transformers' modules, which a checkpoint of Qwen2.5-VL has not
+        own = re.sub(r"^model\.(visual\.)|^(model\.)language_model\.", r"\1\2", module)
+        name = next((f"{one}.weight" for one in (module, own) if f"{one}.weight" in hf_shapes), f"{module}.weight")
         if other is None:
             raise ValueError(f"{path}: {key} has no lora_B next to it")
         if name not in hf_shapes:
@@ -197,8 +205,8 @@ def get_staging_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None) -> list[str]:
-    """Write Megatron adapters as a PEFT folder; the names of the adapted HF modules.
+def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None, architecture: Architecture) -> list[str]:
+    """Write Megatron adapters as a PEFT folder, under the names of transformers' modules; the last part of these names.
 
     A fused Megatron parameter (qkv, gate and up) becomes one adapter per HF module: they share A, and each takes its rows of B.
 
@@ -217,11 +225,12 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         a, b = LoraShards(a_shards, b_shards, scale).join_shards(op)
         rank = a.shape[0]
         for name, part in op.shards_to_hf([b]).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
-            module = _PEFT_PREFIX + name.removesuffix(".weight")
+            module = _PEFT_PREFIX + architecture.get_module_name(name).removesuffix(".weight")
             # safetensors refuses tensors that share memory, as query's, key's and value's A do
             tensors[f"{module}.lora_A.weight"] = a.clone()
             tensors[f"{module}.lora_B.weight"] = part.contiguous()
-    modules = sorted({key.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for key in tensors})
+    paths = sorted({key.rsplit(".lora_", 1)[0].removeprefix(_PEFT_PREFIX) for key in tensors})
+    modules = sorted({path.rpartition(".")[2] for path in paths})
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -233,7 +242,8 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": modules,
+        # the last part of a name can be that of other modules where there is a tower
+        "target_modules": modules if architecture.read_tower_ops is None else paths,
     }
     partial = get_staging_path(path)
     shutil.rmtree(partial, ignore_errors=True)

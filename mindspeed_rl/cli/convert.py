@@ -253,7 +253,7 @@ def _convert(args: argparse.Namespace) -> int:
         shards = [shard for _, a, b in source.adapters.values() for shard in (*a, *b)]
         num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         with convert.nothing_left(options.save_dir, num_bytes, [lora.get_staging_path(options.save_dir)]):
-            modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
+            modules = lora.export_peft(options.save_dir, source.adapters, scale, base, source.architecture)
         print_status(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0
     plan = command.plan_conversion(options, source)

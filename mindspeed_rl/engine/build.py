@@ -20,7 +20,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
-from mindspeed_rl.engine.lora import adapt_spec, init_adapters
+from mindspeed_rl.engine.lora import adapt_spec, adapt_tower, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.multi_token_prediction import build_prediction_spec
 from mindspeed_rl.engine.optimizer import ddp_config
@@ -202,6 +202,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 model.vision = vision
                 if model.pre_process:
                     model.vision_model = tower = build_tower(plan.hf_config)
+                    if lora is not None:
+                        adapt_tower(tower, lora, config.trained_tower_parts)
                     model.encoder = VisionEncoder(tower, vision)
                     add_to_layers(model, layout.chunk_layers(pp_rank, stage), len(vision.deepstack_layers))
             if isinstance(model, PolicyModel):
@@ -216,7 +218,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         if lora is not None:
             init_adapters(models, layout, seed=config.seed)
         for encoder in (model.encoder for model in models if isinstance(model, (PolicyModel, ValueModel)) and model.encoder):
-            encoder.set_trained(tower=not config.freeze_vit, projector=not config.freeze_aligner)
+            if lora is None:
+                encoder.set_trained(config.trained_tower_parts)
     chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):

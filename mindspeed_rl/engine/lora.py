@@ -11,6 +11,8 @@ W x becomes W x + (alpha / r) B A x (LoRA, arXiv:2106.09685). The layers keep th
   only the gradient of the replicated matrix is summed.
 
 So ranks exchange r numbers a token, never a full hidden state more than the base layer does.
+- a linear layer of a vision tower, which every tensor rank has in full: neither is split.
+
 Grouped experts (one product for all experts of a rank) have the same matrices stacked: [experts, r, in] and [experts, out, r].
 A starts from a generator that is seeded by the run's seed and the layer's name, so it is the same under every layout.
 """
@@ -22,7 +24,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -40,6 +42,7 @@ from mindspeed_rl.engine.lora_layers import (
     AdaptedColumnParallelLinear,
     AdaptedModule,
     AdaptedRowParallelLinear,
+    AdaptedTowerLinear,
     Adapter,
     LoraSettings,
 )
@@ -48,6 +51,7 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.specs import Part
+from mindspeed_rl.models.vision import get_tower_part
 from mindspeed_rl.models.weights import MemorySource, WeightOp
 
 if TYPE_CHECKING:  # build.py imports this module
@@ -103,6 +107,17 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
         return _add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
 
     specs.substitute_layers(spec, adapt)
+
+
+def adapt_tower(tower: nn.Module, settings: LoraSettings, parts: Collection[str]) -> None:
+    """Replace the linear layers of some parts of a vision tower, as `get_tower_part` names them, by their adapted forms."""
+    for name, layer in list(tower.named_modules()):
+        if not isinstance(layer, nn.Linear) or get_tower_part(name) not in parts:
+            continue
+        adapted = AdaptedTowerLinear(layer, settings)
+        adapted.load_state_dict(layer.state_dict(), strict=False)
+        owner, _, own_name = name.rpartition(".")
+        tower.get_submodule(owner)._modules[own_name] = adapted
 
 
 def init_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
@@ -233,12 +248,11 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
     """
     plan = model.plan
     ops = _map_ops(model)
-    mine: dict[int, list[_Matrices]] = {}
+    mine: dict[int | None, list[_Matrices]] = {}
     for op, adapter in list_owned_adapters(model):
-        assert op.layer is not None  # only layers have adapters
         mine.setdefault(op.layer, []).append((op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu()))
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    for layer in range(plan.model_config.num_layers):
+    for layer in (None, *range(plan.model_config.num_layers)):  # None: of a vision tower
         of_ranks: list[list[_Matrices]] = [[]] * dist.get_world_size()
         # every rank takes part for every layer, even those of other stages
         dist.all_gather_object(of_ranks, mine.get(layer, []))
@@ -254,6 +268,6 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
             )
             for name, shards in gathered.items()
         }
-        export_peft(Path(folder), adapters, settings.scale, base_model)
+        export_peft(Path(folder), adapters, settings.scale, base_model, plan.architecture)
     # the folder is complete when any rank returns
     dist.barrier()

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -158,13 +159,60 @@ def mark_parameter(
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
-class _AdaptedLinear(AdaptedModule):
+class _AdaptedWeight(AdaptedModule):
+    """A module with one adapted weight, and its matrices."""
+
+    adapted_weights = ("weight",)
+    weight: Any  # a parameter, by another type in torch and in Megatron
+
+    def _add_matrices(self, lora: LoraSettings) -> None:
+        """Add A and B, which is 0: the first forward pass is the base model's."""
+        self.lora = lora
+        outputs, inputs = self.weight.shape
+        dtype = self.weight.dtype
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, lora.r, bias=False, dtype=dtype)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.r, outputs, bias=False, dtype=dtype)})
+        nn.init.zeros_(self.lora_b)
+
+    @property
+    def lora_a(self) -> nn.Parameter:
+        """Matrix A, [r, in of this rank]."""
+        return cast(nn.Parameter, self.lora_A["default"].weight)
+
+    @property
+    def lora_b(self) -> nn.Parameter:
+        """Matrix B, [out of this rank, r]."""
+        return cast(nn.Parameter, self.lora_B["default"].weight)
+
+    @torch.no_grad()
+    def merge(self, name: str) -> Tensor:
+        return (self.weight.float() + self.lora.scale * (self.lora_b.float() @ self.lora_a.float())).to(self.weight.dtype)
+
+
+class AdaptedTowerLinear(_AdaptedWeight, nn.Linear):
+    """A linear layer of a vision tower with an adapter; every tensor rank computes all of it, so their gradients are equal."""
+
+    def __init__(self, base: nn.Linear, lora: LoraSettings) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, dtype=base.weight.dtype)
+        self._add_matrices(lora)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if not self.adapter_enabled:
+            return output
+        dropped = functional.dropout(input, self.lora.dropout, self.training)
+        return output + functional.linear(functional.linear(dropped, self.lora_a), self.lora_b) * self.lora.scale
+
+    def adapters(self, prefix: str) -> Iterator[Adapter]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        assert group is not None
+        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, splits_input=False, group=group)
+
+
+class _AdaptedLinear(_AdaptedWeight):
     """Common half of the two linear layers, before Megatron's in the method resolution order."""
 
     splits_input: bool
-    adapted_weights = ("weight",)
-
-    weight: nn.Parameter
     is_expert: bool
     expert_parallel: bool
     sequence_parallel: bool
@@ -172,14 +220,8 @@ class _AdaptedLinear(AdaptedModule):
 
     def __init__(self, *args: Any, lora: LoraSettings, gated: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lora = lora
         self.gated = gated
-        outputs, inputs = self.weight.shape
-        dtype = self.weight.dtype
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, lora.r, bias=False, dtype=dtype)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.r, outputs, bias=False, dtype=dtype)})
-        # B A is 0: the first forward pass is the base model's
-        nn.init.zeros_(self.lora_b)
+        self._add_matrices(lora)
         for parameter, split_dim in (
             (self.lora_a, 1 if self.splits_input else None),
             (self.lora_b, None if self.splits_input else 0),
@@ -194,16 +236,6 @@ class _AdaptedLinear(AdaptedModule):
             # each rank has only its slice of the sequence: the gradient of the replicated matrix is summed over the ranks
             is_summed = split_dim is None and self.sequence_parallel and not self.is_expert
             parameter.sequence_parallel = is_summed  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
-
-    @property
-    def lora_a(self) -> nn.Parameter:
-        """Matrix A, [r, in of this rank]."""
-        return cast(nn.Parameter, self.lora_A["default"].weight)
-
-    @property
-    def lora_b(self) -> nn.Parameter:
-        """Matrix B, [out of this rank, r]."""
-        return cast(nn.Parameter, self.lora_B["default"].weight)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, nn.Parameter | None]:
         output, bias = super().forward(input_, *args, **kwargs)
@@ -226,10 +258,6 @@ class _AdaptedLinear(AdaptedModule):
             generator = contextlib.nullcontext()  # every rank has the same elements and must drop the same ones
         with generator:
             return functional.dropout(x, self.lora.dropout)
-
-    @torch.no_grad()
-    def merge(self, name: str) -> Tensor:
-        return (self.weight.float() + self.lora.scale * (self.lora_b.float() @ self.lora_a.float())).to(self.weight.dtype)
 
     def adapters(self, prefix: str) -> Iterator[Adapter]:
         yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.splits_input, self.tp_group)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.muon import use_muon
-from mindspeed_rl.models.vision import PROJECTORS, TOWER
+from mindspeed_rl.models.vision import TOWER, get_tower_part
 
 #: every parameter's state has its own name, whatever the data-parallel size
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -87,7 +87,7 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
 def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
     """Return True for a parameter of the vision tower, or of its projector."""
     _, found, inner = name.partition(TOWER)
-    return bool(found) and inner.startswith(PROJECTORS) == projects
+    return bool(found) and (get_tower_part(inner) == "projector") == projects
 
 
 def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:

@@ -8,7 +8,7 @@ micro-batch, because a layer that is recomputed in backward must find them again
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine.sequence_layout import AddedFeatures
 from mindspeed_rl.models.model_config import HfConfig, VisionConfig
-from mindspeed_rl.models.vision import PROJECTORS, PreparedImage
+from mindspeed_rl.models.vision import PreparedImage, get_tower_part
 
 #: features that a process keeps on the host: 600 images of 1,000 tokens, for a model of hidden size 3,584 in bfloat16
 _CACHE_BYTES = 4 << 30
@@ -195,10 +195,10 @@ class VisionEncoder:
         """True where a part of the tower trains."""
         return any(parameter.requires_grad for parameter in self._tower.parameters())
 
-    def set_trained(self, *, tower: bool, projector: bool) -> None:
-        """Choose the parts of the tower that train."""
+    def set_trained(self, parts: Collection[str]) -> None:
+        """Choose the parts of the tower that train, as `get_tower_part` names them."""
         for name, parameter in self._tower.named_parameters():
-            parameter.requires_grad_(projector if name.startswith(PROJECTORS) else tower)
+            parameter.requires_grad_(get_tower_part(name) in parts)
 
     def embed(self, embeddings: Tensor, images: ImageBatch | None) -> tuple[Tensor, AddedFeatures | None]:
         """Put the features of images in place of their tokens' embeddings [s, b, h].

@@ -116,6 +116,13 @@ class Architecture:
             ops[1:1] = self.read_tower_ops(model_config)
         return ops
 
+    def get_module_name(self, name: str) -> str:
+        """Return the name of a weight in transformers' model, whose tower and language model are always below `model.`."""
+        if self.read_tower_ops is None or self.text_prefix != "model.":
+            return name
+        prefix = "model." if name.startswith("visual.") else "model.language_model."
+        return re.sub(r"^(model\.)?(?!lm_head)", prefix, name)
+
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """Return the HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
         return {} if self.read_copies is None else self.read_copies(model_config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,7 @@ from mindspeed_rl.models.model_config import (
     read_optional_size,
     read_size,
 )
+from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:
@@ -25,6 +27,25 @@ if TYPE_CHECKING:
 TOWER = "vision_model."
 #: the part of the tower that maps its features to the language model: projector, or aligner
 PROJECTORS = ("merger.", "deepstack_merger_list.")
+
+
+def get_tower_part(name: str) -> str:
+    """Return "projector" or "tower": the part that a parameter or module of a vision tower belongs to."""
+    return "projector" if name.removeprefix(TOWER).startswith(PROJECTORS) else "tower"
+
+
+def is_adapted(name: str, parts: Sequence[str]) -> bool:
+    """Return True for a weight of a module that has an adapter.
+
+    Args:
+        name: in Megatron.
+        parts: `MegatronConfig.adapted_parts`.
+    """
+    if not name.startswith(TOWER):
+        return any(f".{module}." in name for module in list_adapted_modules(parts))
+    # its linear layers
+    is_linear = name.endswith(".weight") and not re.search(r"norm|ln_q|_embed", name)
+    return is_linear and get_tower_part(name) in parts
 
 
 class PreparedImage(Protocol):

@@ -12,9 +12,8 @@ from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
-from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model, read_model
-from mindspeed_rl.models.vision import PROJECTORS, TOWER
+from mindspeed_rl.models.vision import TOWER, get_tower_part, is_adapted
 from mindspeed_rl.models.weights import WeightOp
 
 
@@ -114,13 +113,13 @@ def _count_by_section(
             assert op.layer is not None
             section = op.layer
         elif op.mcore.startswith(TOWER):
-            section = "projector" if op.mcore.removeprefix(TOWER).startswith(PROJECTORS) else "tower"
+            section = get_tower_part(op.mcore)
         sections[section] = sections.get(section, Elements()) + _count_op(op, tp, etp, groups, rank, targets)
     return sections
 
 
 def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]) -> Elements:
-    adapted = rank if any(f".{name}." in op.mcore for name in list_adapted_modules(targets)) else 0
+    adapted = rank if is_adapted(op.mcore, targets) else 0
     if op.axis == "tp":
         shape = op.shard_shape(tp)
         if op.buffer:
@@ -145,7 +144,7 @@ def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: 
 def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
     """Count the elements of a rank of each pipeline stage; all ranks of a stage have as many."""
     layout = plan.layout
-    targets = tuple(config.lora_target_modules or ())
+    targets = config.adapted_parts
     sections = _count_by_section(
         plan.architecture,
         plan.model_config,
@@ -168,9 +167,9 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
                 elements = sections.get(part, none)
                 total += replace(elements, dense=0, frozen=elements.dense) if is_frozen else elements
         if stage == layout.last_chunk[0]:
+            total += sections["post"]
             # prediction layers share the embedding, of which their stage then has a copy
             total += sections["pre"] if plan.model_config.mtp_num_layers and stage != layout.first_chunk[0] else none
-            total += sections["post"]
             # the head of a tied model is the embedding itself where one stage has both
             total += sections.get("tied", none) if stage != layout.first_chunk[0] else none
         stages.append(total)
@@ -179,6 +178,6 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
 
 def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Count the elements of all adapters that train, not sharded."""
-    targets = tuple(config.lora_target_modules or ())
+    targets = config.adapted_parts
     sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
     return sum(elements.dense_adapters + elements.expert_adapters for elements in sections.values())

@@ -74,7 +74,8 @@ class AdapterFolder:
         wrong: list[str] = []
         names: list[str] = []
         for op, adapter in list_owned_adapters(self._model):
-            modules = [_PREFIX + name.removesuffix(".weight") for name in op.hf]
+            get_name = self._model.plan.architecture.get_module_name
+            modules = [_PREFIX + get_name(name).removesuffix(".weight") for name in op.hf]
             names += [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
             shares = self._read_shares(op, adapter, modules)
             if shares is None or not all(
@@ -154,7 +155,11 @@ def find_differing_adapters(
         The modules that differ, and the number of matrices compared.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    missing = {key.removeprefix(_PREFIX).partition(".lora_A.")[0] for key in tensors if ".lora_A." in key}
+    # of models that see images, by their names in the engine
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    names = [key.removeprefix(_PREFIX) for key in tensors]
+    tensors = dict(zip(names if mapper is None else mapper.apply_list(names), tensors.values(), strict=True))
+    missing = {key.partition(".lora_A.")[0] for key in tensors if ".lora_A." in key}
     wrong: list[str] = []
     count = 0
     modules: Iterator[tuple[str, Any]] = model.named_modules()
@@ -166,7 +171,7 @@ def find_differing_adapters(
             adapted = f"{prefix}.{part}" if prefix else part
             missing.discard(adapted)
             count += 2
-            sent = [tensors.get(f"{_PREFIX}{adapted}.lora_{matrix}.weight") for matrix in "AB"]
+            sent = [tensors.get(f"{adapted}.lora_{matrix}.weight") for matrix in "AB"]
             if sent[0] is None or sent[1] is None:
                 differs = any(bool(torch.count_nonzero(slot.view(torch.uint8))) for slot in (a, b))
             else:

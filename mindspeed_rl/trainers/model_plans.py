@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,8 +23,8 @@ from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
-from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_its_save
@@ -33,6 +34,9 @@ _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
+#: models whose layers `adaptors.exact_kernels` computes, and tests compare
+_EXACT_MODELS = ("llama", "qwen2", "qwen3")
+
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
     **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
@@ -66,10 +70,12 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             architecture, model_config, _ = read_model(source.hf_folder)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
+            if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
+                _check_exact(architecture.name, model_config)
             if source.adapter is not None and role.lora_target_modules:
                 ops = architecture.weight_ops(model_config)
                 adapter = open_peft(source.adapter, ops)
-                ranks = adapter.count_ranks(ops, list_adapted_modules(role.lora_target_modules))
+                ranks = adapter.count_ranks(ops, role.adapted_parts)
                 role = dataclasses.replace(role, **_derive_adapter_keys(adapter, ranks, role.lora_r, written))
             changes[name] = role
         except ValueError as error:
@@ -84,6 +90,18 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
         reward_config=changes.get("reward_config"),
         critic_config=changes.get("critic_config"),
     )
+
+
+def _check_exact(name: str, model_config: ModelConfig) -> None:
+    """Raise ValueError where the kernels of `exact_log_probs` do not compute a model."""
+    scaling = model_config.rope_scaling
+    for is_on, reason in (
+        (name not in _EXACT_MODELS, f"this model ({name}); it has {', '.join(_EXACT_MODELS)}"),
+        (model_config.sliding_window_layers, "layers that attend to a sliding window"),
+        (scaling is not None and scaling.type != "llama3", f"rope_scaling of type {scaling and scaling.type}"),
+    ):
+        if is_on:
+            raise ValueError(f"rl_config.exact_log_probs (true) is not available with {reason}; set it to false")
 
 
 def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, Any]:
@@ -173,10 +191,33 @@ def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
         return
     if cfg.reward_model_keys is not None:
         yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
+    if cfg.rl_config is not None and cfg.rl_config.served_judge is not None:
+        yield partial(check_judge_folder, Path(cfg.rl_config.served_judge).expanduser())
     term = None if cfg.objective is None else cfg.objective.distillation
     for folder in () if term is None else term.models:
         keys = cfg.read_teacher_keys(folder)
         yield partial(find_model, keys, "teacher_config", "rl_config.distillation.teacher_models")
+
+
+def check_judge_folder(folder: Path) -> None:
+    """Check that a folder has a model that an engine of the run can load as a judge.
+
+    Raises:
+        ValueError: it does not.
+    """
+    key, path = "rl_config.judge_model", folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{key}: '{folder}' is no folder with config.json, weights and tokenizer of a model; as the name of a model on a "
+            "server it needs rl_config.judge_url"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{key}: {folder} has no weights (*.safetensors)")
+    if "quantization_config" in json.loads(path.read_text(encoding="utf-8")):
+        raise ValueError(
+            f"{key}: the weights in {folder} are quantized, which engines of a run do not load; serve it with `vllm serve` and "
+            "set rl_config.judge_url"
+        )
 
 
 def _check_example(config: MegatronConfig) -> None:
@@ -271,6 +312,13 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
+        if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
+            detaches = not is_supervised
+            decided[name] = dataclasses.replace(
+                decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
+            )
+            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
+            derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
         if model.source.adapter is not None:
             use = "trains on" if config.lora_target_modules else "is merged into it"
             derived[f"{name}_config.base_model"] = Derivation(
@@ -292,6 +340,8 @@ def _plan_role(
     head: Literal["lm", "reward"] = "lm",
     iteration: int | None = None,
 ) -> RoleModel:
+    if name != "actor_config":  # multi-token-prediction layers are for training and drafts
+        config = dataclasses.replace(config, mtp_num_layers=0)
     try:
         plan = plan_model(config, source.hf_folder, head=head)
         if source.adapter is not None:
@@ -304,12 +354,3 @@ def _plan_role(
     # workers run in other folders
     source = dataclasses.replace(source, hf_folder=source.hf_folder.resolve(), weights=source.weights.resolve())
     return RoleModel(config, source, plan, iteration)
-        if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
-            detaches = not is_supervised
-            decided[name] = dataclasses.replace(
-                decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
-            )
-            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
-            derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
-    if name != "actor_config":  # multi-token-prediction layers are for training and drafts
-        config = dataclasses.replace(config, mtp_num_layers=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoint_jobs
 import numpy as np
+import peft
 import pytest
 import tiny_vision
 import torch
@@ -106,7 +108,7 @@ def test_images_that_are_swapped_between_rows_change_these_rows_alone(
     assert max(change for row, change in enumerate(changes) if row not in (1, 3)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3_moe"])
 def test_tower_projector_and_language_model_train_as_in_transformers(one_process: _Report, name: str) -> None:
     model, rows, ours = tiny_vision.build(name), jobs.all_rows(), one_process(name)
     assert rows.images is not None
@@ -136,8 +138,15 @@ def test_tower_projector_and_language_model_train_as_in_transformers(one_process
     assert losses(ours) == pytest.approx(found, rel=1e-4)
     assert ours[0]["grad_norm"] == pytest.approx(norms, rel=1e-4)
     weights = {tiny_vision.get_saved_name(name, key): value.detach() for key, value in model.named_parameters()}
+    for key in [key for key in weights if ".experts." in key]:
+        # all experts of a layer in one tensor, with gate above up
+        prefix, _, last = key.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+        for index, expert in enumerate(weights.pop(key)):
+            named = zip(parts, expert.chunk(len(parts)), strict=True)
+            weights |= {f"{prefix}.{index}.{part}.weight": weight for part, weight in named}
     for key, weight in ours[0]["weights"].items():
-        if key in weights:  # the head of a tied model is the embedding
+        if key in weights or key != "lm_head.weight":  # the head of a tied model is the embedding
             torch.testing.assert_close(torch.tensor(weight), weights[key], rtol=1e-4, atol=4e-6, msg=key)
 
 
@@ -195,14 +204,45 @@ def test_a_run_with_images_resumes_to_the_bit(
         assert np.array_equal(resumed[0]["weights"][key], weight), key
 
 
-def test_adapters_of_the_language_model_train_next_to_a_frozen_tower(
+LORA = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "lora_r": 4}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_adapters_of_all_parts_train_alike_in_every_layout(
+    ranks: Callable[[int], Ranks], folders: dict[str, str], name: str
+) -> None:
+    one = ranks(1).run(jobs.train, setting=Setting(folders[name], LORA | TRAINED))
+    two = ranks(2).run(jobs.train, setting=Setting(folders[name], LORA | TRAINED | SP | RECOMPUTE))
+    assert_same_training(two, one, tolerance=2e-5)
+    weights = tiny_vision.build(name).named_parameters()
+    before = {tiny_vision.get_saved_name(name, key): weight.detach().numpy() for key, weight in weights}
+    changed = {key for key, weight in one[0]["weights"].items() if not np.array_equal(weight, before.get(key, weight))}
+    adapted = r"(_proj|attn\.qkv|attn\.proj|linear_fc[12]|merger\.mlp\.[02])\.weight$"
+    assert changed == {key for key in before if re.search(adapted, key) and "patch_embed" not in key}
+
+
+def test_adapters_of_the_language_model_leave_the_tower_as_it_is(
     ranks: Callable[[int], Ranks], folders: dict[str, str]
 ) -> None:
-    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    lora = {"lora_target_modules": targets, "lora_r": 4}
-    one = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], lora))
-    two = ranks(2).run(jobs.train, setting=Setting(folders["qwen3"], lora | SP | RECOMPUTE))
-    assert_same_training(two, one, tolerance=2e-5)
+    (one,) = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], LORA), steps=2)
     before = dict(tiny_vision.build("qwen3").named_parameters())
-    changed = {key for key, weight in one[0]["weights"].items() if not np.array_equal(weight, before[key].detach().numpy())}
+    changed = {key for key, weight in one["weights"].items() if not np.array_equal(weight, before[key].detach().numpy())}
     assert changed and all(".layers." in key and key.endswith("_proj.weight") for key in changed)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_peft_reads_adapters_of_all_parts_and_they_train_on(
+    ranks: Callable[[int], Ranks], folders: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    setting = Setting(folders[name], LORA | TRAINED)
+    found = [
+        ranks(1).run(jobs.use_adapters, setting=setting, folder=str(tmp_path / "adapter"), is_read=is_read)[0]
+        for is_read in (False, True)
+    ]
+    model = tiny_vision.build(name)
+    peft.PeftModel.from_pretrained(model, tmp_path / "adapter")  # it adapts the model in place
+    expected = _log_probs(model)
+    assert max(float(np.abs(one - other).max()) for one, other in zip(expected, _log_probs(tiny_vision.build(name)))) > 0.1
+    for ours in found:
+        for one, other in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_vision import END, IMAGE, START, NoiseImage
 from training_jobs import Setting, engine_of, full_weights, my_rows, summary, weighted_loss
 
+from mindspeed_rl.checkpoint.lora import open_peft
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.lora import load_peft, save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
 
 WIDE, TALL, SMALL, SQUARE = NoiseImage(1, 4, 8), NoiseImage(2, 8, 2), NoiseImage(3, 2, 2), NoiseImage(4, 6, 6)
 OTHER = NoiseImage(5, 4, 8)  # the size of WIDE
@@ -49,6 +53,24 @@ def forward(setting: Setting, swapped: bool = False) -> list[Any]:
         again = engine.forward(rows, setting.batching)  # with features that were kept
         assert output is not None and again is not None
         assert all(torch.equal(one, other) for one, other in zip(output[0], again[0]))
+        return [one.numpy() for one in output[0]]
+
+
+def use_adapters(setting: Setting, folder: str, is_read: bool) -> list[Any]:
+    """Log-probs of all rows with adapters that have an effect: written for `peft` here, or read from there."""
+    with engine_of(setting) as engine:
+        settings, plan = LoraSettings.from_config(engine.config), engine.model.plan
+        assert settings is not None
+        if is_read:
+            load_peft(engine.model, settings, open_peft(Path(folder), plan.architecture.weight_ops(plan.model_config)))
+        else:
+            generator = torch.Generator().manual_seed(3)
+            for name, parameter in engine.model.models[0].named_parameters():
+                if ".lora_" in name:
+                    parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            save_peft(engine.model, settings, folder, setting.folder)
+        output = engine.forward(all_rows(), setting.batching)
+        assert output is not None
         return [one.numpy() for one in output[0]]
 
 

@@ -311,7 +311,9 @@ class _MemoryKeys:
 class _VisionKeys:
     """Training of the vision tower of a model that sees images."""
 
-    freeze_vit: bool = key(True, "models with images: the vision tower does not train", "图像模型：不训练视觉塔",
+    freeze_vit: bool = key(True, 
+        "models with images: the vision tower does not train; false with lora_target_modules: adapters of its linear layers do",
+        "图像模型：不训练视觉塔；设为 false 并设了 lora_target_modules 时，训练其线性层的适配器",
         elsewhere="freeze_vision_tower freeze_vision_model", on_resume="fixed")
     freeze_aligner: bool = key(True, "models with images: the projector from tower to language model does not train",
         "图像模型：不训练视觉塔到语言模型的投影层", elsewhere="freeze_vision_projection", on_resume="fixed")
@@ -487,6 +489,18 @@ class MegatronConfig(
         if self.moe_tp_extend_ep:
             return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def trained_tower_parts(self) -> tuple[str, ...]:
+        """Parts of a vision tower that train, or whose adapters do: "tower", "projector"."""
+        parts = {"tower": not self.freeze_vit, "projector": not self.freeze_aligner}
+        return tuple(part for part, trains in parts.items() if trains)
+
+    @property
+    def adapted_parts(self) -> tuple[str, ...]:
+        """Layers and parts of a vision tower that have adapters; none without `lora_target_modules`."""
+        targets = self.lora_target_modules or ()
+        return (*targets, *self.trained_tower_parts) if targets else ()
 
 
 def read_split(split: str | None) -> tuple[float, float, float]:

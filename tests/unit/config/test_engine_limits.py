@@ -85,12 +85,14 @@ def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Pa
     assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
 
 
-def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets(tmp_path: Path) -> None:
+def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
     cfg = run(tmp_path / "m", HYBRID, platform="npu")
     cfg.actor_config.lora_target_modules = ["linear_qkv"]
     assert cfg.generate_config is not None
     cfg.generate_config.lora_push = "adapter"
     assert "no adapters of gated delta nets" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
+    cfg.actor_config.freeze_vit = False
+    assert "no adapters of a vision tower" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mindspeed_rl.models.costs import TowerCosts
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.planner.shapes import count_stage_elements
+from mindspeed_rl.planner.shapes import count_stage_elements, count_trained_adapters
 
 #: as published: the sizes of the language model are at the top
 PUBLISHED: dict[str, Any] = {
@@ -120,18 +120,15 @@ def test_a_stage_without_the_layers_that_add_features_is_refused(folders: dict[s
     plan_model(MegatronConfig(pipeline_model_parallel_size=2), folders["qwen3"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"freeze_vit": False, "lora_target_modules": ["linear_qkv"]}, "freeze_vit: false with lora_target_modules"),
-        ({"freeze_aligner": False, "lora_target_modules": ["linear_qkv"]}, "freeze_aligner: false with lora_target_modules"),
-    ],
-)
-def test_adapters_and_a_tower_that_trains_exclude_each_other(
-    keys: dict[str, Any], message: str, folders: dict[str, Path]
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_model(MegatronConfig(**keys), folders["qwen3"])
+def test_adapters_of_all_parts_are_counted_as_they_are_built(folders: dict[str, Path]) -> None:
+    rank, model = 8, tiny_vision.build("qwen3").model
+    linear = [module for module in model.visual.modules() if isinstance(module, torch.nn.Linear)]
+    expected = sum(rank * (module.in_features + module.out_features) for module in linear)
+    text = model.language_model.layers
+    # query, key and value are one layer here, with one A
+    expected += sum(rank * (64 + sum(getattr(one.self_attn, f"{name}_proj").out_features for name in "qkv")) for one in text)
+    config = MegatronConfig(lora_target_modules=["linear_qkv"], lora_r=rank, freeze_vit=False, freeze_aligner=False)
+    assert count_trained_adapters(plan_model(config, folders["qwen3"]), config) == expected
 
 
 def test_a_model_of_text_has_no_tower_to_train(tmp_path: Path) -> None:
