@@ -17,8 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.engine.balance import pack_families, pack_within_budget, pad_within_budget
-from mindspeed_rl.engine.multi_token_prediction import PredictionTargets, shift_targets
-from mindspeed_rl.engine.sequence_layout import PackedLayout, SharedPrefixes, expand_ranges, zigzag_positions
+from mindspeed_rl.engine.sequence_layout import (
+    PackedLayout,
+    PredictionTargets,
+    SharedPrefixes,
+    expand_ranges,
+    shift_targets,
+    zigzag_positions,
+)
 from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, find_images
 from mindspeed_rl.models.model_config import VisionConfig
 from mindspeed_rl.models.vision import PreparedImage
@@ -382,7 +388,8 @@ def build_micro_batch(
     input_ids, position_ids = ids[cells], positions[..., cells]
     predictions: tuple[PredictionTargets, ...] = ()
     if shape.num_predictions:
-        predictions = shift_targets((ids, labels, slots), padded, shape, (cells, order), device)
+        size = {"num_layers": shape.num_predictions, "pad_id": shape.pad_id}
+        predictions = shift_targets((ids, labels, slots), padded, (cells, order), device, **size)
     slots, labels, tokens = slots[order], labels[order], tokens[order]
     images = None
     if placed is not None and shape.vision is not None and placed.images:

@@ -17,7 +17,6 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,59 +33,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
-from torch.nn import functional
 
-from mindspeed_rl import platform
+from mindspeed_rl.engine.sequence_layout import PredictionTargets
 from mindspeed_rl.observability.metrics import Metric
 
 if TYPE_CHECKING:
-    from mindspeed_rl.engine.batching import BatchShape, MicroBatch
-
-
-@dataclass(frozen=True)
-class PredictionTargets:
-    """Input and targets of one prediction layer in a micro-batch, on this rank.
-
-    Attributes:
-        input_ids: of the tokens k + 1 after those of the micro-batch's `input_ids`, in their shape; padding where a sequence
-            ends.
-        hidden_index: [n] int64, positions with a target, as `MicroBatch.hidden_index` counts them.
-        labels: [n] int64, the targets.
-        slots: [n] int64, their indices in a flattened [rows, width] tensor.
-    """
-
-    input_ids: Tensor
-    hidden_index: Tensor
-    labels: Tensor
-    slots: Tensor
-
-
-def shift_targets(
-    values: tuple[Tensor, Tensor, Tensor],
-    lengths: Sequence[int],
-    shape: BatchShape,
-    local: tuple[Tensor, Tensor],
-    device: torch.device,
-) -> tuple[PredictionTargets, ...]:
-    """Return the targets of every prediction layer.
-
-    Args:
-        values: ids, labels and slots, [tokens] int64 each, of consecutive sequences on the host; a slot of -1 is no target.
-        lengths: tokens of each sequence, padding included.
-        shape: layout of the micro-batch.
-        local: indices of this rank's tokens, in the shape of its `input_ids`, and in the order of its hidden states.
-        device: for the result.
-    """
-    owners, (cells, order), targets = torch.repeat_interleave(torch.tensor(lengths)), local, []
-    for by in range(1, shape.num_predictions + 1):
-        is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
-        fillers = (shape.pad_id, 0, -1)
-        ids, labels, slots = (torch.where(is_inside, one.roll(-by), filler) for one, filler in zip(values, fillers))
-        labels, slots = labels[order], slots[order]
-        index = (slots >= 0).nonzero()[:, 0]
-        host = [ids[cells], index, labels[index], slots[index]]
-        targets.append(PredictionTargets(*platform.current().to_device(host, device)))
-    return tuple(targets)
+    from mindspeed_rl.engine.batching import MicroBatch
 
 
 class _PredictionLayer(MultiTokenPredictionLayer):

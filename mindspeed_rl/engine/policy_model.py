@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.multi_token_prediction import PredictionLosses, PredictionTargets
-from mindspeed_rl.engine.sequence_layout import PaddedLayout
+from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
+from mindspeed_rl.engine.sequence_layout import PaddedLayout, PredictionTargets
 from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
 from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
 from mindspeed_rl.models.model_config import VisionConfig

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn import functional
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
@@ -455,3 +456,52 @@ class PackedLayout(PackedSeqParams):
     def order_by_rank(self, x: Tensor) -> Tensor:
         """Undo `order_naturally`."""
         return x if self.to_rank_major is None else x.index_select(0, self.to_rank_major)
+
+
+@dataclass(frozen=True)
+class PredictionTargets:
+    """Input and targets of one multi-token-prediction layer in a micro-batch, on this rank.
+
+    Attributes:
+        input_ids: of the tokens k + 1 after those of the micro-batch's `input_ids`, in their shape; padding where a sequence
+            ends.
+        hidden_index: [n] int64, positions with a target, as `MicroBatch.hidden_index` counts them.
+        labels: [n] int64, the targets.
+        slots: [n] int64, their indices in a flattened [rows, width] tensor.
+    """
+
+    input_ids: Tensor
+    hidden_index: Tensor
+    labels: Tensor
+    slots: Tensor
+
+
+def shift_targets(
+    values: tuple[Tensor, Tensor, Tensor],
+    lengths: Sequence[int],
+    local: tuple[Tensor, Tensor],
+    device: torch.device,
+    *,
+    num_layers: int,
+    pad_id: int,
+) -> tuple[PredictionTargets, ...]:
+    """Return the targets of every multi-token-prediction layer.
+
+    Args:
+        values: ids, labels and slots, [tokens] int64 each, of consecutive sequences on the host; a slot of -1 is no target.
+        lengths: tokens of each sequence, padding included.
+        local: indices of this rank's tokens, in the shape of its `input_ids`, and in the order of its hidden states.
+        device: for the result.
+        num_layers: prediction layers.
+        pad_id: token after the end of a sequence.
+    """
+    owners, (cells, order), targets = torch.repeat_interleave(torch.tensor(lengths)), local, []
+    for by in range(1, num_layers + 1):
+        is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
+        fillers = (pad_id, 0, -1)
+        ids, labels, slots = (torch.where(is_inside, one.roll(-by), filler) for one, filler in zip(values, fillers))
+        labels, slots = labels[order], slots[order]
+        index = (slots >= 0).nonzero()[:, 0]
+        host = [ids[cells], index, labels[index], slots[index]]
+        targets.append(PredictionTargets(*platform.current().to_device(host, device)))
+    return tuple(targets)

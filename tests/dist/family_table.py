@@ -1,7 +1,9 @@
 """Writes the table of families of docs/models.md and docs/zh/models.md from what the tests really ran.
 
     pytest -m "" --junitxml results.xml tests/dist/test_families.py tests/dist/test_family_rollout.py \\
-        tests/unit/checkpoint/test_round_trip.py && python tests/dist/family_table.py results.xml...
+        tests/dist/test_prediction_layers.py tests/unit/checkpoint/test_round_trip.py
+    tests/npu_sim/run.sh --junitxml simulated.xml
+    python tests/dist/family_table.py results.xml simulated.xml
 
 Several files are read as one; a later file wins. A cell is "yes" when its tests passed. Cells of tests that are in none of the
 files stay as they are in the page, so that results of several runs add up.
@@ -53,18 +55,31 @@ _WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
 #: families whose layers are those of another one, under another name: tested by weights and logits
 _SAME_AS = {"mimo": "qwen2", "internlm3": "llama"}
 
-#: (English, Chinese, test, parameters in front of the family's)
+#: family -> what its tests on the simulated NPU are called
+_SIMULATED = {
+    "qwen2": "test_mindspeed.test_one_process",
+    "qwen3_moe": "test_mindspeed.test_experts_on",
+    "deepseek_v3": "test_rollout.test_latent",
+}
+
 _LAYOUT = "test_families.test_every_layout_trains_as_one_process_does"
+_TWO_RANKS = "test_family_rollout.test_engines_over_two_ranks_have_the_weights_and_the_trainer_s_log_probs"
+_ROUTING = "test_families.test_given_routing_trains_as_one_process_does"
+_PREDICTION = "test_prediction_layers.test_logits_losses_and_gradients_are_those_of_the_plain_computation"
+#: (English, Chinese, tests with {} for the family: all that ran must have passed)
 _COLUMNS = (
-    ("SFT", "SFT", "test_families.test_loss_and_gradient_of_the_first_step_are_those_of_transformers", ""),
-    ("LoRA", "LoRA", "test_families.test_adapters_train_alike_on_one_rank_and_on_two", ""),
-    ("TP, SP", "TP、SP", _LAYOUT, "TP2 SP-"),
-    ("PP", "PP", _LAYOUT, "PP2-"),
-    ("CP", "CP", _LAYOUT, "CP2-"),
-    ("EP", "EP", _LAYOUT, "EP2-"),
-    ("rollout, GRPO", "rollout、GRPO",
-     "test_family_rollout.test_the_engine_has_the_trained_weights_and_the_trainer_s_log_probs", ""),
-)  # fmt: skip
+    ("SFT", "SFT", ("test_families.test_loss_and_gradient_of_the_first_step_are_those_of_transformers[{}]",)),
+    ("GRPO", "GRPO", ("test_family_rollout.test_the_engine_has_the_trained_weights_and_the_trainer_s_log_probs[{}]",)),
+    ("LoRA", "LoRA", ("test_families.test_adapters_train_alike_on_one_rank_and_on_two[{}]",)),
+    ("TP", "TP", (_LAYOUT + "[TP2 SP-{}]",)),
+    ("PP", "PP", (_LAYOUT + "[PP2-{}]",)),
+    ("CP", "CP", (_LAYOUT + "[CP2-{}]",)),
+    ("EP", "EP", (_LAYOUT + "[EP2-{}]",)),
+    ("rollout TP/EP", "rollout TP/EP", (_TWO_RANKS + "[{}]", _TWO_RANKS + "[TP2-{}]", _TWO_RANKS + "[EP2-{}]")),
+    ("replay", "路由重放", (_ROUTING + "[{}]",)),
+    ("MTP", "MTP", (_PREDICTION + "[{}-whole]", _PREDICTION + "[{}-detached]")),
+)
+_VERIFIED = ("verified on", "验证平台")
 
 
 def results(paths: list[Path]) -> dict[str, str]:
@@ -77,46 +92,52 @@ def results(paths: list[Path]) -> dict[str, str]:
     return found
 
 
+def _join(states: list[str]) -> str:
+    """One word for several results: failed before passed before skipped."""
+    return next((state for state in ("failed", "passed") if state in states), "skipped")
+
+
 def cells(family: str, ran: dict[str, str]) -> list[str]:
-    """Keys of the words of a row: passed, skipped, failed, none (the family has no such thing), other (see the note)."""
+    """Keys of the words of a row but the last: passed, skipped, failed, none (the family has no such thing), refused."""
     _, tiny, predicts = FAMILIES[family]
-    trips = [
-        state
-        for name, state in ran.items()
-        for model in tiny
-        if name.startswith(f"test_round_trip.test_round_trip_is_bit_equal[{model}-t")
-        or name == f"test_round_trip.test_round_trip_is_bit_equal_on_the_whole_grid[{model}-tp2-pp2]"
-    ]
-    row = ["failed" if "failed" in trips else "passed" if "passed" in trips else "skipped"]
-    trained = _SAME_AS.get(family, family)
-    for _, _, test, before in _COLUMNS:
-        if before == "EP2-" and family not in _EXPERTS:
+    beginnings = [f"test_round_trip.test_round_trip_is_bit_equal[{model}-t" for model in tiny]
+    beginnings += [f"test_round_trip.test_round_trip_is_bit_equal_on_the_whole_grid[{model}-tp2-pp2]" for model in tiny]
+    row, trained = (
+        [_join([state for name, state in ran.items() if name.startswith(tuple(beginnings))])],
+        _SAME_AS.get(family, family),
+    )
+    for name, _, tests in _COLUMNS:
+        if name in ("EP", "replay") and family not in _EXPERTS or name == "MTP" and not predicts:
             row.append("none")
-        elif before == "CP2-" and family in _WINDOWS:
+        elif name == "CP" and family in _WINDOWS:
             row.append("refused")
-        elif family in _SAME_AS and test.startswith("test_family_rollout"):
+        elif name in ("GRPO", "rollout TP/EP") and family in _SAME_AS:
             row.append("skipped")
         else:
-            row.append(ran.get(f"{test}[{before}{trained}]", "skipped"))
-    prediction = f"test_round_trip.test_prediction_layers_are_kept_on_request_and_dropped_otherwise[{tiny[0]}]"
-    return [*row, ran.get(prediction, "skipped") if predicts else "none"]
+            model = family if name == "MTP" else trained
+            row.append(_join([ran.get(test.format(model), "skipped") for test in tests]))
+    return row
 
 
 def table(ran: dict[str, str], chinese: bool, page: str) -> str:
-    """The table in one language; `page` has the one before."""
+    """The table in one language; `page` has the one before, of which cells without a result are kept."""
     words = {
         "passed": ("yes", "是"), "skipped": ("not run", "未运行"), "failed": ("**failed**", "**失败**"),
         "none": ("-", "-"), "refused": ("refused", "拒绝"),
     }  # fmt: skip
-    columns = [(column[0], column[1]) for column in _COLUMNS]
-    heads = [("family", "系列"), ("convert", "转换"), *columns, ("MTP kept", "保留 MTP")]
+    heads = [("family", "系列"), ("convert", "转换"), *((column[0], column[1]) for column in _COLUMNS), _VERIFIED]
     lines = ["| " + " | ".join(head[chinese] for head in heads) + " |", "|" + "---|" * len(heads)]
-    before = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in (line.split("|") for line in page.splitlines())
-              if len(row) == len(heads) + 2}  # fmt: skip
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    before = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
     for family, (title, *_) in FAMILIES.items():
-        found, old = cells(family, ran), before.get(title, ["" for _ in heads[1:]])
-        row = [words[cell][chinese] if cell != "skipped" else kept or words[cell][chinese] for cell, kept in zip(found, old)]
-        lines.append(f"| {title} | {' | '.join(row)} |")
+        row = [title]
+        for head, cell in zip(heads[1:-1], cells(family, ran), strict=True):
+            kept = before.get(title, {}).get(head[chinese], "")
+            row.append(words[cell][chinese] if cell != "skipped" else kept or words[cell][chinese])
+        simulated = [state for name, state in ran.items() if name.startswith(_SIMULATED.get(family, "nothing"))]
+        kept = before.get(title, {}).get(_VERIFIED[chinese], "CPU")
+        row.append(("CPU、模拟 NPU" if chinese else "CPU, simulated NPU") if _join(simulated) == "passed" else kept)
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 

@@ -101,9 +101,11 @@ _BALANCED = {"num_experts": 8, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0
         ),
         ({**_BALANCED, "stage": "sft"}, "-log pi(token) + 0.01 * B + 0.001 * Z", "B = sum over layers with experts of 8 sum_e"),
         ({**_BALANCED, "num_experts": None}, "aggregate(L) + 0.01 * aggregate(KL)", "loss"),
+        ({"mtp_num_layers": 1}, "+ 0.01 * aggregate(KL) + 0.1 * M", "gradient to these layers alone"),
+        ({"mtp_num_layers": 2, "stage": "sft"}, "-log pi(token) + 0.1 * M", "mean over 2 prediction layer(s)"),
     ],
 )
-def test_losses_of_routers_are_terms_of_the_loss(keys: dict[str, Any], terms: str, mean: str) -> None:
+def test_losses_of_routers_and_prediction_layers_are_terms_of_the_loss(keys: dict[str, Any], terms: str, mean: str) -> None:
     lines = formula(prompt_level(megatron_training=keys)).splitlines()
     assert any(line.endswith(terms) for line in lines) and any(mean in line for line in lines)
 

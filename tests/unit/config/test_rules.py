@@ -40,6 +40,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["loss_type real", "use_prefix_grouper with use_dynamic_bsz"],
     ),
     ({M: {"split": "90,ten"}}, "split_shares", ["actor_config.split", "'90,ten'", "95,5,0"]),
+    (
+        {M: {"mtp_num_layers": 1}, R: {"use_prefix_grouper": True}},
+        "prediction_prefixes",
+        ["megatron_training.mtp_num_layers (1)", "use_prefix_grouper"],
+    ),
     ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
