@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vision
 import torch
 from scripts import load_script
 
@@ -101,10 +102,26 @@ MODES = {
 
 
 @pytest.mark.slow
+def test_experts_of_the_engine_are_replayed_on_rows_with_pictures(task: Path) -> None:
+    tiny_vision.save_for_the_example(load_script("examples/vision/make_task.py"), task / "experts", experts=True)
+    keys = ["run_dir=replayed", "actor_config.load=experts", "megatron_training.tokenizer_name_or_path=experts"]
+    keys += ["actor_config.save=null", "actor_config.save_hf=false", "rl_config.router_replay.mode=R3"]
+    keys += ["rl_config.verifier_function=[looks:starts_even]", "megatron_training.save_interval=3"]
+    command("train", *GRPO, *keys, folder=task)
+    records = metrics(task / "replayed")
+    # routers of both sides agree in float32 where a token has the experts of its own place, after the tokens of its image
+    assert len(records) == 2 and all(record["router/agreement"] > 0.999 for record in records)
+    assert all(record["rollout/log_probs_diff_max"] < 1e-4 for record in records)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_on_the_pictures_that_its_engine_saw(mode: str, task: Path) -> None:
     keys = [f"run_dir={mode}", "actor_config.load=model", "actor_config.save=null", "actor_config.save_hf=false", *MODES[mode]]
     keys += ["megatron_training.train_iters=3", "rl_config.verifier_function=[looks:starts_even]"]
+    # with a reference, and features of a frozen tower that are kept
+    keys += ["rl_config.kl_penalty=low_var_kl", "rl_config.init_kl_coef=0.001"]
+    keys += ["actor_config.freeze_vit=true", "actor_config.freeze_aligner=true"]
     # of no effect, so that log-probs of older weights are those of the new ones wherever both sides see the same picture
     keys += ["actor_config.lr=1e-12", "actor_config.min_lr=0", "rl_config.save_rollouts_interval=1"]
     command("train", *GRPO, *keys, folder=task)
@@ -126,7 +143,7 @@ def test_pictures_train_and_are_seen_alike_by_trainer_engine_and_rewards(task: P
     assert len(losses) == 3 and losses[-1] < losses[0]
     command("train", *GRPO, folder=task)
     records = metrics(task / "grpo_run")
-    # the limit of the run file stops a run whose trainer and engine differ; the tower is frozen here, and sent nevertheless
+    # the limit of the run file stops a run whose trainer and engine differ; the tower trains, and is sent
     assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < 1e-4 for record in records)
     assert all(record["prompt_length/min"] >= 9 + 2 + 7 for record in records)
     lines = [json.loads(line) for line in (task / "grpo_run" / "completions.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
+| `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
 | `vllm_ascend_C` | the wheel's extension: sleep mode's allocator only (`cann/camem.cpp`) |
 | all other custom operators (`_C_ascend`), Triton | said to be absent, so vllm-ascend takes its paths without them |
@@ -390,6 +391,41 @@ _CUSTOM = {
 }
 
 
+def _split_qkv_norm_mrope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin: Tensor, num_q_heads: int, num_kv_heads: int, head_size: int,
+    eps: float, mrope_section: list[int], is_interleaved: bool, rope_dim: int | None = None, q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None, has_gate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Query and key normalised by head and rotated, and the value.
+
+    Frequency i turns by the position on one axis: time, but in interleaved form height for i = 1, 4, 7 ... below 3 times its
+    section, and width for i = 2, 5, 8 ...; else the sections come one after the other.
+
+    Args:
+        cos_sin: [3, tokens, rope_dim], the cosines and then the sines of each axis.
+    """
+    if q_bias is not None or k_bias is not None or has_gate or rope_dim not in (None, head_size):
+        raise RuntimeError("triton_split_qkv_rmsnorm_mrope: biases, gates and partly rotated heads are not simulated")
+    axes = [axis for axis, size in enumerate(mrope_section) for _ in range(size)]
+    if is_interleaved:
+        axes = [index % 3 if index < 3 * mrope_section[index % 3] else 0 for index in range(head_size // 2)]
+    chosen = torch.tensor(axes).expand(1, cos_sin.shape[1], -1)
+    cos, sin = (part.float().gather(0, chosen)[0, :, None].repeat(1, 1, 2) for part in cos_sin.chunk(2, -1))
+    query, key, value = qkv.split([num_q_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size], -1)
+    normed = [
+        _rms_norm(rows.unflatten(-1, (-1, head_size)), weight, eps)[0] for rows, weight in ((query, q_weight), (key, k_weight))
+    ]
+    query, key = (_rotary(rows.float(), cos, sin).to(qkv.dtype).flatten(1) for rows in normed)
+    return query, key, value.contiguous(), qkv.new_empty(0)
+
+
+_MROPE = (
+    "triton_split_qkv_rmsnorm_mrope(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin, int num_q_heads, "
+    "int num_kv_heads, int head_size, float eps, int[] mrope_section, bool is_interleaved, int? rope_dim=None, "
+    "Tensor? q_bias=None, Tensor? k_bias=None, bool has_gate=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
 # ---------------------------------------------------------------- what vllm-ascend finds and does not find
 
 
@@ -461,4 +497,8 @@ def install() -> None:
     for name, (schema, function) in _CUSTOM.items():
         custom.define(name + schema)
         custom.impl(name, _kernel(name, function), "PrivateUse1")
-    _libraries.extend((vision, atb, npu, custom))
+    triton = torch.library.Library("vllm", "FRAGMENT")
+    triton.define(_MROPE)
+    name = _MROPE.partition("(")[0]
+    triton.impl(name, _kernel(name, _split_qkv_norm_mrope), "PrivateUse1")
+    _libraries.extend((vision, atb, npu, custom, triton))
