@@ -96,6 +96,11 @@ class Phases:
     #: the reward model's scores of given responses
     MODEL_SCORES = Phase("score", deadline="rewards")
 
+    #: replies of a generative judge that the run serves
+    JUDGE = Phase("judge", deadline="rewards", timer="judge", memory="judge pass", consumer="judge_scores")
+    #: the engines' memory, after a judge had it during a rollout
+    RESTORE_ROLLOUT = Phase("restore_rollout", deadline="weights")
+
     # ---------------------------------------------------------------------- passes and updates of the trained models
 
     ACTOR_LOG_PROBS = Phase(

@@ -153,7 +153,8 @@ class Placement:
 
     Attributes:
         world_size: devices of the actor; None where a run file with rollouts does not set them.
-        dedicated: devices of each role that does not share the actor's: "reward", "ref", "critic", "teacher", "rollout".
+        dedicated: devices of each role that does not share the actor's: "reward", "ref", "critic", "teacher", "judge",
+            "rollout".
         servers: (host, port) of standalone servers, started by hand, that generate for this run.
         layouts: devices and split of each role that has keys of its own, and of "actor"; empty without a world size.
         engines: the rollout engines; None without rollouts or world size.
@@ -189,6 +190,7 @@ def place(cfg: RunConfig) -> Placement:
         "critic": None if rl.use_integrated_worker or cfg.critic_config is None else rl.critic_resource,
         # teachers too: they change no other role
         "teacher": rl.teacher_resource if rl.distillation.enabled else None,
+        "judge": None if rl.served_judge is None else rl.judge_resource,
         "rollout": None if rl.use_integrated_worker else rl.rollout_resource,
     }
     dedicated = {
@@ -210,6 +212,9 @@ def place(cfg: RunConfig) -> Placement:
         if keys is not None:
             devices = shared if resource is None or resource.num_npus is None else resource.num_npus
             layouts[role] = Layout.from_config(keys, devices, dedicated=role in dedicated)
+    if rl.served_judge is not None:
+        devices = dedicated.get("judge", shared)
+        layouts["judge"] = Layout(devices, rl.judge_tensor_parallel_size, 1, dedicated="judge" in dedicated)
     if generate is None:
         layouts["rollout"] = layouts["actor"]
         return Placement(shared, dedicated, servers, layouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -25,6 +26,8 @@ PlatformName = Literal["auto", "npu", "cpu", "cuda"]
 PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 
+#: longest request of a judge where neither key nor model says less and the rollout's sequences are short; in tokens
+_JUDGE_LEN = 8192
 #: the key that gets another value where actor and critic would save into one folder
 CRITIC_FOLDER = "critic_config.save"
 
@@ -125,6 +128,30 @@ class RunConfig:
             pretrained_checkpoint=None,
             tokenizer_name_or_path=tokenizer,
             load_iteration=None,
+        )
+
+    def read_judge_keys(self) -> GenerateConfig:
+        """Return the engine's keys of the judge that the run serves: those of the rollout, but its lengths and layout."""
+        rl, generate = self.rl_config, self.generate_config
+        assert rl is not None and generate is not None and rl.served_judge is not None
+        path = Path(rl.served_judge).expanduser() / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        most = max(_JUDGE_LEN, 2 * generate.max_model_len + rl.judge_max_tokens)
+        longest = (config.get("text_config") or config).get("max_position_embeddings") or most
+        return replace(
+            generate,
+            infer_tensor_parallel_size=rl.judge_tensor_parallel_size,
+            infer_expert_parallel_size=1,
+            enable_expert_parallel=False,
+            max_model_len=rl.judge_max_model_len or min(most, longest),
+            # of the rollout's model alone
+            speculative_config=None,
+            quantization=None,
+            fp32_lm_head=None,
+            lora_push="merged",
+            expert_map_path=None,
+            engine_kwargs=None,
+            sampling_config=replace(generate.sampling_config, stop=[], structured_output=None),
         )
 
     def read_teacher_keys(self, folder: str) -> MegatronConfig:

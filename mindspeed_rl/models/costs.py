@@ -175,10 +175,15 @@ def read_draft_bytes(config: GenerateConfig, itemsize: int) -> tuple[int, int]:
     folder = Path(str(drafts.get("model", ""))).expanduser()
     if "model" not in drafts or not (folder / "config.json").is_file():
         return 0, 0
+    return read_weight_bytes(folder, itemsize), read_kv_bytes(folder, itemsize)
+
+
+def read_weight_bytes(folder: Path, itemsize: int) -> int:
+    """Return the bytes of the weights in a Hugging Face folder, by the sizes of its files, in a format of so many bytes."""
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored_size = 4 if "32" in str(stored.get("dtype", stored.get("torch_dtype", "float32"))) else 2
     files = [path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)]
-    return sum(path.stat().st_size for path in files) // stored_size * itemsize, read_kv_bytes(folder, itemsize)
+    return sum(path.stat().st_size for path in files) // stored_size * itemsize
 
 
 def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes: int = 0) -> int:

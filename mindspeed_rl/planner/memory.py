@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_rl.config import MegatronConfig
@@ -22,7 +23,7 @@ from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.models.costs import TowerCosts
+from mindspeed_rl.models.costs import TowerCosts, cpu_cache_bytes, read_kv_bytes, read_weight_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
@@ -56,7 +57,7 @@ class Phase:
     EXACT: ClassVar[tuple[str, ...]] = (
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
-        *("rollout weights", "packed weights", "KV cache"),
+        *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -193,7 +194,12 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
+    judge = {} if run.cfg.placement.layouts.get("judge", run.sizes.actor).dedicated else _judge_bytes(run)
+    # its processes are there in all phases, and without a sleep mode the engines too
+    resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
+    if judge:
+        phases.append(_make_phase(Phases.JUDGE.memory, fixed, resident, judge, also))
     for name in ("reward model", "reference", *run.teachers, "critic"):
         if name in others:
             transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
@@ -226,6 +232,21 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     return phases
 
 
+def _judge_bytes(run: RunShape) -> dict[str, int]:
+    """Return the bytes of the engine of a judge that the run serves on each of its devices; none without one."""
+    rl, device = run.cfg.rl_config, run.device
+    if rl is None or rl.served_judge is None or "judge" not in run.cfg.placement.layouts:
+        return {}
+    folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
+    if not (folder / "config.json").is_file():
+        return {}
+    weights = read_weight_bytes(folder, 2 if keys.dtype == "bfloat16" else 4) // keys.infer_tensor_parallel_size
+    cache = cpu_cache_bytes(keys, read_kv_bytes(folder, keys.cache_itemsize))
+    if device.sleeps:  # what the engine is given but its weights
+        cache = max(0, int(keys.gpu_memory_utilization * device.memory) - weights)
+    return {"judge weights": weights, "judge KV cache": cache}
+
+
 def _serving_bytes(engine: Engine) -> dict[str, int]:
     return {
         "rollout weights": engine.weights,
@@ -245,6 +266,9 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
         generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
         push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
+    if (judges := run.cfg.placement.dedicated.get("judge")) and (judge := _judge_bytes(run)):
+        phase = _make_phase(Phases.JUDGE.memory, fixed, judge)
+        groups.append(DeviceGroup("judge", f"{judges} of their own", judges, (phase,)))
     # all teachers share the devices of the first
     first, *others = [name for name in run.dedicated if name.startswith("teacher")] or [""]
     for name, model in run.dedicated.items():

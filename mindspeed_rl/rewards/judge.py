@@ -44,7 +44,7 @@ from 0 (worthless) to 10 (fully correct and complete). Text inside the answer th
 _SCORE = re.compile(r"score\**\s*[:：]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
-_Score = float | dict[str, float]
+Score = float | dict[str, float]
 """A score, or named parts with the score among them."""
 
 
@@ -63,6 +63,47 @@ def _parse_score(reply: str) -> float:
     if not scores or float(scores[-1]) > 10:
         raise JudgeError(f"no 'Score: N' with N from 0 to 10 in the judge's reply: {reply[-200:]!r}")
     return float(scores[-1]) / 10
+
+
+class JudgeForm:
+    """The prompt of a judge, the parser of its replies and the scores of earlier requests, wherever the judge is served.
+
+    Attributes:
+        scores: of the last requests; equal ones, as groups of like responses make them, get theirs from here.
+    """
+
+    def __init__(self, settings: RewardSettings) -> None:
+        """Read the template and load the parser.
+
+        Raises:
+            ValueError: the template cannot be read or does not mention {response}, or there is no such parser.
+        """
+        self._template = _read_template(settings.judge_prompt)
+        self._parse: Callable[[str], Score] = _parse_score
+        if settings.judge_parser is not None:
+            self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
+        self.scores: dict[str, Score] = {}
+
+    def prompt(self, sample: RewardSample) -> str:
+        """Return the template with the sample's texts in place; other braces stay as they are."""
+        fields = {
+            **sample.columns,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": "" if sample.label is None else sample.label,
+        }
+        return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
+
+    def read_reply(self, text: str, reply: str) -> Score:
+        """Return the score of the reply to a request, and remember it.
+
+        Raises:
+            JudgeError: the built-in parser finds none; parsers of the user may raise anything.
+        """
+        score = self.scores[text] = self._parse(reply)
+        if len(self.scores) > _REMEMBERED:
+            del self.scores[next(iter(self.scores))]
+        return score
 
 
 class Judge:
@@ -87,36 +128,29 @@ class Judge:
         self._server = address.netloc.rpartition("@")[2]
         self._url = settings.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"
-        self._template = _read_template(settings.judge_prompt)
-        self._parse: Callable[[str], _Score] = _parse_score
-        if settings.judge_parser is not None:
-            self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
+        self.form = JudgeForm(settings)
         self._key = os.environ.get(_API_KEY_VARIABLE, "")
         self.timeout_s = settings.judge_timeout_s
-        self._scores: dict[str, _Score] = {}
-        self._pending: dict[str, asyncio.Task[_Score]] = {}
+        self._pending: dict[str, asyncio.Task[Score]] = {}
 
-    async def __call__(self, sample: RewardSample) -> _Score:
+    async def __call__(self, sample: RewardSample) -> Score:
         """Return the parser's score of the judge's reply; equal requests, as groups of like responses make them, are sent once.
 
         Raises:
             JudgeError: the server rejects the request, or does not reply after four attempts.
         """
-        text, loop = self.prompt(sample), asyncio.get_running_loop()
-        if text in self._scores:
-            return self._scores[text]
+        text, loop = self.form.prompt(sample), asyncio.get_running_loop()
+        if text in self.form.scores:
+            return self.form.scores[text]
         pending = self._pending.get(text)
         # a batch has an event loop of its own
         if pending is None or pending.get_loop() is not loop:
             pending = self._pending[text] = loop.create_task(self._request_score(text))
             pending.add_done_callback(lambda _: self._pending.pop(text, None))
         # the time limit of one caller does not end the request of the others
-        score = self._scores[text] = await asyncio.shield(pending)
-        if len(self._scores) > _REMEMBERED:
-            del self._scores[next(iter(self._scores))]
-        return score
+        return await asyncio.shield(pending)
 
-    async def _request_score(self, text: str) -> _Score:
+    async def _request_score(self, text: str) -> Score:
         body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
         for attempt in range(_ATTEMPTS):
             try:
@@ -124,7 +158,7 @@ class Judge:
             except (OSError, aiohttp.ClientError, asyncio.IncompleteReadError) as error:
                 status, reply = 0, f"{type(error).__name__}: {error}".encode()
             if status == 200:
-                return self._parse(_content(reply))
+                return self.form.read_reply(text, _content(reply))
             if status and status not in _RETRIED:
                 break
             if attempt < _ATTEMPTS - 1:
@@ -133,16 +167,6 @@ class Judge:
         raise JudgeError(
             f"the judge at {self._server} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
         )
-
-    def prompt(self, sample: RewardSample) -> str:
-        """Return the template with the sample's texts in place; other braces stay as they are."""
-        fields = {
-            **sample.columns,
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "label": "" if sample.label is None else sample.label,
-        }
-        return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
 
     async def _post(self, body: Mapping[str, object]) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -93,6 +93,9 @@ class RewardSettings:
     judge_prompt: str | None = None
     judge_parser: str | None = None
     judge_timeout_s: float = 60.0
+    judge_weight: float = 1.0
+    judge_max_tokens: int = 512
+    verifier_reads: str = "response"
     cosine_min_len_value_wrong: float = -0.5
     cosine_max_len_value_wrong: float = 0.0
     cosine_min_len_value_correct: float = 1.0

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 MODEL_PART = "reward_model"
 """Part of a result: the reward model's score."""
+JUDGE_PART = "judge"
+"""Part of a result: the score of a generative judge."""
 TRAJECTORY_PART = "trajectory"
 """Part of a result: the rewards of tools and environments."""
 #: parts that are opinions of models, which are compared with those that can be checked
-_JUDGES = ("judge", MODEL_PART)
+_JUDGES = (JUDGE_PART, MODEL_PART)
 
 
 def add_trajectory_rewards(
@@ -57,9 +59,10 @@ def add_trajectory_rewards(
 
 
 def read_part_weights(rl: RLConfig) -> dict[str, float]:
-    """Return the weight of every reward function, then those of a trajectory's rewards and of a reward model, by part."""
+    """Return the weight of every reward function, then those of a trajectory's rewards and of models, by part."""
     weights = dict(zip(*select_reward_functions(rl)))
-    return weights | {TRAJECTORY_PART: rl.trajectory_reward_weight, MODEL_PART: rl.reward_model_weight}
+    served = {} if rl.served_judge is None else {JUDGE_PART: rl.judge_weight}
+    return weights | {TRAJECTORY_PART: rl.trajectory_reward_weight, MODEL_PART: rl.reward_model_weight} | served
 
 
 def list_components(
@@ -69,7 +72,7 @@ def list_components(
 
     A part is NaN where the function has no opinion; of a failed sample that counts as zero it is 0.
     """
-    optional = (TRAJECTORY_PART, MODEL_PART)
+    optional = (TRAJECTORY_PART, MODEL_PART, JUDGE_PART)
     names = [name for name in part_weights if name not in optional or any(name in result.parts for result in results)]
     missing = [0.0 if result.failed and result.total is not None else math.nan for result in results]
     scores = [[float(result.parts.get(name, none)) for name in names] for result, none in zip(results, missing)]

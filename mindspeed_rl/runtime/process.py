@@ -72,6 +72,11 @@ class WorkerProcess:
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
         return host, find_free_port(host)
 
+    def locate_devices(self) -> tuple[str, list[str]]:
+        """Return Ray's name of this node and the ids of the devices of this process."""
+        context, resource = ray.get_runtime_context(), platform.platform_class(self._settings.platform).ray_resource
+        return context.get_node_id(), context.get_accelerator_ids().get(resource or "", [])
+
     def read_host_files(self, paths: Sequence[str]) -> HostFiles:
         """Return sizes and checksums of the files at these paths; see `shared_filesystem.read_host_files`."""
         return read_host_files(paths)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment, find_dead_service
+from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
@@ -71,20 +71,28 @@ class ServerProcesses:
     """
 
     def __init__(
-        self, run: Run, settings: ServerSettings, num_devices: int, slots: Sequence[tuple[str, list[str]]] = ()
+        self,
+        settings: ServerSettings,
+        env: Mapping[str, str],
+        limits_s: Mapping[str, float],
+        num_devices: int,
+        slots: Sequence[tuple[str, list[str]]] = (),
     ) -> None:
         """Place the processes and start them; `collect` waits for them.
 
         Args:
-            run: they belong to.
             settings: of all of them.
+            env: environment of the processes.
+            limits_s: the deadlines of the run, by key.
             num_devices: of all of them together.
             slots: (node, ids of devices) of each device, where they share those of other processes; else Ray assigns them.
 
         Raises:
             TimeoutError: they cannot be placed.
         """
-        self._run, self._settings, self._tensor = run, settings, settings.generate.infer_tensor_parallel_size
+        assert settings.folder is not None  # processes of a run have files
+        self._settings, self._folder, self._tensor = settings, settings.folder, settings.generate.infer_tensor_parallel_size
+        self._env, self._limits_s = env, limits_s
         tensor, resource = self._tensor, platform_class(settings.platform).ray_resource
         count, self._resources = num_devices // tensor, {} if resource is None else {resource: tensor}
         self.actors: dict[str, ActorHandle[ServerProcess]] = {}
@@ -93,7 +101,7 @@ class ServerProcesses:
         if not slots:
             bundle = {"CPU": tensor, **self._resources}
             self._placement: PlacementGroup | None = placement_group([bundle] * count, strategy="PACK")
-            limit_s = run.deadlines.seconds["placement"]
+            limit_s = limits_s["placement"]
             if not self._placement.wait(timeout_seconds=limit_s):
                 raise TimeoutError(
                     f"Ray could not place {count} {settings.title}s with {bundle} in {limit_s:.0f} s "
@@ -104,7 +112,7 @@ class ServerProcesses:
 
     def start(self, index: int) -> None:
         """Start the server with this index, without waiting for it."""
-        run, name, devices = self._run, f"{self._settings.title} {index}", None
+        name, devices = f"{self._settings.title} {index}", None
         strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
         if self._placement is not None:
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
@@ -115,12 +123,10 @@ class ServerProcesses:
         remote = ray.remote(ServerProcess).options(
             num_cpus=0 if shared else self._tensor,
             resources=None if shared else self._resources or None,
-            runtime_env=build_runtime_env(
-                build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads)
-            ),
+            runtime_env=build_runtime_env(self._env),
             scheduling_strategy=strategy,
         )
-        remove_status_files(run.folder, [name])
+        remove_status_files(self._folder, [name])
         actor = cast("ActorHandle[ServerProcess]", remote.remote(self._settings, index, devices))
         self.actors[name], self._starting[name] = actor, actor.start.remote()
 
@@ -133,7 +139,7 @@ class ServerProcesses:
         starting, self._starting = self._starting, {}
         for name, future in starting.items():
             try:
-                metadata = ray.get(future, timeout=self._run.deadlines.seconds["start"])
+                metadata = ray.get(future, timeout=self._limits_s["start"])
                 yield RayServerClient(name, self.actors[name]), metadata
             except (RayError, OSError, RuntimeError) as error:
                 last, log = str(error).strip().splitlines()[-1], name.removeprefix("rollout ").replace(" ", "_")
@@ -143,14 +149,14 @@ class ServerProcesses:
         """End a process that may hang: its successor needs the devices."""
         with contextlib.suppress(*_RAY_ERRORS):
             ray.kill(self.actors.pop(name))
-            terminate_processes(self._run.folder, [name])
+            terminate_processes(self._folder, [name])
 
     def close(self) -> None:
         """End all processes."""
         for actor in self.actors.values():
             with contextlib.suppress(*_RAY_ERRORS):
                 ray.kill(actor)
-        terminate_processes(self._run.folder, list(self.actors))
+        terminate_processes(self._folder, list(self.actors))
         # Ray would wait for its control service
         if self._placement is not None and not find_dead_service():
             with contextlib.suppress(*_RAY_ERRORS):
@@ -166,12 +172,20 @@ class RolloutServers:
         weights: syncs to all of them.
     """
 
-    def __init__(self, run: Run, settings: ServerSettings, *, report: Callable[[str], None] = _LOG.warning) -> None:
+    def __init__(
+        self,
+        run: Run,
+        settings: ServerSettings,
+        env: Mapping[str, str],
+        *,
+        report: Callable[[str], None] = _LOG.warning,
+    ) -> None:
         """Start servers on dedicated devices, or connect to those of the run file; `set_up` waits for them.
 
         Args:
             run: its servers.
             settings: of the run's own servers.
+            env: environment of their processes.
             report: called with a line for every server that is lost or replaced.
 
         Raises:
@@ -201,7 +215,7 @@ class RolloutServers:
             clients = [HttpServerClient(host, port, token) for host, port in run.placement.servers]
             self._standalone = {client.name: client for client in clients}
             return
-        self._own = ServerProcesses(run, settings, num_devices)
+        self._own = ServerProcesses(settings, env, run.deadlines.seconds, num_devices)
 
     def set_up(self) -> None:
         """Wait until all servers answer, and check that they fit the run.
@@ -327,11 +341,12 @@ class JudgeServers:
         shares_devices: of the actor; the engines are off them outside of `generate`.
     """
 
-    def __init__(self, run: Run, slots: Sequence[tuple[str, list[str]]]) -> None:
+    def __init__(self, run: Run, env: Mapping[str, str], slots: Sequence[tuple[str, list[str]]]) -> None:
         """Start the engines; `set_up` waits for them.
 
         Args:
             run: its judge.
+            env: environment of the processes.
             slots: see `ServerProcesses`; of the actor's workers where they share their devices.
 
         Raises:
@@ -339,7 +354,7 @@ class JudgeServers:
         """
         rl, layout = run.rl, run.placement.layouts["judge"]
         assert rl.served_judge is not None
-        self.shares_devices, self._run = not layout.dedicated, run
+        self.shares_devices = not layout.dedicated
         # servers run in other folders
         folder = Path(rl.served_judge).expanduser().resolve()
         settings = ServerSettings(
@@ -352,7 +367,8 @@ class JudgeServers:
             title="judge server",
             sleeps=self.shares_devices,
         )
-        self._processes = ServerProcesses(run, settings, layout.num_npus, slots if self.shares_devices else ())
+        mine = slots if self.shares_devices else ()
+        self._processes = ServerProcesses(settings, env, run.deadlines.seconds, layout.num_npus, mine)
         self._monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance)
         self._loop, timeout_s = LoopThread("judge-servers"), run.deadlines.seconds["server"]
         self._pool = ServerPool(

@@ -190,8 +190,8 @@ class GroupRollout(Rollout):
         return [*scored, WorkerReport(compute_response_metrics(trajectories))]
 
     def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
-        """Add the reward model's score to rows that are too few, as a rule, to be dispatched as those of an iteration."""
-        if self._model_rewards.scorers is None:
+        """Add the models' scores to rows that are too few, as a rule, to be dispatched as those of an iteration."""
+        if self._model_rewards.fleet is None:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)
         items = [group.item for group in groups for _ in group.samples]

@@ -163,6 +163,7 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
         )
         rows["rewards"] = ", ".join(
             [*(run.rl.verifier_function if run.rl.rule_reward else []), *(["reward model"] if run.rl.reward_model else [])]
+            + (["judge"] if run.rl.judge_url or run.rl.served_judge else [])
         )
     rows["learning rate"] = f"{actor.lr:g}, {actor.lr_decay_style}" if actor.lr is not None else ""
     rows["adapters"] = f"{', '.join(actor.lora_target_modules)}, rank {actor.lora_r}" if actor.lora_target_modules else ""

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
@@ -42,7 +43,7 @@ from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
-from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
@@ -80,6 +81,7 @@ class RLInputs:
         held_out: None without evaluation.
         num_devices: of all roles.
         summary: lines for the console.
+        judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
     """
 
@@ -91,6 +93,7 @@ class RLInputs:
     resume: ResumePoint
     num_devices: int
     summary: str
+    judge: ServedJudge | None = None
     images: str = ""
 
 
@@ -150,6 +153,9 @@ def check_rl(run: Run) -> RLInputs:
     term = None if run.objective is None else run.objective.distillation
     if term is not None and term.has_servers:
         TeacherServers(term, run.rl.distillation, None, run.deadlines.rows_s).check(tokenizer, prompts[0]["prompt_ids"])
+    judge = None
+    if run.rl.served_judge is not None:
+        judge = ServedJudge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit), tokenizer)
     lines, images = [prompts.describe()], ""
     if (rules := read_image_rules(run.models["actor"])) is not None:
         rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
@@ -161,7 +167,7 @@ def check_rl(run: Run) -> RLInputs:
         lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
-    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, images)
+    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, judge, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
@@ -258,6 +264,7 @@ def _describe_devices(run: Run) -> str:
         "ref": "the reference",
         "critic": "the critic",
         "teacher": "the teachers",
+        "judge": "the judge",
         "rollout": f"rollout servers of {run.generate.infer_tensor_parallel_size}",
     }
     parts = [f"{run.plan.world_size} workers"]
@@ -310,11 +317,12 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     run, plane, resumed = inputs.run, services.plane, services.resumed
     actor, rl = run.config.actor_config, run.rl
     actors, timeout_s = services.actors, run.deadlines.rows_s
-    scorers = actors if "reward" in run.models else None
-    part_weights = read_part_weights(rl)
-    no_rewards = ModelRewards(None, plane, 0.0, timeout_s, part_weights)
-    model_rewards = ModelRewards(scorers, plane, rl.reward_model_weight, timeout_s, part_weights)
-    evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, model_rewards)
+    weight = rl.reward_model_weight if "reward" in run.models else None
+    scorers = None if weight is None and inputs.judge is None else actors
+    no_rewards = ModelRewards(None, plane, None, timeout_s, read_part_weights(rl))
+    model_rewards = replace(no_rewards, fleet=scorers, weight=weight, judge=inputs.judge)
+    rewards_in_rollout = replace(model_rewards, in_rollout=True)
+    evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, rewards_in_rollout)
     schedule = Schedule(run)
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     order = PromptOrder.from_config(rl)
@@ -322,7 +330,7 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     # a filter on the total reward needs the model's scores of every rollout; one on a reward function leaves the reward model
     # only the accepted groups
     is_scored_early = rl.dynamic_sample and not rl.filter_groups_enable
-    early, late = (model_rewards, no_rewards) if is_scored_early else (no_rewards, model_rewards)
+    early, late = (rewards_in_rollout, no_rewards) if is_scored_early else (no_rewards, model_rewards)
     rollout = build_rollout(run, plane, actors, services.rewards, loader, schedule.admission, early)
     if resumed:
         schedule.load_state_dict(resumed["run_state"])

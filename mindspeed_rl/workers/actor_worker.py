@@ -103,6 +103,12 @@ class ActorWorker(ActorPhases):
                 self.rollout.engine.release_memory()
         return self._report()
 
+    def restore_rollout(self) -> WorkerReport:
+        """Give the engine its memory and the weights that it had, after `finish_rollout` in the middle of a rollout."""
+        if self.rollout.swaps_memory:
+            self._load_engine(self.rollout.engine.weight_version)
+        return self._report()
+
     def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
         """Generate this replica's share of the responses to prompts; see `RolloutReplica.generate_responses`."""
         return self.rollout.generate_responses(items, seed, greedy=greedy)

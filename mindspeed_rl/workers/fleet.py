@@ -16,9 +16,11 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.serving.servers import JudgeServers
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 from mindspeed_rl.workers.server_rollout import ServerRollout
 from mindspeed_rl.workers.teacher_servers import TeacherServers
@@ -54,6 +56,7 @@ class Fleet:
         actor: the workers that train the actor, with the roles that share its devices.
         dedicated: the workers of each role on dedicated devices: "ref", "critic", "reward", "teacher".
         servers: generate the responses; None where engines in the actor's workers do.
+        judge: the engines of a generative judge that the run serves; None before `set_up`, and without one.
     """
 
     def __init__(self, run: Run, plane: DataPlane, actor_kind: WorkerKind | None = None) -> None:
@@ -73,6 +76,7 @@ class Fleet:
             for role in ("ref", "critic", "reward", "teacher")
             if role in run.models and role in placement.dedicated
         }
+        self.judge: JudgeServers | None = None
         self.servers = ServerRollout(run, plane, self.actor) if placement.disaggregated else None
         term = None if run.objective is None else run.objective.distillation
         self._teacher_servers = (
@@ -88,6 +92,12 @@ class Fleet:
     def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """Build all models and rollout engines; return {"iteration", "run_state"} of a resumed run, else nothing."""
         run, plane = self._run, self._plane
+        if run.rl.served_judge is not None:
+            located = [process.locate_devices.remote() for process in self.actor.processes]
+            self.judge = JudgeServers(run, self.actor.env, self.actor.wait(Phases.SET_UP, located))
+            if self.judge.shares_devices:
+                # before the models: an engine starts on devices that are free
+                self.judge.set_up()
         for role in ("reward", "teacher"):
             if role in self.dedicated:
                 self.dedicated[role].start_workers(run, plane, steps=steps)
@@ -101,12 +111,17 @@ class Fleet:
                 self.dedicated[role].start_workers(run, plane, resumed.get("iteration"), steps=steps)
         if self.servers is not None:
             self.servers.set_up(steps)
+        if self.judge is not None:
+            if not self.judge.shares_devices:
+                self.judge.set_up()
+            if steps is not None:
+                steps.done("the judge answers")
         return resumed
 
     def close(self) -> None:
         """Terminate all worker processes and the run's own servers."""
-        if self.servers is not None:
-            self.servers.close()
+        for servers in filter(None, (self.servers, self.judge)):
+            servers.close()
         for group in (*self.dedicated.values(), self.actor):
             group.close()
 
@@ -170,6 +185,25 @@ class Fleet:
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float] | None]:
         """Return the reward model's scores, each replica's share; None from ranks that return no results."""
         return self.dedicated.get("reward", self.actor).call(Phases.MODEL_SCORES, prompts, responses)
+
+    def generate_judgements(
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool
+    ) -> list[Generated | BaseException]:
+        """Return the served judge's reply to each request, or the error of one that is refused.
+
+        Args:
+            requests: token ids.
+            sampling: of the replies.
+            in_rollout: the rollout engines have their memory, and need it afterwards.
+        """
+        assert self.judge is not None
+        in_turn = in_rollout and self.judge.shares_devices and self.servers is None
+        if in_turn:
+            self.actor.call(Phases.FINISH_ROLLOUT)
+        replies = self.judge.generate(requests, sampling)
+        if in_turn:
+            self.actor.call(Phases.RESTORE_ROLLOUT)
+        return replies
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """Compute the log-probs of this role, "actor" or "ref", for the first `count` rows."""

@@ -51,6 +51,7 @@ class RemoteGroup:
         names: of the workers, in messages.
         plane: aborted when a worker fails; None without one.
         monitor: deadlines of the waits for the workers.
+        env: environment of the processes.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RemoteGroup:
         resource = platform_class(settings.platform).ray_resource
         cpus = 1 if resource is None else num_cpus
         needs = {"CPU": cpus} | ({} if resource is None else {resource: 1})
+        self.env = env
         self.plane, self.monitor = plane, monitor or WaitMonitor(settings.folder, Deadlines(), FaultTolerance())
         self.names = [f"{title} {rank}" for rank in range(size)]
         self._folder, self._check_files, self._built = settings.folder, check_files, built

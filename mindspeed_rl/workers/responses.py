@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_rl.config import Run, SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
-from mindspeed_rl.models.plan import ModelSource, RoleModel
+from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -64,12 +65,12 @@ def compute_response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     return metrics
 
 
-def build_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """Return the sampling of training responses."""
+def build_sampling(keys: SamplingConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Return the sampling of responses by the model in a Hugging Face folder."""
     eos_id = tokenizer.eos_token_id
     assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
     # generation_config.json may name more end tokens than the tokenizer's one
-    path = source.hf_folder / "generation_config.json"
+    path = folder / "generation_config.json"
     named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     stops = named if isinstance(named, list) else [] if named is None else [named]
     return Sampling(

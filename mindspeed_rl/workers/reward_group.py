@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -18,7 +19,7 @@ from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import objects
+from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
@@ -34,10 +35,58 @@ from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
+#: columns of the data plane that a sample is made of
+SAMPLE_COLUMNS = ("prompt_ids", "responses", "labels", "extra", "truncated", "trajectories")
 #: reward workers that a run replaces before it gives up: the cause of more losses is no accident
 _MAX_REPLACED = 5
+
+
+@dataclass(frozen=True)
+class SampleReader:
+    """Makes samples for reward functions and judges of token ids.
+
+    Attributes:
+        tokenizer: of the actor.
+        reads: `rl_config.verifier_reads`.
+        max_tokens: longest response.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    reads: str
+    max_tokens: int
+
+    def read(
+        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
+    ) -> RewardSample:
+        """Return the sample of a response."""
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        read_ids = response_ids
+        if self.reads == "last_turn":  # the row of a single response has no such column
+            read_ids = response_ids[columns.get("last_turn_start", 0) :]
+        response = self.tokenizer.decode(read_ids, skip_special_tokens=True)
+        if self.reads == "output":
+            response = columns.get("output") or ""
+        assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
+        return RewardSample(
+            prompt=prompt,
+            response=response,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            label=label,
+            columns=columns,
+            truncated=truncated,
+            max_response_length=self.max_tokens,
+        )
+
+    def read_rows(self, batch: Batch) -> list[RewardSample]:
+        """Return the samples of rows of the data plane, with the columns of `SAMPLE_COLUMNS`."""
+        return [
+            self.read(prompt.tolist(), response.tolist(), label, {**extra, **columns}, bool(truncated))
+            for prompt, response, label, extra, truncated, columns in zip(*(batch[name] for name in SAMPLE_COLUMNS))
+        ]
 
 
 class RewardWorker:
@@ -51,10 +100,10 @@ class RewardWorker:
         set_up_logging(run.folder / "run.log", worker=f"reward {index}", console=False)
         heartbeat.start(run.folder, f"reward worker {index}", interval_s=run.fault_tolerance.heartbeat_interval_s)
         self.run, self.plan, self.plane = run, run.plan, plane
-        self.max_tokens = run.config.response_limit
         registry.search_folders(run.config.plugin_folders)
-        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
-        self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
+        tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
+        self.samples = SampleReader(tokenizer, run.rl.verifier_reads, run.config.response_limit)
+        self.pool = RewardPool.from_config(run.rl, max_tokens=run.config.response_limit)
         self.timers = Timers(worker=f"reward {index}")
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, object]) -> list[str]:
@@ -63,11 +112,11 @@ class RewardWorker:
         Returns:
             Names of the functions whose score is an accuracy.
         """
-        answer = self.tokenizer.encode(label or "", add_special_tokens=False)
+        answer = self.samples.tokenizer.encode(label or "", add_special_tokens=False)
         if self.run.rl.multi_turn_enable:
             trajectory = Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0})
             columns = {**columns, **trajectory.reward_columns()}
-        self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
+        self.pool.check(self.samples.read(list(prompt_ids), answer, label, columns, False))
         return self.pool.accuracies
 
     def score(self, rows: list[int], again: bool = False) -> WorkerReport:
@@ -80,17 +129,13 @@ class RewardWorker:
             again: a worker that was lost may have scored some of them.
         """
         size = max(1, self.plan.dispatch_sizes[Phases.RULE_REWARDS.dispatch_key])
-        names = ["prompt_ids", "responses", "labels", "extra", "truncated", "trajectories"]
         for start in range(0, len(rows), size):
             indexes = rows[start : start + size]
-            batch, _ = self.plane.get(Phases.RULE_REWARDS.consumer, names, indexes=indexes, timeout_s=self.run.deadlines.rows_s)
+            timeout_s = self.run.deadlines.rows_s
+            batch, _ = self.plane.get(Phases.RULE_REWARDS.consumer, SAMPLE_COLUMNS, indexes=indexes, timeout_s=timeout_s)
             # without the wait for responses
             with self.timers(Phases.RULE_REWARDS.timer), heartbeat.doing(f"scoring {len(indexes)} responses"):
-                samples = [
-                    self._sample(prompt.tolist(), response.tolist(), label, {**extra, **columns}, bool(truncated))
-                    for prompt, response, label, extra, truncated, columns in zip(*(batch[name] for name in names))
-                ]
-                results = self._score(samples, objects(batch["trajectories"]))
+                results = self._score(self.samples.read_rows(batch), objects(batch["trajectories"]))
                 totals = [math.nan if result.total is None else result.total for result in results]
                 self.plane.put({"rewards": totals, "reward_results": results}, indexes, overwrite=again)
         return WorkerReport(intervals=self.timers.drain())
@@ -102,7 +147,7 @@ class RewardWorker:
         for item, trajectory, added in zip(items, trajectories, columns):
             truncated = trajectory.finish == "length"
             row = {**item["columns"], **added}
-            samples.append(self._sample(item["prompt_ids"], trajectory.token_ids, item["label"], row, truncated))
+            samples.append(self.samples.read(item["prompt_ids"], trajectory.token_ids, item["label"], row, truncated))
         with heartbeat.doing(f"scoring {len(samples)} responses"):
             return self._score(samples, columns)
 
@@ -111,28 +156,6 @@ class RewardWorker:
         rl = self.run.rl
         results = self.pool.score(samples, timeout_s=self.run.deadlines.seconds["rewards"])
         return add_trajectory_rewards(results, columns, which=rl.trajectory_reward, weight=rl.trajectory_reward_weight)
-
-    def _sample(
-        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
-    ) -> RewardSample:
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        read_ids = response_ids
-        if self.run.rl.verifier_reads == "last_turn":  # the row of a single response has no such column
-            read_ids = response_ids[columns.get("last_turn_start", 0) :]
-        response = self.tokenizer.decode(read_ids, skip_special_tokens=True)
-        if self.run.rl.verifier_reads == "output":
-            response = columns.get("output") or ""
-        assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
-        return RewardSample(
-            prompt=prompt,
-            response=response,
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            label=label,
-            columns=columns,
-            truncated=truncated,
-            max_response_length=self.max_tokens,
-        )
 
     def close(self) -> None:
         """Terminate the pool's processes."""

@@ -118,6 +118,8 @@ class RolloutReplica:
                 "tokenizer": tokenizer.name_or_path,
             },
         )
+        drafts = config.drafts or {}
+        self.engine.syncs_drafts = drafts.get("method") == "mtp" and actor.plan.model_config.mtp_num_layers > 0
         # each of the actor's pipeline stages gets the experts of its own layers
         self._plan = actor.plan if replays else None
         self._model_config, self._tokenizer = actor.plan.model_config, tokenizer
@@ -176,7 +178,8 @@ class RolloutReplica:
         load = BaseLoader(model) if base_only else cast(LoadsWeights, model).load_weights
         if self.push is None:  # the layouts do not change during a run
             config = self.run.generate
-            trained = stream.base if base_only else stream.trained
+            trained = stream.with_predictions if self.engine.syncs_drafts else stream.trained
+            trained = stream.base if base_only else trained
             trained = trained if config.quantization is None else quantize_side(trained)
             self.push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),

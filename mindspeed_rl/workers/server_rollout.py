@@ -71,7 +71,7 @@ class ServerRollout:
             min_pixels=actor.min_pixels,
             max_pixels=actor.max_pixels,
         )
-        self.servers = RolloutServers(run, settings)
+        self.servers = RolloutServers(run, settings, trainers.env)
         self._timers = Timers(worker="rollout")
         self._version = -1
         # the data plane's client blocks; one thread puts rows while the servers continue

@@ -55,6 +55,7 @@ def find_changed_keys(cfg: RunConfig) -> dict[str, object]:
 
 
 #: keys of the profiler that a memory snapshot without a trace reads
+_SERVED_JUDGE_KEYS = frozenset("judge_max_tokens judge_max_model_len judge_tensor_parallel_size judge_resource".split())
 _SNAPSHOT_KEYS = frozenset(
     "profile_memory_snapshot stage profile_save_path profile_step_start profile_step_end profile_ranks".split()
 )
@@ -211,6 +212,8 @@ def _find_rl_reason(cfg: RunConfig, name: str) -> str:
         (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
         (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
         (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),
+        (name.startswith("judge_") and not (rl.judge_url or rl.served_judge), "neither judge_url nor judge_model is set"),
+        (name in _SERVED_JUDGE_KEYS and rl.served_judge is None, "judge_url is set"),
         (name == "reward_model_weight" and rl.reward_model is None and cfg.reward_config is None, "there is no reward model"),
         (
             name == "process_reward_aggregation" and (cfg.reward_config is None or not cfg.reward_config.reward_tokens),
@@ -332,8 +335,13 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
             f"{key} will hardly pay while {at_once} responses are generated at once: a step is then as slow as its tokens are "
             "many, draft tokens that are not kept included; it pays in the tail, when few are left"
         )
-    if drafts["method"] in ("mtp", "eagle", "eagle3"):
-        yield f"{key}.method {drafts['method']} was not verified here; the weights of the draft stay as they are in its folder"
+    method, trains = drafts["method"], cfg.actor_config.mtp_num_layers > 0
+    if method in ("eagle", "eagle3"):
+        yield f"{key}.method {method} was not verified here; the weights of the draft stay as they are in its folder"
+    if method == "mtp" and not trains:
+        yield f"{key}.method mtp: its layers stay as they are in the folder; megatron_training.mtp_num_layers trains and sends them"
+    if method == "mtp" and trains and cfg.placement.disaggregated:
+        yield f"{key}.method mtp: rollout servers take the weights of the policy alone; the layers stay as they are in the folder"
 
 
 def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:

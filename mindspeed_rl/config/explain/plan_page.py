@@ -218,6 +218,10 @@ def _describe_samples(cfg: RunConfig) -> str:
         mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
         in_int8 = f"the engine's matrices are in {cfg.generate_config.quantization}, corrected by {mode}"
         text = f"{text}; {in_int8}" if text else in_int8
+    if rl.exact_log_probs:
+        same = "log-probs of trainer and rollout engine are equal bit for bit"
+        same = same if cfg.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine"
+        text = f"{text}; {same}" if text else same
     if rl.agent_loop_name == "single_turn":
         return text
     loop = rl.agent_loop_name
@@ -363,6 +367,10 @@ def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
     if cfg.reward_config is not None or rl.reward_model is not None:
         model = _engine(sizes.reward or sizes.actor)
         add("reward_model", dedicated.get("reward", shared), f"reward model on Megatron {model}")
+    if (judge := cfg.placement.layouts.get("judge")) is not None:
+        holds = f"{judge.num_npus // judge.tensor} engine(s) TP{judge.tensor} of the judge {rl.served_judge}"
+        turns = "" if judge.dedicated else ", off the device in other phases"
+        add("judge", dedicated.get("judge", shared), f"{holds}, replies of up to {rl.judge_max_tokens} tokens{turns}")
     if objective.needs_reference:
         weights = "the actor with adapters off" if rl.share_backbone else "reference weights"
         holds = f"{weights} on Megatron {_engine(sizes.ref or sizes.actor)}"

@@ -409,6 +409,11 @@ class _LossKeys:
         "stop when trainer and rollout log-probabilities differ by more; off when unset",
         "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1),
         on_resume="exact")
+    exact_log_probs: bool = key(False,
+        "trainer and rollout engine compute log-probs that are equal bit for bit, by the same functions with a fixed order of "
+        "sums; slower",
+        "训练器与推理引擎用同一组求和次序固定的函数计算，对数概率逐位相同；速度较慢", elsewhere="true_on_policy_mode",
+        on_resume="exact")
     dropout_in_update: bool = key(False,
         "attention_dropout, hidden_dropout and lora_dropout act in the updates; rollout, old log-probs and reference have "
         "none, so that ratios and KL then differ from 1 and 0 by the dropout itself",

@@ -34,12 +34,13 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     scored_by_turns = rl.trajectory_reward != "none" and rl.agent_loop_name not in ("single_turn", "scheduler")
     scored_by_rules = rl.rule_reward and rl.verifier_function or scored_by_turns
     needs_no_score = rl.distillation.enabled and not rl.distillation.use_task_rewards
-    if not (needs_no_score or scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
+    scored_by_models = cfg.reward_config is not None or rl.reward_model or rl.judge_url or rl.served_judge
+    if not (needs_no_score or scored_by_rules or scored_by_models):
         yield Violation(
             "some_reward",
             {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
             "nothing scores the responses: rl_config.rule_reward is false and there is no reward_config, "
-            "reward_model or judge_url",
+            "reward_model, judge_url or judge_model",
             ({"rl_config.rule_reward": True},),
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:

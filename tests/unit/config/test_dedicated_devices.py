@@ -37,6 +37,25 @@ def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_ac
     assert validate(shared) == [] and shared.placement.num_devices == 16 and not shared.placement.disaggregated
 
 
+def test_a_judge_that_the_run_serves_has_a_phase_on_its_own_devices_or_on_the_actors() -> None:
+    def judge(**rl: object) -> tuple[int, dict[str, str]]:
+        cfg = prompt_level(rl_config={"judge_model": "/models/judge", **rl})
+        assert validate(cfg) == []
+        phase = next(one for one in explain(cfg)["resources"]["phases"] if one["phase"] == "judge")
+        return cfg.placement.num_devices, phase
+
+    count, phase = judge(judge_tensor_parallel_size=4)
+    assert count == 16 and phase["devices"] == "0-15"
+    assert phase["holds"] == (
+        "4 engine(s) TP4 of the judge /models/judge, replies of up to 512 tokens, off the device in other phases"
+    )
+    count, phase = judge(judge_resource=own(2), judge_max_tokens=64)
+    assert count == 18 and phase["devices"] == "2 dedicated"
+    assert phase["holds"] == "2 engine(s) TP1 of the judge /models/judge, replies of up to 64 tokens"
+    outside = prompt_level(rl_config={"judge_model": "name", "judge_url": "http://127.0.0.1/v1"})
+    assert "judge" not in outside.placement.layouts
+
+
 def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
     cfg = prompt_level(rl_config=SEPARATE, ref_config={"tensor_model_parallel_size": 4})
     assert unavailable(cfg) == ["ref_config.tensor_model_parallel_size: is 4; roles share the actor's layout, 2"]
@@ -50,6 +69,21 @@ def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
             {R: {**SEPARATE, "rollout_resource": own(6)}, G: {"infer_tensor_parallel_size": 4}},
             "rollout_devices",
             "(6) must be divisible by generate_config.infer_tensor_parallel_size (4)",
+        ),
+        (
+            {R: {"judge_model": "/m", "judge_resource": own(3), "judge_tensor_parallel_size": 2}},
+            "judge_devices",
+            "rl_config.judge_resource.num_npus (3) must be divisible by rl_config.judge_tensor_parallel_size (2)",
+        ),
+        (
+            {R: {"judge_model": "/m", "judge_tensor_parallel_size": 3}},
+            "judge_devices",
+            "rl_config.actor_resource.num_npus (16) must be divisible by rl_config.judge_tensor_parallel_size (3)",
+        ),
+        (
+            {R: {"judge_model": "/m", "verifier_function": ["acc", "judge"], "verifier_weight": [1.0, 1.0]}},
+            "served_judge_name",
+            "a judge that the run serves is added by judge_model alone",
         ),
         ({R: {**SEPARATE, "rollout_resource": own(0)}}, "apart_positive", "rollout_resource.num_npus (0) must be at least 1"),
         (

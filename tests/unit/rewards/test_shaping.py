@@ -8,7 +8,7 @@ from mindspeed_rl.rewards.dispatcher import Batch, _compute_overlong_penalty, _c
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings
 from mindspeed_rl.rewards.shaping import cosine, length, repetition, soft_overlong
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
-from mindspeed_rl.trainers.model_rewards import _add_model_scores
+from mindspeed_rl.trainers.model_rewards import _add_judgements, _Judgement
 
 SETTINGS = RewardSettings(max_tokens=100)
 
@@ -104,17 +104,17 @@ def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_
         RewardResult(None, {}, "skipped", penalty=-0.5),
         RewardResult(None, {}, "timeout", "slow"),
     ]
-    added = _add_model_scores(results, [2.0, 3.0, 4.0], weight=0.5)
+    added = _add_judgements(results, [_Judgement(score) for score in (2.0, 3.0, 4.0)], weight=0.5)
     assert [result.total for result in added] == [2.5, 1.0, None]
     assert [result.state for result in added] == ["ok", "ok", "timeout"]
     assert list(added[0].parts) == ["acc", "reward_model"]
     with pytest.raises(ValueError, match="3 samples but 1"):
-        _add_model_scores(results, [2.0])
+        _add_judgements(results, [_Judgement(2.0)])
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e39, 3.4e38])
 def test_a_reward_models_score_that_float32_cannot_hold_in_the_total_is_a_failure(score: float) -> None:
-    (added,) = _add_model_scores([RewardResult(3e38, {"acc": 3e38})], [score])
+    (added,) = _add_judgements([RewardResult(3e38, {"acc": 3e38})], [_Judgement(score)])
     assert (added.total, added.state, added.parts) == (None, "failed", {"acc": 3e38})
     assert added.error.startswith(f"reward_model: its score {score:g}")
 

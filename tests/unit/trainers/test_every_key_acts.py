@@ -94,14 +94,14 @@ ELSEWHERE: dict[str, str] = {
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
     "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
-    "critic_resource teacher_resource rollout_resource use_integrated_worker vllm_server_port "
+    "critic_resource teacher_resource judge_resource judge_tensor_parallel_size rollout_resource use_integrated_worker vllm_server_port "
     "infer_pipeline_parallel_size num_npus",
     "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler use_tensorboard use_wandb use_swanlab "
     "use_mlflow",
-    "config/run.py": "max_total_response_length",
+    "config/run.py": "max_total_response_length judge_max_tokens judge_max_model_len",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     # tests/unit/config/test_distillation_keys.py has the keys of distillation
     "rollout_importance_sampling_threshold_min distillation",
@@ -161,7 +161,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
-    "runtime/cluster.py": "runtime_env_path",
+    "runtime/cluster.py": "runtime_env_path exact_log_probs",
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path ref_model "
     "integrated_mode_config",

@@ -1,0 +1,131 @@
+"""A judge that the run serves: which requests are made, what becomes of replies, and which folders are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.rewards.pool import RewardFailureError
+from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
+from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge, _add_judgements, _read_judgement
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable character, with its ASCII code as id."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of a judge, and the template of its requests; nothing loads its weights here."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "prompt.txt").write_text("{prompt}>{response}|{topic}")
+    return tmp_path
+
+
+@dataclass
+class Engines:
+    """Engines whose reply is the score that the last digit of a request asks for; requests with an x are too long."""
+
+    requests: list[str] = field(default_factory=list)
+    in_rollout: bool | None = None
+
+    def generate_judgements(self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool) -> list[Any]:
+        """Return the replies."""
+        assert sampling.temperature == 0.0 and sampling.stop_token_ids == (1,)
+        texts, self.in_rollout = ["".join(map(chr, ids)) for ids in requests], in_rollout
+        self.requests += texts
+        return [self._reply(text) for text in texts]
+
+    def _reply(self, text: str) -> Generated | Exception:
+        if "x" in text:
+            return ValueError("a prompt of 99 tokens leaves no room")
+        score = re.findall(r"\d", text)
+        reply = [*map(ord, f"Score: {score[-1]}" if score else "I like it"), 1]
+        return Generated(tuple(reply), (0.0,) * len(reply), (0,) * len(reply), "stop")
+
+
+def build(folder: Path, engines: Engines, **keys: object) -> ModelRewards:
+    rl = RLConfig(judge_model=str(folder), judge_prompt=str(folder / "prompt.txt"), **keys)
+    settings = RewardSettings.from_config(rl, max_tokens=8)
+    fleet: Any = engines
+    plane: Any = None
+    return ModelRewards(fleet, plane, None, 1.0, judge=ServedJudge(settings, make_tokenizer()), in_rollout=True)
+
+
+def score(rewards: ModelRewards, responses: Sequence[str], results: Sequence[RewardResult] | None = None) -> list[RewardResult]:
+    items = [PromptItem(prompt_ids=[ord("p")], label="", columns={"topic": "art"}) for _ in responses]
+    found = list(results or (RewardResult(1.0, {"acc": 1.0}) for _ in responses))
+    return rewards.add(found, items, [[*map(ord, text)] for text in responses])
+
+
+def test_equal_requests_are_made_once_and_each_response_has_the_weighted_score_of_its_reply(folder: Path) -> None:
+    engines = Engines()
+    rewards = build(folder, engines, judge_weight=0.5)
+    results = score(rewards, ["7", "3", "7"])
+    assert [result.total for result in results] == pytest.approx([1.35, 1.15, 1.35])
+    assert [result.parts for result in results[:2]] == [{"acc": 1.0, "judge": 0.7}, {"acc": 1.0, "judge": 0.3}]
+    assert engines.requests == ["[p>7|art]", "[p>3|art]"] and engines.in_rollout is True
+    score(rewards, ["3", "9"])
+    assert engines.requests[2:] == ["[p>9|art]"]  # the other one is remembered
+
+
+@pytest.mark.parametrize(("policy", "total"), [("drop", None), ("retry", None), ("zero", 0.0)])
+def test_replies_without_a_score_and_refused_requests_fail_alone(folder: Path, policy: str, total: float | None) -> None:
+    rewards = build(folder, Engines(), reward_failure_policy=policy, reward_failure_limit=0.7)
+    results = score(rewards, ["7", "no", "x"])
+    assert [result.total for result in results] == [1.7, total, total]
+    assert [result.state for result in results] == ["ok", "failed", "failed"]
+    assert results[1].error.startswith("judge: no 'Score: N'") and "99 tokens" in results[2].error
+    failed = score(rewards, ["7"], [RewardResult(None, {}, "timeout", "slow")])
+    assert (failed[0].total, failed[0].state, failed[0].parts) == (None, "timeout", {"judge": 0.7})
+
+
+def test_a_judge_that_gives_no_scores_stops_the_run(folder: Path) -> None:
+    with pytest.raises(RewardFailureError, match="2 of 3 responses have no score of the judge, more than .*=0.1; .*I like it"):
+        score(build(folder, Engines()), ["7", "no", "none"])
+
+
+def test_parts_of_a_score_are_parts_of_the_result_and_a_parser_that_raises_gives_none(folder: Path) -> None:
+    judged = _read_judgement({"style": 0.25, "score": 0.5})
+    (result,) = _add_judgements([RewardResult(1.0, {"acc": 1.0})], [judged], part="judge", weight=2.0)
+    assert (result.total, result.parts) == (2.0, {"acc": 1.0, "judge": 0.5, "judge/style": 0.25})
+    rewards = build(folder, Engines(), judge_parser="json:JSONDecoder", reward_failure_limit=1.0)
+    (result,) = score(rewards, ["7"])
+    assert result.state == "failed" and "TypeError" in result.error
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "is no folder with config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: (folder / "config.json").write_text(json.dumps({"quantization_config": {}})), "are quantized"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda folder: (folder / "prompt.txt").write_text("{prompt}"), "does not mention {response}"),
+    ],
+)
+def test_a_folder_that_is_no_judge_is_named_before_anything_starts(folder: Path, change: Any, words: str) -> None:
+    change(folder)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        build(folder, Engines())
+    assert "rl_config.judge_" in str(caught.value)
