@@ -163,10 +163,14 @@ def command(work: Path, folder: Path) -> list[str]:
     return words + [f"megatron_training.{key}={value}" for key, value in keys.items()]
 
 
-def finish(work: Path, folder: Path) -> dict[int, dict[str, float]]:
+def finish(work: Path, folder: Path, *changes: str) -> dict[int, dict[str, float]]:
     """Runs the command to its end; returns what metrics.jsonl says of each iteration that must repeat exactly."""
     ended = subprocess.run(
-        command(work, folder), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=patient(300)
+        [*command(work, folder), *changes],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return figures(folder)
@@ -177,6 +181,20 @@ def figures(folder: Path) -> dict[int, dict[str, float]]:
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     names = ("train/loss", "train/grad_norm", "train/lr", "train/tokens")
     return {record["iteration"]: {name: record[name] for name in names} for record in records}
+
+
+@pytest.mark.slow
+def test_muon_learns_as_a_command_and_resumes_to_the_bit(work: Path, tmp_path: Path) -> None:
+    keys = ["optimizer=muon", "muon_extra_scale_factor=0.2", "use_distributed_optimizer=false", "lr=2e-3", "save_interval=12"]
+    keys = [f"megatron_training.{key}" for key in [*keys, "train_iters=24"]]
+    expected = finish(work, tmp_path / "whole", *keys)
+    losses = [expected[iteration]["train/loss"] for iteration in range(1, 25)]
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+    resumed = [*keys, f"megatron_training.load={tmp_path / 'whole' / 'save'}", "megatron_training.load_iteration=12"]
+    found = finish(work, tmp_path / "resumed", *resumed)
+    assert found == {iteration: expected[iteration] for iteration in range(13, 25)}
+    weights = "save/hf/latest/model.safetensors"
+    assert (tmp_path / "resumed" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
 
 @pytest.fixture(scope="module")

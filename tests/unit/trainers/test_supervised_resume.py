@@ -48,6 +48,7 @@ def weights(stage: SupervisedWorker) -> dict[str, torch.Tensor]:
     ("name", "keys"),
     [
         ("sft", {"use_distributed_optimizer": True}),
+        ("sft", {"optimizer": "muon", "lr": 1e-3}),
         ("sft", {"async_save": True, "full_shuffle_instruction_dataset": True}),
         ("dpo", {}),  # the reference is built after the policy, and draws from the generators of its dropout
         ("dpo", {"lora_target_modules": ["linear_qkv", "linear_fc1"], "lora_r": 4}),
