@@ -97,7 +97,13 @@ def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = No
 
 
 def _split_cache(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [blocks, heads, KEY_BLOCK, d] of vLLM's [blocks, heads, KEY_BLOCK, 2 * d]."""
+    """Return keys and values [blocks, heads, KEY_BLOCK, d] of vLLM's [blocks, heads, KEY_BLOCK, 2 * d].
+
+    Raises:
+        RuntimeError: blocks have another size.
+    """
+    if cache.size(2) != KEY_BLOCK:
+        raise RuntimeError(f"rl_config.exact_log_probs needs blocks of {KEY_BLOCK} keys in vLLM's cache, not {cache.size(2)}")
     keys, values = cache.view(cache.size(0), cache.size(1), 2 * KEY_BLOCK, -1).chunk(2, 2)
     return keys, values
 

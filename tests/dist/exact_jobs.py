@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.platform.environment import EXACT_VARIABLE
-
-os.environ[EXACT_VARIABLE] = "1"
-
 from rollout_jobs import Pair, _shared_number  # applies the adaptors
 from training_jobs import KEYS, weighted_loss
-
-from mindspeed_rl import adaptors
-
-adaptors.apply("train")  # again: the modules above may have been loaded by a process that this one is a copy of
-adaptors.apply("rollout")
 
 # isort: split
 import torch
@@ -27,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
 
+from mindspeed_rl import adaptors
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
@@ -35,6 +27,7 @@ from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
@@ -99,7 +92,7 @@ def _requests(count: int) -> list[GenerationRequest]:
 def count_differences(
     folder: str, keys: dict[str, Any], generate: dict[str, Any], num_samples: int, updates: int = 1, temperature: float = 0.8
 ) -> list[dict[str, Any]]:
-    """Compare log-probs of samples, before the first update and after each.
+    """Compare log-probs of samples, before the first update and after each; this process computes exact ones from here on.
 
     Args:
         keys: of `MegatronConfig`.
@@ -108,6 +101,9 @@ def count_differences(
     Returns:
         Of each round the number of tokens, and for each shape of micro-batches that of log-probs whose bits differ.
     """
+    os.environ[EXACT_VARIABLE] = "1"
+    adaptors.apply("train")
+    adaptors.apply("rollout")
     config = MegatronConfig(**KEYS | {"lr": 1e-3, "lr_warmup_iters": 0, "loss_chunk_size": 100} | keys)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)

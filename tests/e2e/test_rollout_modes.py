@@ -188,3 +188,14 @@ def test_an_int8_rollout_is_near_the_trainer_and_corrected_in_process_and_in_ser
             # another policy, by little: the weights of the correction are near 1
             assert exact["rollout/log_probs_diff_mean"] < 1e-5 < metrics["rollout/log_probs_diff_mean"] < 0.02
             assert 0.99 < metrics["rollout/ess"] < 1
+
+
+def test_log_probs_of_an_exact_run_differ_by_nothing(task: Path, tmp_path: Path) -> None:
+    run = finished(task, tmp_path, *ONE_PROCESS, "rl_config.exact_log_probs=true", iterations(2))
+    assert [record["rollout/log_probs_diff_max"] for record in run.metrics] == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_log_probs_of_servers_differ_by_nothing_in_an_exact_run(task: Path, tmp_path: Path) -> None:
+    run = finished(task, tmp_path, *SERVER, "rl_config.exact_log_probs=true", iterations(2))
+    assert [record["rollout/log_probs_diff_max"] for record in run.metrics] == [0.0, 0.0]

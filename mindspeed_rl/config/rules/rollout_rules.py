@@ -350,6 +350,42 @@ def _quantization(cfg: RunConfig) -> Iterator[Violation]:
             yield Violation("quantization", names, message, ({key: None},))
 
 
+def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
+    """Check `exact_log_probs`, and what cannot be used with it; `trainers.model_plans` checks the model."""
+    rl, generate, actor, key = cfg.rl_config, cfg.generate_config, cfg.actor_config, "rl_config.exact_log_probs"
+    if rl is None or generate is None or cfg.is_supervised or not rl.exact_log_probs:
+        return
+    on_cpu, block = cfg.platform == "cpu", (generate.engine_kwargs or {}).get("block_size")
+    compiled = on_cpu and not generate.enforce_eager
+    # (value that cannot be used, its key, a value that can, the reason)
+    obstacles: tuple[tuple[object, str | None, object, str], ...] = (
+        (cfg.platform == "cuda", None, None, "on cuda; cpu has it, and npu sets keys of its libraries"),
+        (not _is_dense(cfg) and actor.num_experts, None, None, "with the experts of this model"),
+        (cfg.reads_images, None, None, "with a model of images"),
+        (actor.lora_target_modules, "actor_config.lora_target_modules", None, ": the engine has merged weights"),
+        (actor.attention_dropout, "actor_config.attention_dropout", 0.0, ""),
+        (generate.quantization, "generate_config.quantization", None, ""),
+        (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", "auto", ""),
+        (generate.drafts and "...", "generate_config.speculative_config", None, ": a step has several tokens of a response"),
+        (compiled and "false", "generate_config.enforce_eager", True, ": compiled code adds up in another order"),
+        (on_cpu and block, "generate_config.engine_kwargs.block_size", None, ": keys are added up in blocks of 128"),
+        *(
+            (size > 1 and size, name, 1, "")
+            for name, size in (
+                ("actor_config.tensor_model_parallel_size", actor.tensor_model_parallel_size),
+                ("actor_config.context_parallel_size", actor.context_parallel_size),
+                ("generate_config.infer_tensor_parallel_size", generate.infer_tensor_parallel_size),
+            )
+        ),
+    )
+    for found, other, usable, reason in obstacles:
+        if found:
+            where = reason if other is None else f"with {other} ({found}){reason}"
+            names, off = {key: True} | ({} if other is None else {other: found}), dict[str, object]({key: False})
+            options = (off,) if other is None else ({other: usable}, off)
+            yield Violation("exact_log_probs", names, f"{key} (true) is not available {where}", options)
+
+
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
     """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
     temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
@@ -395,5 +431,6 @@ def _budgets(cfg: RunConfig) -> Iterator[Violation]:
 
 
 ROLLOUT_RULES = (
-    _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization
+    _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization,
+    _exact_log_probs
 )  # fmt: skip

@@ -24,6 +24,7 @@ def test_the_base_run_is_sound() -> None:
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
+EXACT = {"exact_log_probs": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
 CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
@@ -39,12 +40,12 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "groups_or_prefixes",
         ["loss_type real", "use_prefix_grouper with use_dynamic_bsz"],
     ),
-    ({M: {"split": "90,ten"}}, "split_shares", ["actor_config.split", "'90,ten'", "95,5,0"]),
     (
         {M: {"mtp_num_layers": 1}, R: {"use_prefix_grouper": True}},
         "prediction_prefixes",
         ["megatron_training.mtp_num_layers (1)", "use_prefix_grouper"],
     ),
+    ({M: {"split": "90,ten"}}, "split_shares", ["actor_config.split", "'90,ten'", "95,5,0"]),
     ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
@@ -325,6 +326,10 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "spare_samples",
         ["spare_samples_per_prompt (2)", "one_step_off"],
     ),
+    ({R: EXACT, G: {"infer_tensor_parallel_size": 2}}, *EXACT, ["infer_tensor_parallel_size (2)"]),
+    ({R: EXACT, G: {D: SUFFIX}}, *EXACT, [D, "several tokens"]),
+    ({R: EXACT, G: {"kv_cache_dtype": "fp8"}}, *EXACT, ["kv_cache_dtype (fp8)"]),
+    ({R: EXACT, M: EXPERTS}, *EXACT, ["experts of this model"]),
     ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
