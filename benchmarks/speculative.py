@@ -2,8 +2,9 @@
 
     python benchmarks/speculative.py --shape 30M --rounds 3
 
-A model with random weights generates groups of responses to a few prompts, at a low temperature and at temperature 1. Such a
-model hardly repeats itself, so the table shows what drafts cost where few are kept. Each round runs every engine once, in turn,
+A model with random weights generates groups of responses to a few prompts: greedily, which soon repeats itself and is the
+repetitive text, at a low temperature and at temperature 1, where it hardly does, so that the table shows what drafts cost where
+few are kept. Speeds are by the clock and, behind a slash, by the processor's time, which other work moves less. Each round runs every engine once, in turn,
 with the same seeds; the table has the median of the rounds. The responses of all engines must be equal.
 """
 
@@ -33,7 +34,7 @@ ENGINES: dict[str, dict[str, object] | None] = {
         "suffix_decoding_max_cached_requests": 0,
     },
 }
-TEXTS = {"temperature 0.3": 0.3, "temperature 1": 1.0}
+TEXTS = {"repetitive (greedy)": 0.0, "temperature 0.3": 0.3, "temperature 1": 1.0}
 PROMPT_TOKENS, GROUP = 32, 8
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="30M")
     parser.add_argument("--responses", type=int, nargs="+", default=[8, 32], help="responses at once")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of a response")
+    parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", choices=list(ENGINES)[1:], nargs="+", default=list(ENGINES)[1:], help="kinds of drafts")
     parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of the weights")
@@ -78,8 +80,9 @@ def main() -> None:
             engines[name].load_weights(model.state_dict().items(), 0)
     print("| text, responses at once | engine | tokens/s | times no drafts | tokens a step | drafts kept |")
     print("|---|---|---|---|---|---|")
-    for (text, temperature), count in itertools.product(TEXTS.items(), args.responses):
+    for (text, temperature), count in itertools.product(((name, TEXTS[name]) for name in args.texts), args.responses):
         seconds: dict[str, list[float]] = {name: [] for name in engines}
+        cpu_s: dict[str, list[float]] = {name: [] for name in engines}
         drafts_of: dict[str, list[int]] = {name: [0, 0, 0] for name in engines}
         for index in range(args.rounds):
             generator = torch.Generator().manual_seed(index)
@@ -88,16 +91,18 @@ def main() -> None:
             sampling, found = Sampling(temperature, args.tokens, ()), []
             for name, engine in engines.items():
                 vllm_drafts.counts.take()
-                start_s = time.perf_counter()
+                start_s, cpu_start_s = time.perf_counter(), time.process_time()
                 found.append([one.token_ids for one in engine.generate(requests, sampling)])
                 seconds[name].append(time.perf_counter() - start_s)
+                cpu_s[name].append(time.process_time() - cpu_start_s)
                 drafts_of[name] = [old + new for old, new in zip(drafts_of[name], vllm_drafts.counts.take(), strict=True)]
             assert all(other == found[0] for other in found), "drafts have changed a response"
-        base_s = statistics.median(seconds["no drafts"])
+        base_s, base_cpu_s = (statistics.median(times["no drafts"]) for times in (seconds, cpu_s))
         for name in engines:
             median_s, (proposed, accepted, steps) = statistics.median(seconds[name]), drafts_of[name]
             counted = f"{(accepted + steps) / steps:.2f} | {accepted / max(proposed, 1):.0%}" if steps else "1.00 | -"
-            print(f"| {text}, {count} | {name} | {count * args.tokens / median_s:.0f} | {base_s / median_s:.2f} | {counted} |")
+            speed = f"{base_s / median_s:.2f} / {base_cpu_s / statistics.median(cpu_s[name]):.2f}"
+            print(f"| {text}, {count} | {name} | {count * args.tokens / median_s:.0f} | {speed} | {counted} |", flush=True)
 
 
 if __name__ == "__main__":
