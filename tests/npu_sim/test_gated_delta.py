@@ -1,0 +1,57 @@
+"""The gated delta rule on the device: the numbers of the host, and kernels by the longest sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_fingerprints import Counted
+from torch import Tensor
+
+from mindspeed_rl.engine.gated_delta import causal_convolution, gated_delta_rule
+from mindspeed_rl.engine.sequence_layout import ChunkPlan
+
+KERNEL, HEADS, RATIO, SIZE = 4, 2, 2, 16
+
+
+def run(device: str, lengths: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Output and gradients of convolution and rule, on the host; kernels of the forward and of the backward pass."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device).requires_grad_()
+
+    x, weight = draw(tokens, HEADS * SIZE), draw(HEADS * SIZE, KERNEL)
+    k, v = draw(tokens, HEADS, SIZE), draw(tokens, HEADS * RATIO, SIZE)
+    decay, beta = draw(tokens, HEADS * RATIO), draw(tokens, HEADS * RATIO)
+    plan = ChunkPlan.build(list(lengths), KERNEL, torch.device(device))
+    leaves, kernels = (x, weight, k, v, decay, beta), []
+    with Counted() as forward:
+        q = causal_convolution(x, weight, plan).unflatten(1, (HEADS, SIZE))
+        out = gated_delta_rule(q / SIZE, torch.nn.functional.normalize(k, dim=-1), v, -decay.exp(), beta.sigmoid(), plan)
+    kernels.append(forward.calls.total())
+    with Counted() as backward:
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+    kernels.append(backward.calls.total())
+    return [tensor.detach().cpu() for tensor in (out, *gradients)], kernels
+
+
+@pytest.mark.parametrize("lengths", [[200], [64, 1, 130, 37]], ids=str)
+def test_the_device_computes_the_rule_of_the_host(lengths: list[int]) -> None:
+    for ours, expected in zip(run("npu", lengths)[0], run("cpu", lengths)[0]):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_follow_the_longest_sequence_and_not_the_tokens() -> None:
+    (one, eight, longer) = (run("npu", lengths)[1] for lengths in ([256], [256] * 8, [512]))
+    assert all(one) and one == eight
+    # four more chunks of 64 tokens: the state is stored and read, decays and is written to; its gradient likewise
+    assert [(after - before) / 4 for before, after in zip(one, longer)] == [4, 9]
+
+
+def test_the_kernel_of_mindspeed_takes_sequences_and_no_float32() -> None:
+    kernel = pytest.importorskip("mindspeed.core.ssm.chunk_gated_delta_rule", reason="MindSpeed is not installed")
+    q, beta = torch.randn(1, 8, HEADS, SIZE), torch.rand(1, 8, HEADS)
+    with pytest.raises(ValueError, match="does not support float32"):  # in which the rule is computed here
+        kernel.chunk_gated_delta_rule(q, q, q, -beta, beta, cu_seqlens=torch.tensor([0, 3, 8]))
