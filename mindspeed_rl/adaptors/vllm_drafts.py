@@ -20,14 +20,15 @@ The first two can go when vLLM's CPU kernel fills its output; `tests/unit/adapto
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.vllm_cpu_steps import return_seeds, take_seeds
@@ -186,6 +187,46 @@ def _wrap_sampler(sampler: Any) -> None:
         return output
 
     sampler._get_logprobs_tensors, sampler.__call__ = get_logprobs_tensors, call
+
+
+# ---------------------------------------------------------------------- prediction layers
+
+#: weights that a policy and its prediction layers have in common
+_COMMON = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class ModelWithDrafts(nn.Module):
+    """A policy in the engine with its multi-token-prediction layers, which vLLM has as a model of its own, for weight syncs."""
+
+    def __init__(self, policy: nn.Module, drafts: nn.Module, num_layers: int) -> None:
+        super().__init__()
+        self.policy, self.drafts = policy, drafts
+        self._num_layers = num_layers
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Give each tensor, under its name in a checkpoint, to the model that has it."""
+        kept: list[tuple[str, Tensor]] = []
+
+        def of_policy() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named:
+                layer = re.search(r"\.layers\.(\d+)\.", name)
+                is_predicted = name.startswith("mtp.") or layer is not None and int(layer[1]) >= self._num_layers
+                if is_predicted or name in _COMMON:
+                    kept.append((name, tensor.clone()))  # its memory is used for the next ones
+                if not is_predicted:
+                    yield name, tensor
+
+        loads: Any = self.policy, self.drafts
+        loads[0].load_weights(of_policy())
+        loads[1].load_weights(kept)
+
+
+def join_drafts(model: nn.Module, runner: Any) -> nn.Module:
+    """Return the model of vLLM's runner with the prediction layers that make its drafts; the model alone without such."""
+    settings = runner.speculative_config
+    if settings is None or settings.method != "mtp":
+        return model
+    return ModelWithDrafts(model, runner.drafter.model, runner.model_config.hf_text_config.num_hidden_layers)
 
 
 # ---------------------------------------------------------------------- suffix drafts

@@ -126,7 +126,7 @@ class WeightStream:
     All methods are collective over all training ranks.
 
     Attributes:
-        trained: the training side of a weight sync.
+        trained: the training side of a weight sync, without multi-token-prediction layers.
         ops: every weight of the model, in forward order.
         local_weights: this rank's weights by global Megatron name.
     """
@@ -159,7 +159,16 @@ class WeightStream:
             self.shapes |= dict(zip(op.hf, op.shapes))
         self.shapes |= {copy: self.shapes[owner] for copy, owner in self.copies.items()}
         device = next(iter(self.local_weights.values())).tensor.device
-        self.trained = TrainedWeights(holders, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
+        # an engine without drafts of theirs has no prediction layers; the names that repeat others are of these layers
+        predicted = {name for op in self.ops if op.section == "mtp" for name in op.hf} | set(self.copies)
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in predicted}
+        self.trained = TrainedWeights(holders, shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
+
+    @property
+    def with_predictions(self) -> TrainedWeights:
+        """The training side of a weight sync with multi-token-prediction layers, for an engine whose drafts they make."""
+        # the engine has one embedding and one head for both
+        return replace(self.trained, shapes={name: shape for name, shape in self.shapes.items() if name not in self.copies})
 
     @property
     def base(self) -> TrainedWeights:

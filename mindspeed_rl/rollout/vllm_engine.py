@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
+from mindspeed_rl.adaptors.vllm_drafts import join_drafts
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules
@@ -65,6 +66,7 @@ class VllmEngine:
         weight_version: of the loaded weights, -1 before the first ones.
         hooks: of the platform.
         image_rules: of a model of images; None for one of text.
+        syncs_drafts: weight syncs bring the multi-token-prediction layers too, which make drafts.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         if not frozen:  # in a copy of a fork server they stay frozen: to collect its 700,000 would also unshare their pages
             gc.unfreeze()
-        self.weight_version = -1
+        self.weight_version, self.syncs_drafts = -1, False
         self._adapter: LoRARequest | None = None
         self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of running requests: our name -> the engine's
@@ -272,6 +274,7 @@ class VllmEngine:
         """
 
         def fill(model: torch.nn.Module) -> None:
+            model = self._join_drafts(model)
             self.hooks.before_load(model)
             if callable(weights):
                 weights(model)
@@ -311,8 +314,13 @@ class VllmEngine:
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")
 
     def get_model(self) -> torch.nn.Module:
-        """Return vLLM's model module of this rank, to be read and not changed."""
-        return self._llm.apply_model(lambda model: model)[0]
+        """Return vLLM's model module of this rank, to be read and not changed; with `syncs_drafts` its drafts' too."""
+        return self._join_drafts(self._llm.apply_model(lambda model: model)[0])
+
+    def _join_drafts(self, model: torch.nn.Module) -> torch.nn.Module:
+        if not self.syncs_drafts:
+            return model
+        return self._llm.collective_rpc(lambda worker: join_drafts(model, worker.model_runner))[0]
 
     # ------------------------------------------------------------------ memory
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.adaptors import vllm_cpu_linear
+from mindspeed_rl.adaptors import vllm_cpu_linear, vllm_drafts
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 
 adaptors.apply("rollout")  # before vLLM is imported
@@ -66,12 +66,13 @@ class Pair:
 
     def _write(self, model: Any) -> None:
         if self._push is None:
-            found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
+            trained = self.stream.with_predictions if self.rollout.syncs_drafts else self.stream.trained
+            found = read_destinations(model, model.load_weights, trained.shapes, torch.float32, skip=DERIVED)
             repacked = self.rollout.hooks.repacked(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(
-                self.stream.trained,
+                trained,
                 found,
                 Exchange.from_world(),
                 replica=replica,
@@ -120,8 +121,9 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput((per_token * mask).sum(), mask.sum(), PendingMetrics({"loss": masked_mean(per_token, mask)}))
 
 
-def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -> VllmEngine:
-    if folder not in _engines:
+def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool) -> VllmEngine:
+    key = f"{folder} drafts" if drafts else folder
+    if key not in _engines:
         config = GenerateConfig(
             infer_tensor_parallel_size=infer_tp,
             infer_expert_parallel_size=sharing or 1,
@@ -132,9 +134,10 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
             enable_prefix_caching=routed,
             dtype="float32",
             kv_cache_memory_gib=0.03,
+            speculative_config={"method": "mtp", "num_speculative_tokens": 1} if drafts else None,
         )
         run_id = f"test-{_shared_number()}"
-        _engines[folder] = VllmEngine(
+        _engines[key] = VllmEngine(
             folder,
             config,
             Sampling(TEMPERATURE, 8, (1,)),
@@ -142,7 +145,8 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
             kv_bytes_per_token=4096,
             engine_arguments=_build_routing_arguments("router_replay.mode") if routed else None,
         )
-    return _engines[folder]
+        _engines[key].syncs_drafts = drafts
+    return _engines[key]
 
 
 def _shared_number() -> int:
@@ -153,12 +157,15 @@ def _shared_number() -> int:
 
 
 @contextlib.contextmanager
-def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None, *, routed: bool = False) -> Iterator[Pair]:
+def pair_of(
+    setting: Setting, infer_tp: int, sharing: int | None = None, *, routed: bool = False, drafts: bool = False
+) -> Iterator[Pair]:
     """A fresh training engine of this layout beside the rollout engine of this process; collective.
 
     Args:
         sharing: replicas that share experts, with expert parallelism; None without.
         routed: the rollout engine says where it sent tokens; it has room for long prompts and keeps them.
+        drafts: multi-token-prediction layers make drafts in it.
     """
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
@@ -168,10 +175,10 @@ def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None, *, rout
         parallel._seed_all(1)
         model = build_model(config, plan, trainable=True)
         load_weights(model, HfFolder(setting.folder))
-        shape = batch_shape(config, packed=setting.packed, pad_id=0)
+        shape = batch_shape(config, packed=setting.packed, pad_id=0, num_predictions=plan.model_config.mtp_num_layers)
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
-        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed)
+        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts)
         yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp)
         dist.barrier()
     finally:
@@ -322,3 +329,28 @@ def misplace_experts(setting: Setting, infer_tp: int, sharing: int | None) -> di
                 said[kind] = str(error)
             dist.barrier()
     return said
+
+
+def learn_with_drafts(setting: Setting, drafts: bool) -> dict[str, Any]:
+    """Trains the tokens that it samples; reports what was proven, tokens, differences of log-probs and accepted drafts."""
+    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "drafts": []}
+    with pair_of(setting, 1, drafts=drafts) as pair:
+        parameters = dict(pair.engine.model.models[0].named_parameters())
+        report["added"] = parameters["mtp.layers.0.eh_proj.weight"].detach().clone().numpy()
+        for iteration in range(3):
+            pair.push()
+            report["proven"].append(pair.prove())
+            vllm_drafts.counts.take()
+            completions = pair.generate(0)
+            report["drafts"].append(vllm_drafts.counts.take())
+            rows = sampled_rows(completions)
+            report["tokens"].append([completion.token_ids for completion in completions])
+            report["differences"].append(largest_difference(pair, rows, setting))
+            for _ in range(20 if iteration < 2 else 0):
+                pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
+        report["changed"] = float(abs(parameters["mtp.layers.0.eh_proj.weight"].detach().numpy() - report.pop("added")).max())
+        if drafts:
+            held = dict(pair.rollout.get_model().named_parameters())
+            name = next(name for name in held if name.endswith("eh_proj.weight"))
+            report["is_trained"] = bool(torch.equal(held[name], parameters["mtp.layers.0.eh_proj.weight"]))
+        return report

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_jobs
 import numpy as np
 import prediction_jobs as jobs
 import pytest
@@ -14,6 +15,7 @@ import tiny_prediction
 import torch
 from comparison import assert_same_training
 from ranks import Ranks
+from safetensors.torch import load_file
 from slow_layouts import EP, PP, RECOMPUTE, RING, SP, ULYSSES
 from training_jobs import TEMPERATURE, Setting
 
@@ -98,3 +100,29 @@ def test_every_layout_trains_as_one_process_does(ranks: Callable[[int], Ranks], 
     changes = changes | {"keys": _keys(family, **changes.get("keys", {}))}
     reports = ranks(size).run(jobs.train, setting=Setting(str(folders[family]), **changes), timeout_s=240)
     assert_same_training(reports, alone, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("keys", [pytest.param({}, marks=_SLOW), PP], ids=["one process", "PP2"])
+def test_a_run_resumes_exactly_and_its_checkpoint_becomes_the_published_form(
+    ranks: Callable[[int], Ranks], folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    size, setting = 2 if keys else 1, Setting(str(folders["deepseek_v3"]), _keys("deepseek_v3", **keys))
+    saved = str(tmp_path / "saved")
+    expected = ranks(size).run(checkpoint_jobs.save_then_train, setting=setting, folder=saved, before=2, after=2)
+    resumed = ranks(size).run(checkpoint_jobs.load_then_train, setting=setting, folder=saved, steps=2)
+    for name, value in expected[0]["weights"].items():
+        np.testing.assert_array_equal(resumed[0]["weights"][name], value, err_msg=name)
+    other = Setting(str(folders["deepseek_v3"]), _keys("deepseek_v3", tensor_model_parallel_size=2))
+    moved = ranks(2).run(checkpoint_jobs.load_then_train, setting=other, folder=saved, steps=0)
+    (back,) = ranks(1).run(
+        checkpoint_jobs.load_then_train,
+        setting=Setting(str(folders["deepseek_v3"]), _keys("deepseek_v3")),
+        folder=saved,
+        steps=0,
+    )
+    published = load_file(folders["deepseek_v3"] / "model.safetensors")
+    assert published.keys() <= back["weights"].keys()
+    for name in published:
+        np.testing.assert_array_equal(moved[0]["weights"][name], back["weights"][name], err_msg=name)
+    changed = [name for name, value in published.items() if not np.array_equal(value.numpy(), back["weights"][name])]
+    assert {f"model.layers.{layer}.eh_proj.weight" for layer in (2, 3)} <= set(changed)

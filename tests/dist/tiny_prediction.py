@@ -27,6 +27,11 @@ _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
         3,
         "apart",
     ),
+    "qwen3_5_moe": (
+        lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4, "model_type": "qwen3_5_moe_text"},
+        3,
+        "apart",
+    ),
     "mimo": (lambda: tiny_hf.CONFIGS["untied"].to_dict() | {"num_hidden_layers": 3}, 2, "mimo"),
 }
 FAMILIES = tuple(_MODELS)

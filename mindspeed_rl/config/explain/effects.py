@@ -339,9 +339,9 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
     if method in ("eagle", "eagle3"):
         yield f"{key}.method {method} was not verified here; the weights of the draft stay as they are in its folder"
     if method == "mtp" and not trains:
-        yield f"{key}.method mtp: its layers stay as they are in the folder; megatron_training.mtp_num_layers trains and sends them"
+        yield f"{key}.method mtp: its layers stay as in the folder; megatron_training.mtp_num_layers trains and sends them"
     if method == "mtp" and trains and cfg.placement.disaggregated:
-        yield f"{key}.method mtp: rollout servers take the weights of the policy alone; the layers stay as they are in the folder"
+        yield f"{key}.method mtp: rollout servers take the policy's weights alone; its layers stay as in the folder"
 
 
 def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:
