@@ -10,6 +10,8 @@ which has nobody to send lines to under `log_to_driver=False` |
 | dashboard | ray._private.node.Node.start_api_server | `include_dashboard=False` starts it all the same, for usage statistics |
 | signals | ray._private.services.ConsolePopen | Ray's processes are in the driver's process group, and would end at a SIGTERM \
 to the group (`timeout`, `kill -- -PGID`) or to all processes (scancel, systemd) before the driver has saved its iteration |
+| agent | the same, its `--dashboard_agent_command` | each node has to have an agent, which serves metrics and jobs, looks at \
+all processes again and again, and costs two seconds and 70 MiB; ours (`ray_agent.py`) says that it serves nothing |
 
 It can go when `ray.init` has arguments for them.
 """
@@ -19,28 +21,40 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 from ray._private import node, parameter, services
 
+#: an argument of the node service
+_AGENT_COMMAND = re.compile(r"(?P<option>--dashboard_agent_command=).*--session-dir=(?P<folder>\S+).*", re.DOTALL)
 _LEFT_OUT = {"no_monitor": True, "include_log_monitor": False}
 #: signals that processes of a cluster do not receive, nor those that they start; Ray itself blocks SIGINT
 _BLOCKED = (signal.SIGTERM, signal.SIGHUP)
 
 
+def _replace_agent(command: re.Match[str]) -> str:
+    """Return the argument that starts our agent, with the folder of the session that Ray's would get."""
+    words = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_agent.py")), command["folder"]]
+    return f"{command['option']}{subprocess.list2cmdline(words)}"
+
+
 class _Service(subprocess.Popen[bytes]):
     """A process of Ray in a session of its own, which only its driver ends."""
 
-    def __init__(self, *arguments: Any, preexec_fn: Callable[[], object], **named: Any) -> None:
+    def __init__(self, command: Sequence[str], *arguments: Any, preexec_fn: Callable[[], object], **named: Any) -> None:
         def prepare() -> None:
             preexec_fn()
             signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
-        super().__init__(*arguments, preexec_fn=prepare, start_new_session=True, **named)
+        command = [_AGENT_COMMAND.sub(_replace_agent, word) for word in command]
+        super().__init__(command, *arguments, preexec_fn=prepare, start_new_session=True, **named)
 
     def terminate(self) -> None:
         """Kill the process and those that it has started: Ray calls this at the end, when no worker runs any more."""

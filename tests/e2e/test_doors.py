@@ -17,7 +17,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 KINDS = {
     "gcs_server": "Ray: control service (gcs_server)",
     "raylet/raylet": "Ray: raylet",
-    "DashboardAgent": "Ray: dashboard agent",
     "RuntimeEnvAgent": "Ray: runtime environment agent",
     "WorkerProcess": "device worker",
     "RewardWorker": "reward worker",

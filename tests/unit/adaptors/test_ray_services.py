@@ -40,7 +40,8 @@ def test_a_cluster_has_no_process_that_nobody_asks() -> None:
     assert lines[:2] == ["True", "42"]
     processes = "\n".join(line for line in lines if line.startswith("process"))
     assert "gcs_server" in processes and "raylet" in processes and "ray::Counter" in processes
-    for name in ("monitor.py", "dashboard.py", "ray::IDLE"):
+    assert "adaptors/ray_agent.py" in processes
+    for name in ("monitor.py", "dashboard.py", "ray::IDLE", "DashboardAgent"):
         assert name not in processes
 
 
