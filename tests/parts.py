@@ -1,7 +1,8 @@
 """Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
 
 The files of all environments, one after another, are a line as long as `durations.json` says: seconds of a file without its
-slow tests, and of these. Part K of N is the K-th of N equal stretches of the line. Where a file is cut, `--share FILE=FROM:TO`
+slow tests, and of these; those of the simulated NPU, which run beside the others, are a line of their own. Part K of N is the K-th
+of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO`
 chooses its tests by their position (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part.
 `pytest --record-durations` keeps the longer of what it measured and what is in the file: delete it first to measure anew.
 """
@@ -37,6 +38,8 @@ ENVIRONMENTS: dict[str, str] = {
 }
 #: that `tests/run.sh` starts with --all only
 _WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2")
+#: runs at the same time as the others
+_BESIDE = "npu_sim"
 #: seconds of a file that has not been measured, and the least that one counts
 _NEW_S, _LEAST_S = 5.0, 0.1
 #: processes that the unit tests count with: a constant, for the parts of two machines are the same
@@ -57,7 +60,7 @@ def select(environment: str, part: int, count: int, *, with_slow: bool) -> list[
     measured: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     line: list[tuple[str, str, float]] = []
     for name in ENVIRONMENTS:
-        if name in _WITH_ALL and not with_slow:
+        if (name == _BESIDE) != (environment == _BESIDE) or (name in _WITH_ALL and not with_slow):
             continue
         slow = with_slow and not name.startswith("megatron")
         for file in list_files(name):

@@ -7,7 +7,8 @@
 # --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
 # whole, so that a part that was interrupted or failed is run again alone.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
-# Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
+# Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out. They run at the same time as those that
+# start processes, both of which use about one core; their output comes when both have ended.
 # VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one
 # than .venv-npu-sim.
 set -euo pipefail
@@ -85,9 +86,43 @@ choose() {
     [[ -n "$lines" ]] && mapfile -t files <<< "$lines"
 }
 
+# The simulated NPU has an environment of its own.
+start_beside() {
+    local reason="" tool
+    [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
+    for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
+        [[ -n "$reason" ]] || command -v "$tool" > /dev/null || reason="$tool was not found"
+    done
+    if [[ -z "$reason" ]] && ! bash tests/npu_sim/run.sh --set-up; then
+        reason="its environment could not be set up (see above)"
+        [[ ${#select[@]} -gt 0 ]] || status=1  # --all asked for everything
+    fi
+    if [[ -n "$reason" ]]; then
+        echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
+        return
+    fi
+    beside_output="$(mktemp)"
+    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" > "$beside_output" 2>&1 &
+    beside=$!
+}
+end_beside() {
+    local result=0
+    wait "$beside" || result=$?
+    beside=""
+    echo "tests/run.sh: the tests on the simulated NPU:"
+    cat "$beside_output"
+    rm "$beside_output"
+    take_result "$result"
+}
+beside="" beside_output=""
+trap '[[ -z "$beside" ]] || { kill -INT "$beside"; wait "$beside"; rm -f "$beside_output"; } || true' EXIT
+
 if choose unit; then
     cores="$(getconf _NPROCESSORS_ONLN)"
     run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile "${files[@]}"
+fi
+if choose npu_sim; then
+    start_beside
 fi
 if [[ "$whole" == no ]]; then
     run_tests "${paths[@]}"
@@ -111,24 +146,6 @@ for release in 0.17.1 0.19.2; do
         take_result "$result"
     fi
 done
-# The simulated NPU has an environment of its own.
-if choose npu_sim; then
-    reason=""
-    [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
-    for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
-        [[ -n "$reason" ]] || command -v "$tool" > /dev/null || reason="$tool was not found"
-    done
-    if [[ -z "$reason" ]] && ! bash tests/npu_sim/run.sh --set-up; then
-        reason="its environment could not be set up (see above)"
-        [[ ${#select[@]} -gt 0 ]] || status=1  # --all asked for everything
-    fi
-    if [[ -n "$reason" ]]; then
-        echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
-    else
-        result=0
-        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-        take_result "$result"
-    fi
-fi
+[[ -z "$beside" ]] || end_beside
 [[ "$found" == yes || $status -ne 0 ]] || status=5
 exit "$status"

@@ -20,7 +20,8 @@ mkdir -p "$environment"
 exec 9> "$environment/.set_up.lock"
 flock 9  # a second start waits for the first
 expected="$({
-    cat "$root"/envs/npu_common/{install.sh,packages.py,requirements.txt,constraints-*.txt,resolved-main.txt} "$root/pyproject.toml"
+    cat "$root"/envs/npu_common/{install.sh,packages.py,requirements.txt,constraints-*.txt,resolved-main.txt}
+    grep -oE '^    "[A-Za-z0-9._-]+' "$root/pyproject.toml"  # names: the files above have the versions
     echo "$root ${MINDSPEED_SRC:-}"
     [[ -z "${MINDSPEED_SRC:-}" ]] || find "$MINDSPEED_SRC" -name '*.py' -printf '%P %s\n' | sort
 } | sha256sum | cut -d' ' -f1)"
