@@ -253,7 +253,8 @@ def _critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
 
 def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
     """Add the metrics of an optimizer step; one rank adds those that are equal on all."""
-    metrics.merge(result.metrics)
+    for name, metric in result.metrics.items():
+        metrics.add(name if "/" in name else f"{role}/{name}", metric)  # the engine's own have no role
     if result.num_tokens:
         metrics.add_mean(f"{role}/computed_tokens_fraction", result.num_computed, result.num_tokens)
     if dist.get_rank() == 0:
