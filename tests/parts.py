@@ -1,8 +1,8 @@
 """Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
 
 The files of all environments, one after another, are a line as long as `durations.json` says: seconds of a file without its
-slow tests, and of these; those of the simulated NPU, which run beside the others, are a line of their own. Part K of N is the K-th
-of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO`
+slow tests, and of these; those of the simulated NPU, which run beside the others, are a line of their own. Part K of N is the
+K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO`
 chooses its tests by their position (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part.
 `pytest --record-durations` keeps the longer of what it measured and what is in the file: delete it first to measure anew.
 """
