@@ -148,12 +148,16 @@ class WeightStream:
             experts = layout.expert_group(tp, parallel_state.get_expert_model_parallel_rank())
             etp = parallel_state.get_expert_tensor_parallel_rank()
         assert etp is not None  # Megatron's groups exist
-        mine = (RankPosition(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp), socket.gethostname())
+        place = RankPosition(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp)
+        # types do not change either; names, since a type of torch is no plain value
+        types = {name: str(weight.tensor.dtype).removeprefix("torch.") for name, weight in self.local_weights.items()}
+        mine = place, socket.gethostname(), types
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        holders = training_slices(self.ops, layout, [place for place, _ in everyone], copies=self.copies)
-        hosts: list[str] = [host for _, host in everyone]
+        holders = training_slices(self.ops, layout, [place for place, _, _ in everyone], copies=self.copies)
+        hosts: list[str] = [host for _, host, _ in everyone]
         nodes = [hosts.index(host) for host in hosts]
+        self._stored_types = {name: stored for _, _, types in everyone for name, stored in types.items()}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for op in self.ops:
             self.shapes |= dict(zip(op.hf, op.shapes))
@@ -208,17 +212,13 @@ class WeightStream:
 
     def _wire_types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """Return the type of each tensor on the wire; the same on every rank, also for weights that it does not have."""
-        mine = {name: str(weight.tensor.dtype).removeprefix("torch.") for name, weight in self.local_weights.items()}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        stored = {name: stored_name for part in everyone for name, stored_name in part.items()}
         dtypes: dict[str, torch.dtype] = {}
         for op in self.ops:
             if op.copy_of_tied:
                 continue
-            if op.mcore not in stored:
+            if op.mcore not in self._stored_types:
                 raise RuntimeError(f"resharding: no rank holds {op.mcore}.")
-            stored_dtype: torch.dtype = getattr(torch, stored[op.mcore])
+            stored_dtype: torch.dtype = getattr(torch, self._stored_types[op.mcore])
             if dtype is not None and not op.buffer and stored_dtype.is_floating_point:
                 stored_dtype = dtype
             dtypes |= dict.fromkeys(op.hf, stored_dtype)
