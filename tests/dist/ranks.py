@@ -10,18 +10,47 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fork_server import Forked, Kind, fork_server
+from fork_server import Forked, fork_server
 from patience import patient
 from ports import find_free_port
 
+#: what the processes have imported: Megatron, or vLLM too
+_Kind = Literal["train", "rollout"]
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 #: after one rank has failed, how long the others may take to fail as well before they are ended
 _GRACE_S = 3.0
 
 
 class RankFailureError(AssertionError):
     """A job failed on a rank, or did not end in time; the message holds what each rank said."""
+
+
+def _import_training() -> None:
+    os.environ.update(_ENVIRONMENT)
+    from mindspeed_rl import adaptors, platform
+
+    platform.select("cpu")
+    adaptors.apply("train")
+    importlib.import_module("mindspeed_rl.engine.train_engine")
+
+
+def _import_rollout() -> None:
+    _import_training()
+    from mindspeed_rl import adaptors
+
+    adaptors.apply("rollout")
+    importlib.import_module("mindspeed_rl.rollout.vllm_engine")
 
 
 def serve(connection: Connection) -> None:
@@ -50,12 +79,12 @@ class Ranks:
     are ended, and the next job gets new ones.
     """
 
-    def __init__(self, size: int, kind: Kind = "train") -> None:
+    def __init__(self, size: int, kind: _Kind = "train") -> None:
         """
         Args:
             kind: "rollout" where jobs use vLLM.
         """
-        self.size, self._kind = size, kind
+        self.size, self._prepare = size, _import_rollout if kind == "rollout" else _import_training
         self._processes: list[Forked] = []
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -96,7 +125,7 @@ class Ranks:
 
     def _start(self) -> None:
         for rank in range(self.size):
-            process = fork_server(self._kind).start(serve)
+            process = fork_server(self._prepare).start(serve)
             process.connection.send((rank, self.size, str(Path(self._logs.name, str(rank)))))
             self._processes.append(process)
 

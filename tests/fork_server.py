@@ -1,6 +1,7 @@
-"""Processes that are there at once: forked off one that has imported Megatron, or Megatron and vLLM, before.
+"""Processes that are there at once: forked off one that has imported what they need before.
 
-Imports cost six seconds of a processor, with vLLM seventeen, and a group of four ranks would pay them four times.
+Megatron costs six seconds of a processor, with vLLM seventeen, on the simulated NPU up to twenty, and a group of four ranks
+would pay them four times.
 """
 
 from __future__ import annotations
@@ -18,21 +19,9 @@ import struct
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-#: what the processes have imported
-Kind = Literal["train", "rollout"]
-
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 _NUMBER = struct.Struct("i")
 
 
@@ -65,24 +54,17 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _serve(server: socket.socket, kind: Kind) -> None:
+def _serve(server: socket.socket, prepare: Callable[[], None]) -> None:
     """Imports, forks off a process for each connection that comes in, and waits for the process whose number comes in."""
     _end_with_parent()
-    os.environ.update(ENVIRONMENT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from mindspeed_rl.importing import collecting_seldom
 
     with collecting_seldom():
-        from mindspeed_rl import adaptors, platform
-
-        platform.select("cpu")
-        adaptors.apply("train")
-        import_module("mindspeed_rl.engine.train_engine")
-        if kind == "rollout":
-            adaptors.apply("rollout")
-            import_module("mindspeed_rl.rollout.vllm_engine")
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
+        prepare()
+    threads = [Path("/proc/self/task", thread, "comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    threads = [name for name in threads if not name.startswith("jemalloc_bg")]  # the allocator looks after its own
+    assert len(threads) == 1, f"{threads}: a fork would lose all but one of these threads"
     gc.collect(1)
     gc.freeze()
     while True:
@@ -115,9 +97,13 @@ def _become(server: socket.socket, target: str, descriptor: int) -> None:
 class ForkServer:
     """One process from which others are forked."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        """
+        Args:
+            prepare: imports what the processes need, and sets what they have in common; a function of an importable module.
+        """
         self._socket, theirs = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, kind), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, prepare), daemon=True)
         process.start()
         theirs.close()
         self._process = process
@@ -148,8 +134,8 @@ class ForkServer:
 
 
 @functools.cache
-def fork_server(kind: Kind) -> ForkServer:
-    """The one of this kind, which ends with this process."""
-    server = ForkServer(kind)
+def fork_server(prepare: Callable[[], None]) -> ForkServer:
+    """The one that is prepared like this, which ends with this process."""
+    server = ForkServer(prepare)
     atexit.register(server.close)
     return server
