@@ -166,7 +166,7 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
             + (["judge"] if run.rl.judge_url or run.rl.served_judge else [])
         )
     rows["learning rate"] = f"{actor.lr:g}, {actor.lr_decay_style}" if actor.lr is not None else ""
-    rows["adapters"] = f"{', '.join(actor.lora_target_modules)}, rank {actor.lora_r}" if actor.lora_target_modules else ""
+    rows["adapters"] = f"{', '.join(actor.adapted_parts)}, rank {actor.lora_r}" if actor.lora_target_modules else ""
     path = actor.data_path
     rows["data"] = ", ".join(map(str, path)) if isinstance(path, list) else path or ""
     rows["saves to"] = f"{actor.save}, every {actor.save_interval or plan.train_iters} iterations" if actor.save else "nowhere"

@@ -27,7 +27,7 @@ def main() -> None:
     from mindspeed_rl.config import MegatronConfig
 
     platform.select(mode)
-    keys = {"freeze_vit": False, "freeze_aligner": False, "num_attention_heads": 4, "micro_batch_size": 2}
+    keys = {"freeze_vit": False, "freeze_aligner": False, "num_attention_heads": 4, "micro_batch_size": 2, "bf16": False}
     config = MegatronConfig(lr=2e-3, min_lr=2e-3, lr_decay_style="constant", train_iters=100, clip_grad=1.0, **keys, **layout)
     if mode == "npu":
         import without_mindspeed
