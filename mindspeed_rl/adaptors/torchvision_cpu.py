@@ -13,6 +13,7 @@ It can go when PyPI has a torchvision for CPU builds; `tests/unit/adaptors` fail
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -46,7 +47,12 @@ def apply() -> None:
         sys.path.append(folder)
         importlib.invalidate_caches()
     if torch.version.cuda is None:
-        for name in _OPERATORS:
-            if not hasattr(torch.ops.torchvision, name):
-                torch.library.define(f"torchvision::{name}", _ARGUMENTS)
+        spec = importlib.util.find_spec("torchvision")
+        assert spec is not None and spec.origin is not None
+        try:  # builds of another torch do not load; one that does, as on aarch64, declares the operators itself, and once only
+            ctypes.CDLL(str(Path(spec.origin).with_name("_C.so")))
+        except OSError:
+            for name in _OPERATORS:
+                if not hasattr(torch.ops.torchvision, name):
+                    torch.library.define(f"torchvision::{name}", _ARGUMENTS)
     importlib.import_module("torchvision")  # here, so that a broken installation is one error at the start
