@@ -79,7 +79,7 @@ def _is_searched(package: str) -> bool:
     """Return whether a top-level package is of those above, or a user's: neither installed nor of Python."""
     if package in _SEARCHED or package in sys.stdlib_module_names:
         return package in _SEARCHED
-    spec = sys.modules[package].__spec__ if package in sys.modules else None
+    spec = vars(sys.modules[package]).get("__spec__") if package in sys.modules else None
     places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
     return not any(place.startswith(_LIBRARIES) for place in places)
 
@@ -90,7 +90,7 @@ class _SearchableModules:
     def copy(self) -> dict[str, types.ModuleType]:
         return {
             name: module
-            for name, module in sys.modules.items()
+            for name, module in list(sys.modules.items())  # a look at a package may import more
             if _is_searched(name.partition(".")[0]) and not name.startswith(_LAZY_MODULE)
         }
 

@@ -25,8 +25,17 @@ ONE_RANK = "actor_config.tensor_model_parallel_size=1"
 MOST_KERNELS = {"log-probs": 136, "update": 395}
 #: of an update: whether all is finite, the norm, and the metrics
 MOST_WAITS = {"log-probs": 1, "update": 3, "offload": 2, "onload": 0}
+#: TP2 with sequence parallelism, four layers, four micro-batches of two packed rows
+LARGER = ("actor_config.sequence_parallel=true", "--layers", "4", "--rows", "8")
+MOST_KERNELS_LARGER = {"log-probs": 402, "update": 1120}
+#: Qwen3-MoE of the tests: every layer has four experts, two of them for each token
+EXPERTS = (
+    *("+model.tiny_qwen25.num_experts=4", "+model.tiny_qwen25.moe_router_topk=2", "+model.tiny_qwen25.moe_ffn_hidden_size=64"),
+    *("+model.tiny_qwen25.qk_layernorm=true", "+model.tiny_qwen25.kv_channels=32", "model.tiny_qwen25.add_qkv_bias=false"),
+    *("+actor_config.moe_grouped_gemm=true", ONE_RANK),
+)
 #: kernels of an update over those of plain Megatron + MindSpeed
-MOST_OVER_PLAIN = 1.05
+MOST_OVER_PLAIN, MOST_OVER_PLAIN_WITH_EXPERTS = 1.05, 1.1
 #: phases of a step outside the passes of its micro-batches
 OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "offload")
 #: columns of the loss, its terms, and blocks that the allocator does not cut
@@ -74,8 +83,33 @@ def test_no_pass_waits_and_a_step_asks_for_no_more_than_it_did(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_exchange_no_more_than_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    check(counted(capsys, "actor_config.sequence_parallel=true"))
+def test_tensor_parallel_ranks_ask_for_no_more_than_they_did_and_exchange_no_more_than_plain_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = counted(capsys, *LARGER)
+    check(found)
+    for phase, most in MOST_KERNELS_LARGER.items():
+        assert found["phases"]["ours"][phase]["kernels"] <= most
+
+
+@pytest.mark.slow
+def test_a_rank_with_all_experts_waits_in_no_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    check(counted(capsys, *EXPERTS))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_wait_for_the_sizes_of_the_exchange_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = counted(capsys, *EXPERTS, "actor_config.expert_model_parallel_size=2")
+    inside = [wait for wait in found["counted"]["ours"]["waits"] if wait[0] not in OUTSIDE]
+    # two layers, two micro-batches; the host tells the exchange how many rows go where
+    assert [(phase, reason, count) for phase, reason, _, count in inside] == [
+        ("log-probs / forward", "event", 4),
+        ("update / forward", "event", 4),
+    ]
+    ours, plain = found["phases"]["ours"], found["phases"]["plain"]
+    for phase in ("log-probs", "update"):
+        assert ours[phase]["kernels"] <= MOST_OVER_PLAIN_WITH_EXPERTS * plain[phase]["kernels"]
+        assert ours[phase]["waits"] <= plain[phase]["waits"]
 
 
 @pytest.mark.slow

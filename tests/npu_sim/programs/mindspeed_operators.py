@@ -1,4 +1,7 @@
-"""Stand-ins for the C++ operators that MindSpeed compiles against CANN at first use."""
+"""Stand-ins for the C++ operators that MindSpeed compiles against CANN at first use.
+
+As the compiled functions, they are called past torch's dispatcher, where nothing counts what they are made of.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import types
 
 import torch
 import torch_npu
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0) -> torch.Tensor:
@@ -20,15 +24,17 @@ def _groups(group_list: torch.Tensor | list[int]) -> list[int]:
 
 def _grouped_matmul(x, weight, bias, group_list, group_type, group_list_type):
     (rows,), (weights,) = x, weight
-    parts = rows.split(_groups(group_list))
-    return [torch.cat([part @ matrix for part, matrix in zip(parts, weights)])]
+    with _disable_current_modes():
+        parts = rows.split(_groups(group_list))
+        return [torch.cat([part @ matrix for part, matrix in zip(parts, weights)])]
 
 
 def _grouped_matmul_backward(grad, x, weight, group_list, group_list_type):
-    sizes = _groups(group_list)
-    upstream, rows = grad[0].split(sizes), x[0].split(sizes)
-    grad_rows = torch.cat([part @ matrix.t() for part, matrix in zip(upstream, weight[0])])
-    grad_weights = torch.stack([part.t() @ above for part, above in zip(rows, upstream)])
+    with _disable_current_modes():
+        sizes = _groups(group_list)
+        upstream, rows = grad[0].split(sizes), x[0].split(sizes)
+        grad_rows = torch.cat([part @ matrix.t() for part, matrix in zip(upstream, weight[0])])
+        grad_weights = torch.stack([part.t() @ above for part, above in zip(rows, upstream)])
     return [grad_rows], [grad_weights], []
 
 
