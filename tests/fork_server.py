@@ -87,6 +87,7 @@ def _become(server: socket.socket, target: str, descriptor: int) -> None:
         server.close()
         _end_with_parent()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        multiprocessing.current_process().daemon = False  # or it could start no process, as Megatron's checkpoint writer does
         random.seed()
         module, _, name = target.partition(":")
         getattr(import_module(module), name)(Connection(descriptor))
