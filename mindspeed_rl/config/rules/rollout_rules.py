@@ -362,6 +362,10 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
         (cfg.platform == "cuda", None, None, "on cuda; cpu has it, and npu sets keys of its libraries"),
         (not _is_dense(cfg) and actor.num_experts, None, None, "with the experts of this model"),
         (cfg.reads_images, None, None, "with a model of images"),
+        (
+            cfg.platform == "npu" and not actor.npu_deterministic and "false",
+            *("actor_config.npu_deterministic", True, ": the trainer's kernels add up in a fixed order with it alone"),
+        ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", None, ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", 0.0, ""),
         (generate.quantization, "generate_config.quantization", None, ""),

@@ -383,7 +383,7 @@ def record_vllm(folder: Path) -> dict[str, object]:
     parallel = (folder / "vllm" / "config" / "parallel.py").read_text()
     engine = (folder / "vllm" / "v1" / "engine" / "llm_engine.py").read_text()
     return {
-        "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+)\":", (folder / "vllm" / "envs.py").read_text()))),
+        "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+|VLLM_BATCH_INVARIANT)\":", (folder / "vllm" / "envs.py").read_text()))),
         "placed_by": dict(re.findall(r"self\.(data_parallel_\w+) = envs\.(VLLM_DP_\w+)", parallel)),
         "keeps_replicas_in_step": "external_launcher_dp" in engine and "execute_dummy_batch" in engine,
     }
