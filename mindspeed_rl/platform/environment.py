@@ -85,7 +85,7 @@ def adapt_environment(
             # shifts along the summed axis of a matrix product change the order of its sums
             environment.setdefault("CLOSE_MATMUL_K_SHIFT", "1")
         if exact:
-            # operators of vllm-ascend whose sums do not depend on the batch, for all of the process, and reductions in one order
+            # operators of vllm-ascend whose sums do not depend on the batch, for the full process, and reductions in one order
             environment |= {"VLLM_BATCH_INVARIANT": "1", "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
         if captures_graphs:
             if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":

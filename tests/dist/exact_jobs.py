@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (Megatron and vLLM must be imported after the adaptors)
 """Jobs that compare log-probs of trainer and rollout engine bit by bit, in processes that compute nothing else."""
 
 from __future__ import annotations

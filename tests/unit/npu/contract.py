@@ -382,8 +382,9 @@ def record_vllm(folder: Path) -> dict[str, object]:
     """How one vLLM places a replica among those that share experts, where an external launcher made the processes."""
     parallel = (folder / "vllm" / "config" / "parallel.py").read_text()
     engine = (folder / "vllm" / "v1" / "engine" / "llm_engine.py").read_text()
+    variables = (folder / "vllm" / "envs.py").read_text()
     return {
-        "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+|VLLM_BATCH_INVARIANT)\":", (folder / "vllm" / "envs.py").read_text()))),
+        "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+|VLLM_BATCH_INVARIANT)\":", variables))),
         "placed_by": dict(re.findall(r"self\.(data_parallel_\w+) = envs\.(VLLM_DP_\w+)", parallel)),
         "keeps_replicas_in_step": "external_launcher_dp" in engine and "execute_dummy_batch" in engine,
     }
