@@ -18,7 +18,7 @@ platform.select("cpu")
 os.environ.update(platform.current().worker_env())
 adaptors.apply("rollout")  # before vLLM is imported
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.config import GenerateConfig
@@ -42,6 +42,31 @@ def save_model(name: str, layers: int, width: int) -> transformers.PreTrainedMod
 
 reference = save_model("policy", 2, 128)
 save_model("draft", 1, 64)
+
+
+def save_head(name: str, architecture: str, states: int) -> str:
+    """A head of one layer with random weights, in the form in which EAGLE publishes them: it reads so many states."""
+    width, path = 128, folder / name
+    inner = transformers.LlamaConfig(
+        **{"num_hidden_layers": 1, "hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 64, "architectures": [architecture]},
+        **({"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2} if states > 1 else {}),
+    )
+    inner.save_pretrained(path)
+    layer, taken = ("layers.0", width) if states == 1 else ("midlayer", 2 * width)
+    shapes = {"fc": (width, (states + (states == 1)) * width)}
+    shapes |= {f"{layer}.self_attn.{part}_proj": (size, taken) for part, size in (("q", width), ("k", 64), ("v", 64))}
+    shapes |= {f"{layer}.self_attn.o_proj": (width, width), f"{layer}.mlp.down_proj": (width, 2 * width)}
+    shapes |= {f"{layer}.mlp.{part}_proj": (2 * width, width) for part in ("gate", "up")}
+    tensors = {f"{part}.weight": 0.1 * torch.randn(shape) for part, shape in shapes.items()}
+    norms = ["post_attention_layernorm"] + (["hidden_norm", "input_layernorm"] if states > 1 else [])
+    tensors |= {f"{layer}.{part}.weight": torch.ones(width) for part in norms}
+    if states > 1:
+        tensors |= {"norm.weight": torch.ones(width), "lm_head.weight": reference.get_input_embeddings().weight.data.clone()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return str(path)
+
+
 weights = load_file(folder / "policy" / "model.safetensors")
 settings = GenerateConfig(
     infer_tensor_parallel_size=1, max_model_len=160, max_num_seqs=12, max_num_batched_tokens=256, dtype="float32"
@@ -52,6 +77,8 @@ DRAFTS: dict[str, dict[str, object] | None] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
     "alone": {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0},
     "model": {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 3},
+    "eagle": {"method": "eagle", "model": save_head("eagle", "LlamaForCausalLM", 1), "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "model": save_head("eagle3", "LlamaForCausalLMEagle3", 2), "num_speculative_tokens": 3},
     "itself": {"method": "draft_model", "model": str(folder / "policy"), "num_speculative_tokens": 3},
 }
 PROMPTS = [torch.randint(8, 64, (5 + n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]

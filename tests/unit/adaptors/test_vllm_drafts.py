@@ -58,7 +58,7 @@ def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path:
 
 @pytest.mark.slow
 def test_responses_are_those_without_drafts_whatever_makes_the_drafts(tmp_path: Path) -> None:
-    kinds = ("ngram", "alone", "model", "itself")
+    kinds = ("ngram", "alone", "model", "itself", "eagle", "eagle3")
     found = _run("drafted_responses.py", str(tmp_path), "none", *kinds)
     _check_responses(found, kinds)
     # the policy's own most likely tokens are accepted more often than those of another model
