@@ -15,12 +15,12 @@ KIND = "rollout"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4_moe"])
+@pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("deepseek_v3", 2)])
 def test_drafts_come_from_the_trained_layers_and_change_no_token(
-    ranks: Callable[[int], Ranks], tmp_path: Path, family: str
+    ranks: Callable[[int], Ranks], tmp_path: Path, family: str, layers: int
 ) -> None:
     folder = tiny_prediction.Predicting.build(family).save(tmp_path / family)
-    keys = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 1.0, "mtp_detach_heads": True}
+    keys = {"mtp_num_layers": layers, "mtp_loss_scaling_factor": 1.0, "mtp_detach_heads": True}
     setting = Setting(str(folder), keys, micro_batch_size=16)
     (plain,) = ranks(1).run(rollout_jobs.learn_with_drafts, setting=setting, drafts=False, timeout_s=300)
     (drafted,) = ranks(1).run(rollout_jobs.learn_with_drafts, setting=setting, drafts=True, timeout_s=300)
