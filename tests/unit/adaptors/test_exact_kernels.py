@@ -1,0 +1,86 @@
+"""Kernels that give a token the same bits whatever is computed next to it, against torch's own in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mindspeed_rl.adaptors import cpu_halves, cpu_products, exact_kernels
+
+
+@pytest.fixture(autouse=True)
+def products() -> None:
+    """As in workers."""
+    cpu_products.apply()
+    cpu_halves.apply()
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [100, 896, 4864])
+def test_a_row_has_the_same_product_among_any_others(dtype: torch.dtype, width: int) -> None:
+    x, matrix = normal(300, width).to(dtype), normal(width, 60).to(dtype)
+    full = exact_kernels.matmul(x, matrix)
+    torch.testing.assert_close(full.double(), x.double() @ matrix.double(), rtol=1e-2, atol=1e-2 * width**0.5)
+    for first, count in ((0, 1), (3, 2), (17, 31), (40, 256), (299, 1)):
+        assert torch.equal(exact_kernels.matmul(x[first : first + count], matrix), full[first : first + count])
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 16), (14, 2, 64), (3, 3, 32)])
+def test_attention_of_a_token_is_the_same_in_any_chunk_of_any_batch(heads: int, groups: int, size: int) -> None:
+    query, key, value = normal(3, 300, heads, size), normal(3, 300, groups, size), normal(3, 300, groups, size + 1)[..., :size]
+    full = exact_kernels.causal_attention(query, key, value, 0.3)
+    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(full.double(), expected, rtol=1e-4, atol=1e-5)
+    for row, first, end in ((1, 0, 1), (0, 5, 6), (2, 100, 140), (1, 127, 129), (2, 255, 300)):
+        q, k, v = (x[row : row + 1, :end] for x in (query, key, value))
+        part = exact_kernels.causal_attention(q[:, first:], k, v, 0.3)
+        assert torch.equal(part, full[row : row + 1, first:end])
+
+
+def test_the_gradient_of_attention_is_that_of_torch() -> None:
+    ours = [normal(2, 70, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    theirs = [x.detach().double().transpose(1, 2).requires_grad_() for x in ours]
+    weights = normal(2, 70, 4, 16)
+    (exact_kernels.causal_attention(*ours, 0.25) * weights).sum().backward()
+    expected = functional.scaled_dot_product_attention(*theirs, is_causal=True, scale=0.25, enable_gqa=True).transpose(1, 2)
+    (expected * weights).sum().backward()
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine.grad.double(), other.grad.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 331, 1000])
+def test_zeros_at_the_end_change_no_sum(width: int) -> None:
+    x = normal(7, width)
+    sums = exact_kernels.sum_rows(x)
+    torch.testing.assert_close(sums.double(), x.double().sum(-1), rtol=1e-4, atol=1e-4)
+    for added in (1, 16, 53, 700):
+        assert torch.equal(exact_kernels.sum_rows(functional.pad(x, (0, added))), sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_and_rotation_round_alike_at_every_place(dtype: torch.dtype) -> None:
+    x, angles = normal(90, 66).to(dtype), normal(90, 33) * 100
+    activated, turned = exact_kernels.silu(x), exact_kernels.rotate(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(activated, functional.silu(x), rtol=1e-2, atol=1e-6)
+    for first, end in ((0, 1), (7, 10), (33, 90)):
+        assert torch.equal(exact_kernels.silu(x[first:end]), activated[first:end])
+        part = exact_kernels.rotate(x[first:end], angles[first:end].cos(), angles[first:end].sin())
+        assert torch.equal(part, turned[first:end])
+
+
+def test_products_that_depend_on_the_number_of_rows_are_an_error() -> None:
+    exact_kernels.check()
+
+    def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+        out = rows @ matrix
+        return out if len(rows) > 16 else torch.nextafter(out.float(), torch.tensor(1e9)).to(out.dtype)
+
+    with pytest.raises(RuntimeError, match=r"exact_log_probs: .* depend on the number of rows \(16 rows"):
+        exact_kernels.check(multiply)
