@@ -205,20 +205,20 @@ class ModelWithDrafts(nn.Module):
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give each tensor, under its name in a checkpoint, to the model that has it."""
-        kept: list[tuple[str, Tensor]] = []
+        drafted: list[tuple[str, Tensor]] = []
 
         def of_policy() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named:
                 layer = re.search(r"\.layers\.(\d+)\.", name)
                 is_predicted = name.startswith("mtp.") or layer is not None and int(layer[1]) >= self._num_layers
                 if is_predicted or name in _COMMON:
-                    kept.append((name, tensor.clone()))  # its memory is used for the next ones
+                    drafted.append((name, tensor.clone()))  # its memory is used for the next ones
                 if not is_predicted:
                     yield name, tensor
 
         loads: Any = self.policy, self.drafts
         loads[0].load_weights(of_policy())
-        loads[1].load_weights(kept)
+        loads[1].load_weights(drafted)
 
 
 def join_drafts(model: nn.Module, runner: Any) -> nn.Module:
