@@ -4,8 +4,9 @@
 
 A model with random weights generates groups of responses to a few prompts: greedily, which soon repeats itself and is the
 repetitive text, at a low temperature and at temperature 1, where it hardly does, so that the table shows what drafts cost where
-few are kept. Speeds are by the clock and, behind a slash, by the processor's time, which other work moves less. Each round runs every engine once, in turn,
-with the same seeds; the table has the median of the rounds. The responses of all engines must be equal.
+few are kept. Speeds are by the clock and, behind a slash, by the processor's time, which other work moves less. Each round runs
+every engine once, in turn, with the same seeds; the table has the median of the rounds. The responses of all engines must be
+equal.
 """
 
 from __future__ import annotations
