@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Vision on a laptop CPU: a tiny Qwen2.5-VL learns to name the colour of a shape in a picture. Nothing is downloaded but packages.
+# Vision on a laptop CPU: a tiny Qwen2.5-VL learns from rewards which of two shapes in a picture it is to name the colour of.
+# Nothing is downloaded but packages.
 #   bash examples/vision.sh                results below runs/vision
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +17,7 @@ python examples/vision/make_task.py "$WORK"
 mindspeed-rl preprocess --tokenizer-type PretrainedFromHF --tokenizer-name-or-path "$WORK/model" --prompt-type hf \
     --input "$WORK/raw/sft.jsonl" --output-prefix "$WORK/data/sft" --handler-name OpenAIInstructionHandler >"$WORK/preprocess.log"
 
-echo "== 2/4 SFT: tower and language model learn to see, to some degree"
+echo "== 2/4 SFT: tower and language model learn to see, and to name the colour of either shape"
 mindspeed-rl train --config-name sft_tiny_vision_cpu run_dir="$WORK/sft_run"
 
 echo "== 3/4 GRPO: Megatron TP2 trains, two vLLM replicas sample; prompts are read from raw rows"

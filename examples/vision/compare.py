@@ -18,8 +18,8 @@ from mindspeed_rl.adaptors import torchvision_cpu
 
 #: answers whose two most likely tokens are this close may differ between two implementations of the same arithmetic
 TOLERANCE = 0.01
-#: two standard deviations of an accuracy of 80 % on 200 pictures
-SPREAD = 0.06
+#: two standard deviations of an accuracy of 50 % on 200 pictures
+SPREAD = 0.07
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -42,7 +42,7 @@ def greedy_accuracy(folder: Path, rows: list[dict], pictures: Path) -> float:
 
 
 def main(before: Path, after: Path, held_out: Path, report: Path) -> int:
-    """Prints the table; 1 when the two engines disagree or GRPO has lost what SFT had learnt."""
+    """Prints the table; 1 when the two engines disagree, or GRPO has gained no more than chance may give."""
     rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     results = json.loads(report.read_text())["results"]
     measured = {"before": results["eval/accuracy/first"], "after": results["eval/accuracy"]}
@@ -54,8 +54,8 @@ def main(before: Path, after: Path, held_out: Path, report: Path) -> int:
     if any(abs(measured[when] - again[when]) > TOLERANCE for when in measured):
         print("error: vLLM and transformers disagree about the same weights.", file=sys.stderr)
         return 1
-    if again["after"] < again["before"] - SPREAD:
-        print("error: GRPO has lost what SFT had learnt.", file=sys.stderr)
+    if again["after"] < again["before"] + SPREAD:
+        print("error: GRPO has not raised the accuracy by more than chance may.", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,7 @@
-"""Makes the vision example's task: name the shape and its colour in a picture with two shapes at random places.
+"""Makes the vision example's task: a picture with two shapes at random places, of which the larger one's colour is rewarded.
+
+The answers of the warm start name the colour of either shape, by chance. So a model that has learnt all of it is right in half
+of the pictures, and that the larger shape is meant can be learnt from the reward alone.
 
 Everything is made here, nothing is downloaded. Writes below the given folder:
   model/                a Hugging Face folder (config, processor, tokenizer, random weights) of a tiny Qwen2.5-VL
@@ -29,8 +32,10 @@ SEED = 7
 NUM_HELD_OUT, NUM_SFT, NUM_TRAIN = 200, 4000, 4000
 #: pixels of a side: with patches of 14 pixels, four of which are a token, 3 x 3 tokens
 SIDE = 84
-COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 40)}
+#: by their first letters, which are the answers: a response is one choice and the end token
+COLOURS = {"r": (220, 40, 40), "g": (40, 180, 60), "b": (50, 80, 230), "y": (240, 220, 40)}
 SHAPES = ("circle", "square", "triangle")
+QUESTION = "colour?"
 SPECIAL = ["<pad>", "<|im_end|>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 #: the question, then the answer and the end token
 CHAT_TEMPLATE = (
@@ -111,14 +116,14 @@ def save_processor(folder: Path) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
-def draw_picture(draw: random.Random) -> tuple[bytes, str, str]:
-    """Returns a PNG with two shapes of different kinds and colours, a question about one of them, and its answer."""
+def draw_picture(draw: random.Random) -> tuple[bytes, list[str]]:
+    """Returns a PNG with two shapes of different colours and sizes, and the colours, the larger one's first."""
     image = Image.new("RGB", (SIDE, SIDE), (0, 0, 0))
     pen = ImageDraw.Draw(image)
-    shapes, colours = draw.sample(SHAPES, 2), draw.sample(list(COLOURS), 2)
+    colours, sizes = draw.sample(list(COLOURS), 2), (draw.randint(34, 38), draw.randint(20, 26))
     # one in the upper half, one in the lower, in either order
-    for half, (shape, colour) in enumerate(zip(shapes, colours)):
-        size = draw.randint(22, 32)
+    for half, (colour, size) in enumerate(draw.sample(list(zip(colours, sizes)), 2)):
+        shape = draw.choice(SHAPES)
         x, y = draw.randint(2, SIDE - size - 2), half * SIDE // 2 + draw.randint(2, SIDE // 2 - size - 2)
         box, fill = (x, y, x + size, y + size), COLOURS[colour]
         if shape == "circle":
@@ -127,10 +132,9 @@ def draw_picture(draw: random.Random) -> tuple[bytes, str, str]:
             pen.rectangle(box, fill)
         else:
             pen.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill)
-    asked = draw.randrange(2)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    return buffer.getvalue(), f"{shapes[asked]}:", colours[asked]
+    return buffer.getvalue(), colours
 
 
 def main(folder: Path) -> None:
@@ -140,18 +144,19 @@ def main(folder: Path) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     rows = []
     for _ in range(NUM_SFT):
-        data, question, answer = draw_picture(draw)
+        data, colours = draw_picture(draw)
         url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-        rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+        answer = {"role": "assistant", "content": draw.choice(colours)}
+        rows.append({"messages": [{"role": "user", "content": parts}, answer]})
     write_rows(folder / "raw" / "sft.jsonl", rows)
     for name, count in (("heldout", NUM_HELD_OUT), ("train", NUM_TRAIN)):
         rows = []
         for index in range(count):
-            data, question, answer = draw_picture(draw)
+            data, colours = draw_picture(draw)
             path = pictures / f"{name}_{index}.png"
             path.write_bytes(data)
-            rows.append({"instruction": f"<image>{question}", "images": [path.name], "output": answer})
+            rows.append({"instruction": f"<image>{QUESTION}", "images": [path.name], "output": colours[0]})
         write_rows(folder / "raw" / f"{name}.jsonl", rows)
     save_model(folder / "model")
     print(f"task: {NUM_SFT} pictures for SFT, {NUM_TRAIN} for GRPO, {NUM_HELD_OUT} held out")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REWARD = '''
 from mindspeed_rl.data.images import open_image
 
-SEEN = {(220, 40, 40): "red", (40, 180, 60): "green", (50, 80, 230): "blue", (240, 220, 40): "yellow"}
+SEEN = {(220, 40, 40): "r", (40, 180, 60): "g", (50, 80, 230): "b", (240, 220, 40): "y"}
 
 
 def colours(prompt, response, label, images=(), **columns):
