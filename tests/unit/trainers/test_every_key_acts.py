@@ -94,8 +94,8 @@ ELSEWHERE: dict[str, str] = {
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
     "config/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
-    "critic_resource teacher_resource judge_resource judge_tensor_parallel_size rollout_resource use_integrated_worker vllm_server_port "
-    "infer_pipeline_parallel_size num_npus",
+    "critic_resource teacher_resource judge_resource judge_tensor_parallel_size rollout_resource use_integrated_worker "
+    "vllm_server_port infer_pipeline_parallel_size num_npus",
     "config/sizes.py": "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
