@@ -81,18 +81,25 @@ def _is_searched(package: str) -> bool:
         return package in _SEARCHED
     spec = vars(sys.modules[package]).get("__spec__") if package in sys.modules else None
     places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return not any(place.startswith(_LIBRARIES) for place in places)
+    return bool(places) and not any(place.startswith(_LIBRARIES) for place in places)
 
 
 class _SearchableModules:
     """`sys.modules` as MindSpeed's patcher sees it: libraries that it has nothing to do with are left out of its searches."""
 
+    def __init__(self) -> None:
+        self._found: dict[str, types.ModuleType] = {}
+        self._count = 0
+
     def copy(self) -> dict[str, types.ModuleType]:
-        return {
-            name: module
-            for name, module in list(sys.modules.items())  # a look at a package may import more
-            if _is_searched(name.partition(".")[0]) and not name.startswith(_LAZY_MODULE)
-        }
+        if len(sys.modules) != self._count:  # modules are added, and none is replaced while patches are applied
+            self._count = len(sys.modules)
+            self._found = {
+                name: module
+                for name, module in list(sys.modules.items())
+                if _is_searched(name.partition(".")[0]) and not name.startswith(_LAZY_MODULE)
+            }
+        return self._found
 
     def __getitem__(self, name: str) -> types.ModuleType:
         return sys.modules[name]
