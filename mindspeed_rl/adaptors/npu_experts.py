@@ -73,7 +73,7 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
     return fused_init
 
 
-def _keep_counts(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _keep_counts(read: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Return the dispatcher's reading of counts without that of the rows of each local expert.
 
     What is left are the sizes of the exchange with other ranks, one wait a layer and micro-batch. Experts that are computed one
