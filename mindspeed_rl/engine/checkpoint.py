@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from safetensors import SafetensorError
@@ -361,7 +361,10 @@ def _build_sharded_state(
     """Return Megatron's sharded state of weights and, with `with_optimizer`, optimizer."""
     state: ShardedStateDict = {}
     for index, model in enumerate(engine.model.models):
-        weights = model.sharded_state_dict()
+        # a stage with prediction layers and a copy of the embedding reads the group from it
+        copies = getattr(model, "mtp_process", False) and not model.pre_process
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
         if engine.float32_weights is not None:
             engine.float32_weights.substitute(model, weights)
         if subset != "all":
