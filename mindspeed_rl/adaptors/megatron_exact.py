@@ -23,6 +23,7 @@ from mindspeed_rl.adaptors import exact_kernels
 #: fields of Megatron's TransformerConfig
 TRANSFORMER_SETTINGS = {"activation_func": exact_kernels.silu}
 
+_PREFIX = "megatron.core"
 _applied = False
 
 
@@ -47,9 +48,9 @@ def apply() -> None:
     if _applied:
         return
     exact_kernels.check()
-    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    layers: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.layers")
     layers.torch = _ExactTorch(layers.torch)
-    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rotary: Any = importlib.import_module(f"{_PREFIX}.models.common.embeddings.rope_utils")
     original, last = rotary._apply_rotary_pos_emb_bshd, (torch.empty(0),) * 3
 
     def apply_bshd(

@@ -357,24 +357,24 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
         return
     on_cpu, block = cfg.platform == "cpu", (generate.engine_kwargs or {}).get("block_size")
     compiled = on_cpu and not generate.enforce_eager
-    # (value that cannot be used, its key, a value that can, the reason)
-    obstacles: tuple[tuple[object, str | None, object, str], ...] = (
-        (cfg.platform == "cuda", None, None, "on cuda; cpu has it, and npu sets keys of its libraries"),
-        (not _is_dense(cfg) and actor.num_experts, None, None, "with the experts of this model"),
-        (cfg.reads_images, None, None, "with a model of images"),
+    # (value that cannot be used, its key, the reason)
+    obstacles: tuple[tuple[object, str | None, str], ...] = (
+        (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
+        (not _is_dense(cfg) and actor.num_experts, None, "with the experts of this model"),
+        (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
-            *("actor_config.npu_deterministic", True, ": the trainer's kernels add up in a fixed order with it alone"),
+            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order with it alone"),
         ),
-        (actor.lora_target_modules, "actor_config.lora_target_modules", None, ": the engine has merged weights"),
-        (actor.attention_dropout, "actor_config.attention_dropout", 0.0, ""),
-        (generate.quantization, "generate_config.quantization", None, ""),
-        (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", "auto", ""),
-        (generate.drafts and "...", "generate_config.speculative_config", None, ": a step has several tokens of a response"),
-        (compiled and "false", "generate_config.enforce_eager", True, ": compiled code adds up in another order"),
-        (on_cpu and block, "generate_config.engine_kwargs.block_size", None, ": keys are added up in blocks of 128"),
+        (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
+        (actor.attention_dropout, "actor_config.attention_dropout", ""),
+        (generate.quantization, "generate_config.quantization", ""),
+        (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", ""),
+        (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),
+        (compiled and "false", "generate_config.enforce_eager", ": compiled code adds up in another order"),
+        (on_cpu and block, "generate_config.engine_kwargs.block_size", ": keys are added up in blocks of 128"),
         *(
-            (size > 1 and size, name, 1, "")
+            (size > 1 and size, name, "")
             for name, size in (
                 ("actor_config.tensor_model_parallel_size", actor.tensor_model_parallel_size),
                 ("actor_config.context_parallel_size", actor.context_parallel_size),
@@ -382,12 +382,13 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
             )
         ),
     )
-    for found, other, usable, reason in obstacles:
+    names, reasons = dict[str, object]({key: True}), []
+    for found, other, reason in obstacles:
         if found:
-            where = reason if other is None else f"with {other} ({found}){reason}"
-            names, off = {key: True} | ({} if other is None else {other: found}), dict[str, object]({key: False})
-            options = (off,) if other is None else ({other: usable}, off)
-            yield Violation("exact_log_probs", names, f"{key} (true) is not available {where}", options)
+            names |= {} if other is None else {other: found}
+            reasons.append(reason if other is None else f"with {other} ({found}){reason}")
+    if reasons:
+        yield Violation("exact_log_probs", names, f"{key} (true) is not available {'; nor '.join(reasons)}", ({key: False},))
 
 
 def _temperature(cfg: RunConfig) -> Iterator[Violation]:
