@@ -311,7 +311,7 @@ class _MemoryKeys:
 class _VisionKeys:
     """Training of the vision tower of a model that sees images."""
 
-    freeze_vit: bool = key(True, 
+    freeze_vit: bool = key(True,
         "models with images: the vision tower does not train; false with lora_target_modules: adapters of its linear layers do",
         "图像模型：不训练视觉塔；设为 false 并设了 lora_target_modules 时，训练其线性层的适配器",
         elsewhere="freeze_vision_tower freeze_vision_model", on_resume="fixed")
