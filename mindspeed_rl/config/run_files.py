@@ -96,7 +96,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
         raise ConfigError([f"{name}.yaml or an override is nested too deeply"]) from None
     except _TooManyCallsError:
         raise ConfigError([f"{name}.yaml or an override has ${{...}} that stand for too many values"]) from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, AssertionError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AssertionError) as error:
         text = (_join_lines(error) or type(error).__name__)[:500]
         named = [item for item in overrides if (key := item.partition("=")[0].strip("+~")) and key in text]
         where = f"override {named[0][:200]!r}" if named else f"{name}.yaml"

@@ -80,12 +80,12 @@ class Sizes:
 
     @property
     def can_divide(self) -> bool:
-        """True where every layout and every size is at least 1, so that all numbers below exist."""
+        """True where every layout and every size is at least 1 and none is beyond all ranges, so that all numbers below exist."""
         counts = [self.global_batch_size, self.micro_batch_size, self.mini_batch_size, self.group_size, self.num_nodes]
         optional = (self.steps_per_generation, self.generation_batch_size, self.train_prompts)
         counts += [value for value in optional if value is not None]
         counts += [value for item in self._layouts for value in (item.num_npus, item.tensor, item.pipeline, item.context)]
-        return min(counts) >= 1 and all(value >= 1 for value in self.dispatch.values())
+        return min(counts) >= 1 and max(counts) < 1 << 64 and all(value >= 1 for value in self.dispatch.values())
 
     @property
     def has_layouts(self) -> bool:

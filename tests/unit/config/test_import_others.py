@@ -130,11 +130,32 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
         ("--advantage-estimator cispo", "CISPO as the mean of sequence means"),
         ("--normalize-advantages", "whitened over the batch as well"),
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
+        ("--enable-mtp-training", "it needs --mtp-num-layers"),
         ("--custom-generate-function-path a.b", "a function in slime's form"),
     ],
 )
 def test_slime_features_that_are_missing_are_named(options: str, feature: str) -> None:
     fail("slime", SLIME + "--num-rollout 10 --global-batch-size 256 " + options, feature)
+
+
+def test_slime_trains_prediction_layers_apart_from_the_model() -> None:
+    names = [f"mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
+    command = SLIME + "--num-rollout 10 --global-batch-size 256 --mtp-num-layers 1 "
+    training = take("slime", command + "--enable-mtp-training").tree["megatron_training"]
+    assert [training[name] for name in names] == [1, 0.2, True]
+    training = take("slime", command + "--enable-mtp-training --mtp-loss-scaling-factor 0.5").tree["megatron_training"]
+    assert [training[name] for name in names] == [1, 0.5, True]
+    run = take("slime", command)
+    assert not set(names) & set(run.tree["megatron_training"]) and "--mtp_num_layers" in run.without_effect
+
+
+def test_mindspeed_llm_trains_prediction_layers_behind_the_last_norm() -> None:
+    command = LLM.replace("--stage dpo", "--stage sft --calculate-per-token-loss") + "--mtp-num-layers 1 "
+    training = take("mindspeed-llm", command + "--mtp-after-norm --mtp-loss-scaling-factor 0.3").tree["megatron_training"]
+    assert (training["mtp_num_layers"], training["mtp_loss_scaling_factor"], training["mtp_detach_heads"]) == (1, 0.3, False)
+    fail("mindspeed-llm", command, "the states before the last norm; --mtp-after-norm is available")
+    fail("mindspeed-llm", LLM + "--num-nextn-predict-layers 1", "of release 2.0")
+    fail("mindspeed-llm", LLM + "--mtp-num-layers 1 --mtp-after-norm", "in stages pretrain, sft and RL")
 
 
 def test_slime_gets_shapes_from_config_json_and_skips_the_array_of_another_file() -> None:

@@ -62,6 +62,8 @@ def values(run: Import, *paths: str) -> list[object]:
         ("--fp16 true", "fp16"),
         ("--multi_turn_scheduler math_tip_trick", "scheduler math_tip_trick"),
         ("--advantage_estimator rloo --scale_rewards group", "divided by the spread of the group"),
+        ("--tuner_type full --mtp_shared_weights true", "one prediction layer that predicts several tokens"),
+        ("--tuner_type full --mtp_decoder_input_detach true", "leaves the embedding alone"),
         ("--tuner_type adalora", "lora and full are available"),
         ("--dataset org/data:hard#5", "a subset of a dataset"),
         ("--quantum_leap 3", "no option of ms-swift 4.6.0"),
@@ -327,6 +329,18 @@ def test_sft_of_megatron_and_of_a_file_of_options(tmp_path: Path) -> None:
     file.write_text("model: models/base\ndataset:\n- rows.jsonl\nlearning_rate: 3e-5\nmax_length: 1024\n")
     run = imported(base=f"NPROC_PER_NODE=2 swift sft {file} --max_steps 7 --tuner_type full")
     assert values(run, "actor_config.lr", "megatron_training.seq_length", "megatron_training.train_iters") == [3e-5, 1024, 7]
+
+
+def test_prediction_layers_train_in_sft_with_the_weight_of_their_loss() -> None:
+    base = "NPROC_PER_NODE=4 megatron {} --model models/base --dataset a.jsonl --global_batch_size 8 --train_iters 9 --lr 1e-5"
+    keys = [f"megatron_training.mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
+    assert values(imported("--mtp_num_layers 1", base.format("sft")), *keys) == [1, 0.1, False]
+    run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3", base.format("pt"))
+    assert values(run, *keys) == [1, 0.3, False]
+    assert "next to adapters" in refusal("--mtp_num_layers 1 --tuner_type lora", base.format("sft"))
+    assert "next to a preference loss" in refusal("--mtp_num_layers 1", base.format("rlhf --rlhf_type dpo"))
+    assert "computes no loss" in imported("--mtp_num_layers 1").without_effect["--mtp_num_layers"]
+    assert values(imported("--mtp_loss_scaling_factor 0.3", base.format("sft")), *keys) == [None] * 3
 
 
 def test_serving_is_the_command_that_serves() -> None:

@@ -19,6 +19,8 @@ BASE = (
     f"data.train_batch_size=64 {A}.ppo_mini_batch_size=16 {M}.path=models/base {R}.n=8 {R}.name=vllm trainer.n_gpus_per_node=8"
 )
 
+PREDICTION = f"model_engine=megatron {M}.mtp.enable=True {M}.mtp.enable_train=True"
+
 
 def imported(changes: str = "", base: str = BASE, **settings) -> Import:
     return import_command(PROJECT, f"{base} {changes}", ImportSettings(rewards=REWARDS, **settings))
@@ -323,7 +325,10 @@ def test_the_length_is_verls() -> None:
         ("algorithm.use_pf_ppo=True", "PF-PPO"),
         (f"{A}.optim.optimizer=sgd", "the optimizer sgd"),
         (f"{A}.qat.enable=True", "quantization-aware training"),
-        (f"{M}.mtp.enable=True", "multi-token prediction"),
+        (f"{PREDICTION} {M}.lora.rank=8", "prediction layers that train next to adapters"),
+        (f"{M}.mtp.enable=True {M}.mtp.enable_rollout=True {M}.mtp.method=eagle3", "as drafts by the method eagle3"),
+        (f"{A}.megatron.override_transformer_config.mtp_num_layers=2", "another number of prediction layers"),
+        ("algorithm.adv_estimator=gae critic.model.path=m critic.model.mtp.enable_train=True", "prediction layers of a critic"),
         (f"{A}.strategy=veomni", "the training engine veomni"),
         ("data.train_files=[a.parquet,b.parquet]", "2 files"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous trainers"),
@@ -343,6 +348,29 @@ def test_a_harmless_value_of_a_refused_feature_is_none() -> None:
         f"distillation.enabled=False {M}.mtp.enable=False algorithm.use_pf_ppo=false {M}.external_lib=null {R}.do_sample=True"
     )
     assert "distillation.enabled" in run.same
+
+
+def test_prediction_layers_train_with_verls_weight_and_their_drafts_are_those_of_vllm(tmp_path: Path) -> None:
+    keys = [f"megatron_training.mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
+    assert values(imported(PREDICTION), *keys) == [1, 0.1, False]
+    run = imported(f"{PREDICTION} {M}.mtp.detach_encoder=True {M}.mtp.mtp_loss_scaling_factor=0.3")
+    assert values(run, *keys) == [1, 0.3, True]
+    assert "does not reach the head here" in run.translated[f"{M}.mtp.enable_train"]
+    factor = f"{A}.megatron.override_transformer_config.mtp_loss_scaling_factor=0.2"
+    assert values(imported(f"{PREDICTION} {factor}"), *keys) == [1, 0.2, False]
+    (tmp_path / "config.json").write_text('{"text_config": {"mtp_num_hidden_layers": 2}}')
+    assert values(imported(f"{PREDICTION} {M}.path={tmp_path}"), *keys) == [2, 0.1, False]
+    drafts = f"{M}.mtp.enable_rollout=True {M}.mtp.num_speculative_tokens=2"
+    key = "generate_config.speculative_config"
+    assert imported(f"{PREDICTION} {drafts}").get(key) == {"method": "mtp", "num_speculative_tokens": 2}
+    assert imported(f"{PREDICTION} {drafts}", BASE.replace("vllm", "sglang")).get(key) == {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+    }
+    # FSDP trains none, and layers that are only kept do not train
+    for options in (PREDICTION.replace("megatron", "fsdp"), f"model_engine=megatron {M}.mtp.enable=True"):
+        run = imported(options)
+        assert values(run, *keys, key) == [None] * 4 and f"{M}.mtp.enable" in run.without_effect
 
 
 def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:

@@ -117,6 +117,19 @@ def test_a_value_is_answered_with_its_name_here(key: str, value: object, here: s
     assert sentence_for(key, value).endswith(f"did you mean {here!r}?")
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("fp8", "processors with AMX alone, and vllm-ascend on devices after A2 and A3; set int8"),
+        ("FP8_E4M3", "processors with AMX"),
+        ("ascend", "what vllm-ascend names int8 with; set int8"),
+    ],
+)
+def test_a_format_of_the_engine_that_is_not_available_is_answered_with_the_reason_and_the_one_that_is(value, reason) -> None:
+    sentence = sentence_for("generate_config.quantization", value)
+    assert sentence.startswith(f"generate_config.quantization is {value!r}, which is not available: ") and reason in sentence
+
+
 def test_a_value_of_no_project_is_answered_by_spelling() -> None:
     assert unknown_value("rl_config.adv_estimator", "grop_norm", ["group_norm", "gae"]).endswith("did you mean 'group_norm'?")
 

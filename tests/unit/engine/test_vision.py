@@ -81,7 +81,7 @@ def test_a_frozen_tower_computes_an_image_once_for_log_probs_and_update(monkeypa
     tower = build_tower({**tiny_vision.CONFIGS["qwen3"].to_dict(), "model_type": "qwen3_vl"})
     encoder, seen = VisionEncoder(tower, vision), []
     tower.register_forward_hook(lambda module, args, kwargs, output: seen.append(len(args[0]) // 4), with_kwargs=True)
-    encoder.set_trained(tower=False, projector=False)
+    encoder.set_trained(())
     with torch.no_grad():
         log_probs = embed(encoder, vision, SMALL, WIDE)
     update = embed(encoder, vision, SMALL, WIDE)
@@ -94,7 +94,7 @@ def test_a_frozen_tower_computes_an_image_once_for_log_probs_and_update(monkeypa
     embed(encoder, vision, TALL)
     assert seen == [11, 12, 1, 12]
     # one that trains computes each time, by its weights of that time
-    encoder.set_trained(tower=False, projector=True)
+    encoder.set_trained(("projector",))
     before = embed(encoder, vision, TALL)
     with torch.no_grad():
         next(parameter for parameter in tower.merger.parameters() if parameter.dim() == 2).mul_(2.0)

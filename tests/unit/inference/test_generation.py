@@ -135,8 +135,8 @@ def test_a_streamed_answer_says_what_has_cut_it(
     no_files: Any = None  # the engine is scripted
     session = Session(no_files, tokenizer, prompt_format, settings, "cpu")
     greedy = GenerationSettings("greedy", replace(GREEDY, stop_token_ids=prompt_format.stop_token_ids), max_model_len)
-    command._stream(session, engine, [40] * 4, greedy)
+    command._stream(session, engine, [40] * 4, greedy, ())
     assert capsys.readouterr() == ("half an\n", note)
     engine.ends = True
-    command._stream(session, engine, [40] * 4, greedy)
+    command._stream(session, engine, [40] * 4, greedy, ())
     assert capsys.readouterr() == ("complete\n", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from mindspeed_rl.resharding import transfer_plan as plan_module
@@ -74,11 +75,14 @@ def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, mo
     assert messages.target.tolist() == targets and messages.size.tolist() == sizes
     source = messages.choose_senders()
     assert source.tolist() == naive_senders(senders, sizes)
+    nothing_before, in_turn = np.full(len(source), -1), np.arange(len(source))
     # a room that takes four, and one that holds less than the largest message
     for room, most in ((160, 40), (30, 7)):
-        assert messages.fill_buckets(source, room, most).tolist() == naive_buckets(source.tolist(), targets, sizes, room, most)
+        found = messages.fill_buckets(source, nothing_before, in_turn, room, most)
+        assert found.tolist() == naive_buckets(source.tolist(), targets, sizes, room, most)
 
 
 def test_no_messages_need_nothing() -> None:
     messages = _MessageBuilder(lambda chunk: []).messages(lambda chunk, part: 1)
-    assert messages.choose_senders().tolist() == [] and messages.fill_buckets(messages.chunk, 10, 2).tolist() == []
+    none = messages.chunk
+    assert messages.choose_senders().tolist() == [] and messages.fill_buckets(none, none, none, 10, 2).tolist() == []

@@ -110,8 +110,7 @@ ELSEWHERE: dict[str, str] = {
     "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
     "config/resolve.py": "fault_tolerance threads_per_worker",
     "data/prompts.py": "prompt_type_path",
-    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 freeze_vit "
-    "freeze_aligner",
+    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
@@ -121,7 +120,8 @@ ELSEWHERE: dict[str, str] = {
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
-    "models/plan.py": "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
+    "models/plan.py": "freeze_vit freeze_aligner "
+    "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
     "mtp_num_layers",
     "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
