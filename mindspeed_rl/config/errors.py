@@ -11,6 +11,19 @@ from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.catalogue.guide import NOT_AVAILABLE
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
+_FP8 = (
+    "vLLM's CPU build computes fp8 products on processors with AMX alone, and vllm-ascend on devices after A2 and A3; set "
+    "int8, which both have (vllm-ascend names it ascend), or null for the format of dtype"
+)
+#: key -> value that is not available -> the reason, and what is
+_NOT_AVAILABLE = {
+    **NOT_AVAILABLE,
+    "quantization": {
+        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "mxfp8", "w8a8_mxfp8"), _FP8),
+        "ascend": "it is what vllm-ascend names int8 with; set int8, on the NPU too",
+    },
+}
+
 
 class ConfigError(ValueError):
     """A run file that cannot be used; `errors` holds one sentence for each violation, all of them at once."""
@@ -144,7 +157,7 @@ def unknown_value(path: str, value: object, allowed: Iterable[object]) -> str:
     key, name = path.rpartition(".")[2], str(value).lower()
     texts = {item.lower(): item for item in allowed if isinstance(item, str)}
     likely = VALUES_ELSEWHERE.get(key, {}).get(name) or texts.get(re.sub("[-. ]+", "_", name))
-    missing = NOT_AVAILABLE.get(key, {}).get(name)
+    missing = _NOT_AVAILABLE.get(key, {}).get(name)
     if missing and not likely:
         return f"{path} is {value!r}, which is not available: {missing}"
     elsewhere = "" if likely else _find_algorithm(key, name)

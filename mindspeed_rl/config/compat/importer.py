@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -369,6 +369,24 @@ def set_rollout_format(run: Import, option: str, value: object) -> None:
         run.note(option, "the engine has the format of dtype")
     else:
         run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync")
+
+
+def train_prediction_layers(run: Import, options: Sequence[str], count: int, factor: float, *, detaches: bool) -> None:
+    """Set the training of multi-token-prediction layers, under the first of the options that the command has for it.
+
+    Adapters are read before; a model whose adapters train has no prediction layers that do.
+
+    Args:
+        count: layers.
+        factor: weight of their loss.
+        detaches: their loss trains them alone there.
+    """
+    if run.get("megatron_training.lora_target_modules"):
+        run.refuse(options[0], "prediction layers that train next to adapters")
+    keys = {"mtp_num_layers": count, "mtp_loss_scaling_factor": factor, "mtp_detach_heads": detaches}
+    values = {f"megatron_training.{name}": value for name, value in keys.items()}
+    run.translate(options[0], values, "their loss is a mean over the tokens of an optimizer step")
+    run.translated |= dict.fromkeys(options[1:], f"see {options[0]}")
 
 
 def find_lora_targets(names: Iterable[str]) -> list[str]:

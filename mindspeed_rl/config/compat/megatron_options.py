@@ -86,7 +86,7 @@ _READ_BY_FEATURES_THAT_ARE_OFF = (
     "inference_dynamic_batching_buffer_guaranteed_fraction inference_dynamic_batching_buffer_overflow_factor "
     "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_requests_override "
     "inference_dynamic_batching_max_tokens_override inference_max_requests inference_max_seq_length max_tokens_to_oom "
-    "output_bert_embeddings tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens mtp_loss_scaling_factor "
+    "output_bert_embeddings tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens "
     "lr_wsd_decay_samples decoder_seq_length encoder_seq_length retriever_seq_length bert_embedder_type bert_no_binary_head"
 )
 _OTHER_MODELS = (
@@ -124,7 +124,6 @@ _REFUSED: dict[str, str] = {
     "experts of limited capacity": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
     "jitter at the router": "moe_input_jitter_eps",
     "dense weights as experts": "moe_use_upcycling",
-    "training of multi-token prediction": "mtp_num_layers",
     "stages that count the embedding as a layer": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
     "chunks by their number; write num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank",
 }
@@ -169,6 +168,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         **dict.fromkeys(
             "no_mmap_bin_files num_dataset_builder_threads s3_cache_path".split(), no_effect("rows are memory-mapped")
         ),
+        **dict.fromkeys("mtp_num_layers mtp_loss_scaling_factor".split(), with_others("prediction layers that train")),
         "data_cache_path": no_effect("the order of rows is computed, without index files"),
         "data_path": to(f"{_ACTOR}.data_path"),
         "train_data_path": to(f"{_ACTOR}.data_path"),

@@ -9,7 +9,13 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl.config.compat.aliases import ENGINE_NAMES
-from mindspeed_rl.config.compat.importer import Import, build_rollout_batch, read_count, read_scalar
+from mindspeed_rl.config.compat.importer import (
+    Import,
+    build_rollout_batch,
+    read_count,
+    read_scalar,
+    train_prediction_layers,
+)
 from mindspeed_rl.config.compat.megatron_options import (
     build_megatron_table,
     plan_layout,
@@ -198,7 +204,7 @@ _FASTER = (
     "mla_swap_core_attn_out mla_up_proj_tp_overlap mla_zero_memory model_type_hf moe_adaptive_recompute_activation "
     "moe_adaptive_recompute_activation_scale moe_allgather_overlap_comm moe_bmm_mc2 moe_dynamic_padding "
     "moe_experts_pipeline_degree moe_fb_overlap moe_hierarchical_alltoallv moe_unperm2_mem_optim moe_unperm2_mem_optim_swap "
-    "moe_zerc moe_zero_memory moe_zero_memory_num_layers mtp_after_norm mtp_loss_scale mtp_mem_efficient_logits next_tockens "
+    "moe_zerc moe_zero_memory moe_zero_memory_num_layers mtp_mem_efficient_logits next_tockens "
     "nnodes no_enable_linear_qkv no_use_rts node_rank nproc_per_node nd1_dim1_size nd2_dim1_size num_samples_per_step "
     "o2_gradient o2_optimizer op_cal_tflops optimization_level optimize_send_recv_comm optimize_vpp_send_recv_comm "
     "optimized_mbs_list optimized_mbs_mode output_layer_slice_num padded_base_length param_and_grad_buffer_pad "
@@ -206,7 +212,7 @@ _FASTER = (
     "print_expert_load prof_file profile_data_simplification profile_memory profile_operator "
     "recompute_activation_function_num_layers recompute_in_advance recompute_in_bubble recompute_mla_up_proj "
     "recompute_module_list recompute_mtp_layer recompute_mtp_norm recompute_norm recompute_norm_num_layers recompute_type "
-    "reset_bucket_group_order save_memory_ratio schedules_method share_mtp_embedding_and_output_weight smart_swap sparse_mode "
+    "reset_bucket_group_order save_memory_ratio schedules_method smart_swap sparse_mode "
     "swap_modules swap_optimizer_times target_nnodes tp_2d tp_x tp_y trans_hot_expert_group_num ulysses_degree_in_cp "
     "unaligned_linear use_fused_mlp use_fusion_attn_v2 use_mc2 use_multiparameter_pipeline_model_parallel use_nanopipe "
     "use_nanopipe_swap use_nd_matmul use_pipe_experts use_triton_gdn use_ulysses_allgather_kv virtual_optimizer workers "
@@ -233,7 +239,9 @@ _REFUSED: dict[str, str] = {
     "a router that no supported model has": "fix_router moe_no_drop moe_use_sinkhorn noisy_gate_policy moe_model_type "
     "moe_revert_type_after_topk expert_interval",
     "balancing losses of devices and communication": "moe_comm_aux_loss_coeff moe_device_level_aux_loss_coeff",
-    "training of multi-token prediction": "num_nextn_predict_layers",
+    "prediction layers of release 2.0, which read the states before the last norm; see --mtp-num-layers, --mtp-after-norm": (
+        "num_nextn_predict_layers"
+    ),
     "adapters of another checkpoint in Megatron's format; load takes a PEFT folder, and base_model its base": "lora_load",
     "fully trained modules next to adapters": "lora_modules_to_save",
     "low-rank adapters of a low-rank update": "lu_lora_final_layer_index lu_lora_lr lu_lora_lr_ratio",
@@ -280,6 +288,10 @@ _LLM: dict[str, Option] = {
     **dict.fromkeys(_FASTER.split(), no_effect("it changes speed, memory or recovery, not numbers")),
     **dict.fromkeys(_ELSEWHERE.split(), no_effect("only preprocessing, generation and evaluation read it")),
     **{name: refused(feature) for feature, names in _REFUSED.items() for name in names.split()},
+    **dict.fromkeys(
+        "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
+    ),
+    "mtp_after_norm": with_others("prediction layers that train"),
     "stage": with_others("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
@@ -323,6 +335,8 @@ _LLM: dict[str, Option] = {
 _BATCH = with_others("sizes of the batch, see the plan")
 _DEVICES = with_others("devices of the roles")
 _RLXF: dict[str, Option] = {
+    "mtp_num_layers": refused("prediction layers in ray_gpt.py; set megatron_training.mtp_num_layers"),
+    **dict.fromkeys("mtp_loss_scaling_factor mtp_after_norm".split(), no_effect("only mtp_num_layers reads it")),
     **dict.fromkeys("global_batch_size ppo_mini_batch_size n_samples_per_prompt ppo_epochs rollout_batch_size".split(), _BATCH),
     **dict.fromkeys("num_gpus_for_train num_gpus_for_infer".split(), _DEVICES),
     "inference_tensor_model_parallel_size": to(f"{_ENGINE}.infer_tensor_parallel_size", default=1),
@@ -401,6 +415,20 @@ def _build(run: Import, command: SourceCommand) -> None:
     if command.has("calculate_per_token_loss"):
         run.note("calculate_per_token_loss", "the mean is over all tokens of the batch", changes_nothing=False)
     _set_adapters(run, command)
+    _set_prediction(run, command)
+
+
+def _set_prediction(run: Import, command: SourceCommand) -> None:
+    """Set the prediction layers that train; as published models have them, they read the states behind the last norm."""
+    given = [name for name in ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_after_norm") if command.has(name)]
+    if not command.get("mtp_num_layers"):
+        for name in given:
+            run.note(name, "without mtp_num_layers there are no prediction layers")
+        return
+    if not command.flag("mtp_after_norm"):
+        run.refuse("mtp_num_layers", "prediction layers that read states before the last norm; --mtp-after-norm is available")
+    factor = command.number("mtp_loss_scaling_factor", 0.1)
+    train_prediction_layers(run, given, command.count("mtp_num_layers", 1), factor, detaches=False)
 
 
 def _set_adapters(run: Import, command: SourceCommand) -> None:

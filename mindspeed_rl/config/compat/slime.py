@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import Import, build_rollout_batch, read_scalar
+from mindspeed_rl.config.compat.importer import Import, build_rollout_batch, read_scalar, train_prediction_layers
 from mindspeed_rl.config.compat.megatron_options import (
     build_megatron_table,
     plan_layout,
@@ -218,7 +218,7 @@ _TABLE: dict[str, Option] = {
     "reset_optimizer_states": refused("an optimizer that starts anew with each rollout"),
     "use_stateless_adam": refused("Adam without states"),
     "keep_old_actor": no_effect("log-probs of the old policy are computed before the update"),
-    "enable_mtp_training": refused("training of multi-token prediction"),
+    "enable_mtp_training": with_others("prediction layers that train, with mtp_detach_heads"),
     "use_rollout_entropy": no_effect("the entropy is always logged"),
     "get_mismatch_metrics": no_effect("the mismatch is always logged"),
     **dict.fromkeys("only_train_params_name_list freeze_params_name_list freeze_indexer".split(), refused("frozen weights")),
@@ -337,7 +337,6 @@ _TABLE: dict[str, Option] = {
         "enable_experimental apply_layernorm_1p rotary_interleaved".split(),
         no_effect("config.json of the model has it"),
     ),
-    "mtp_num_layers": no_effect("heads of multi-token prediction are kept, and do not train without enable_mtp_training"),
 }
 
 
@@ -388,6 +387,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     set_rate(run, command, "--", 1 if batch.is_sft else batch.steps)
     set_first_and_last_stage(run, command, "--")
     _set_weights(run, command)
+    _set_prediction(run, command)
     run.set(f"{_ACTOR}.context_parallel_algo", "megatron_cp_algo")
     run.add_default(f"{_ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state")
     run.add_default(f"{_RL}.use_remove_padding", True, "slime packs sequences without padding")
@@ -493,6 +493,20 @@ def _set_weights(run: Import, command: SourceCommand) -> None:
         run.note("--load", note)
     if command.has("save_hf"):
         run.translate("--save_hf", {f"{_ACTOR}.save_hf": True}, "next to each checkpoint")
+
+
+def _set_prediction(run: Import, command: SourceCommand) -> None:
+    """Set the prediction layers that train: slime's patch of Megatron lets their loss reach no other weight."""
+    names = ("enable_mtp_training", "mtp_num_layers", "mtp_loss_scaling_factor")
+    given = [f"--{name}" for name in names if command.has(name)]
+    if not command.flag("enable_mtp_training"):
+        for option in given:
+            run.note(option, "without --enable-mtp-training no prediction layer trains; they are left out")
+    elif command.get("mtp_num_layers") is None:
+        run.refuse("--enable_mtp_training", "it needs --mtp-num-layers, which the file of the model's shapes has: add it")
+    else:
+        factor = command.number("mtp_loss_scaling_factor", 0.2)
+        train_prediction_layers(run, given, command.count("mtp_num_layers", 1), factor, detaches=True)
 
 
 def _set_answers(run: Import, command: SourceCommand) -> None:

@@ -19,6 +19,7 @@ from mindspeed_rl.config.compat.importer import (
     find_lora_targets,
     read_scalar,
     start_from_adapter,
+    train_prediction_layers,
 )
 from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, no_effect, refused
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
@@ -388,6 +389,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     _set_batch(run, command, sizes)
     _set_rate(run, command, sizes)
     _set_adapters(run, command, kind)
+    _set_prediction(run, command, kind)
     if not sizes.is_megatron:
         if command.flag("gradient_checkpointing", default=True):
             for key, value in RECOMPUTE_LAYERS.items():
@@ -671,6 +673,21 @@ def _set_adapters(run: Import, command: SourceCommand, kind: str) -> None:
     run.translate("--tuner_type", values, "the default of swift" if not command.has("tuner_type") else "")
     for name in names:
         run.translated[f"--{name}"] = "see --tuner_type"
+
+
+def _set_prediction(run: Import, command: SourceCommand, kind: str) -> None:
+    given = [f"--{name}" for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if command.has(name)]
+    if not command.get("mtp_num_layers") or kind in ("grpo", "ppo"):
+        reason = "without --mtp_num_layers there are no prediction layers"
+        if command.get("mtp_num_layers"):
+            reason = "in RL ms-swift computes no loss of prediction layers; megatron_training.mtp_num_layers trains them"
+        for option in given:
+            run.note(option, reason)
+    elif kind not in ("sft", "pt"):
+        run.refuse("--mtp_num_layers", "prediction layers next to a preference loss")
+    else:
+        factor = command.number("mtp_loss_scaling_factor", 0.1)
+        train_prediction_layers(run, given, command.count("mtp_num_layers", 1), factor, detaches=False)
 
 
 def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> None:

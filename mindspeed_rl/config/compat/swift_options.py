@@ -411,7 +411,9 @@ _REFUSED: dict[str, Option] = {
     **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
     **_each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
     "apply_wd_to_qk_layernorm": refused("weight decay of layer norms"),
-    **_each("mtp_num_layers mtp_shared_weights", refused("a multi-token prediction loss")),
+    **_each("mtp_num_layers mtp_loss_scaling_factor", with_others("prediction layers that train")),
+    "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
+    "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
     "dsa_indexer_loss_coeff": refused("a loss of DSA's indexer"),
     **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", refused("experts with a capacity")),
     **_each(
@@ -538,8 +540,8 @@ _NONE: dict[str, Option] = {
     ),
     **_each(
         "muon_fp32_matmul_prec sgd_momentum "
-        "lr_wsd_decay_style fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe mtp_loss_scaling_factor "
-        "mtp_decoder_input_detach dsa_indexer_use_sparse_loss",
+        "lr_wsd_decay_style fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe "
+        "dsa_indexer_use_sparse_loss",
         no_effect("it belongs to an optimizer, schedule or format that is refused"),
     ),
     **_each(

@@ -5,9 +5,11 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
@@ -18,6 +20,7 @@ from mindspeed_rl.config.compat.importer import (
     find_lora_targets,
     read_scalar,
     start_from_adapter,
+    train_prediction_layers,
 )
 from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, by, no_effect, refused, to, with_others
 from mindspeed_rl.config.compat.shell_text import Command, list_unknown, request_variables
@@ -558,6 +561,7 @@ def _build(run: Import, command: SourceCommand) -> None:
     supervised = command.program == "sft"
     _set_model(run, command, "model." if supervised else _MODEL, layout)
     _set_layout(run, command, layout)
+    _set_prediction(run, command, "model." if supervised else _MODEL, layout)
     _set_length(run, command, batch)
     optim = "optim." if supervised else f"{_ACTOR}optim."
     _set_rate(run, command, optim, MEGATRON, layout, batch, {"sft": 1e-3, "ppo": 1e-6}[command.program])
@@ -638,6 +642,50 @@ def _set_model(run: Import, command: SourceCommand, prefix: str, layout: _Layout
     targets = _list_files(command.get(f"{prefix}{'lora.' if megatron_lora else ''}target_modules") or "all-linear")
     values = {f"{MEGATRON}.lora_r": rank, f"{MEGATRON}.lora_alpha": int(alpha)}
     _put(run, command, names, {**values, f"{MEGATRON}.lora_target_modules": find_lora_targets(targets)})
+
+
+def _set_prediction(run: Import, command: SourceCommand, prefix: str, layout: _Layout) -> None:
+    """Set the prediction layers that train, which verl's Megatron engine alone has, and drafts of theirs."""
+    names = (
+        ("enable_train", "enable", "detach_encoder", "mtp_loss_scaling_factor"),
+        ("enable_rollout", "method", "num_speculative_tokens", "speculative_num_steps", "speculative_algorithm",
+         "speculative_eagle_topk", "speculative_num_draft_tokens"),
+    )  # fmt: skip
+    training, drafts = ([f"{prefix}mtp.{name}" for name in part if command.has(f"{prefix}mtp.{name}")] for part in names)
+    is_on, scale = command.flag(f"{prefix}mtp.enable"), f"{MEGATRON}.mtp_loss_scaling_factor"
+    if is_on and command.flag(f"{prefix}mtp.enable_train") and layout.engine == "megatron":
+        config, count = Path(command.text(f"{prefix}path")).expanduser() / "config.json", 1  # as published models have it
+        if config.is_file():
+            try:
+                shape = json.loads(config.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError([f"{prefix}path: {config} is no JSON: {error}"]) from error
+            shape |= shape.get("text_config", {})
+            count = shape.get("num_nextn_predict_layers") or shape.get("mtp_num_hidden_layers") or 1
+        written = run.get(scale)  # by override_transformer_config, which goes first there
+        factor = command.number(f"{prefix}mtp.mtp_loss_scaling_factor", 0.1) if written is None else float(str(written))
+        detaches = command.flag(f"{prefix}mtp.detach_encoder")
+        train_prediction_layers(run, training, count, factor, detaches=detaches)
+        head = "reaches the head" if not detaches else "does not reach the head"
+        run.translated[training[0]] += f"; it {head} here, which verl leaves to the release of Megatron"
+    else:
+        reason = "prediction layers train with enable, enable_train and Megatron alone; they are left out"
+        for option in training:
+            run.note(option, reason)
+        run.tree.get(MEGATRON, {}).pop("mtp_loss_scaling_factor", None)
+    if not is_on or not command.flag(f"{prefix}mtp.enable_rollout") or command.program == "sft":
+        for option in drafts:
+            run.note(option, "only drafts in a rollout, with enable and enable_rollout, read it")
+        return
+    method, key = command.text(f"{prefix}mtp.method", "mtp"), f"{GENERATE}.speculative_config"
+    if not method.endswith("mtp"):
+        run.refuse(f"{prefix}mtp.method", f"prediction layers as drafts by the method {method}; mtp is available")
+    is_vllm = command.text(f"{_ROLLOUT}name", "vllm") != "sglang"
+    tokens = ("num_speculative_tokens", 1) if is_vllm else ("speculative_num_steps", 3)
+    written = run.get(key)
+    group = {"method": "mtp", "num_speculative_tokens": command.count(f"{prefix}mtp.{tokens[0]}", tokens[1])}
+    run.translate(drafts[0], {key: group | (dict(written) if isinstance(written, Mapping) else {})})
+    run.translated |= dict.fromkeys(drafts[1:], f"see {drafts[0]}")
 
 
 def _set_layout(run: Import, command: SourceCommand, layout: _Layout) -> None:

@@ -130,6 +130,7 @@ TRANSFORMER: dict[str, Option] = {
         ).split(),
         no_effect("kernels and overlap: results do not depend on it"),
     ),
+    "mtp_num_layers": refused("another number of prediction layers than config.json has", unless=(1,)),
     "freeze_moe_router": refused("routers of experts that do not train"),
 }
 
@@ -289,14 +290,13 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("exclude_modules", refused("projections that adapters leave out")),
     ("lora_adapter_path lora.adapter_path", with_others("the adapter that training continues")),
     ("use_liger use_fused_kernels fused_kernel_options.impl_backend", _HF),
-    ("mtp.enable mtp.enable_train mtp.enable_rollout", refused("multi-token prediction in RL")),
     (
         _put(
-            "detach_encoder method mtp_loss_scaling_factor num_speculative_tokens speculative_algorithm speculative_eagle_topk "
-            "speculative_num_draft_tokens speculative_num_steps",
+            "enable enable_train detach_encoder mtp_loss_scaling_factor enable_rollout method num_speculative_tokens "
+            "speculative_algorithm speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps",
             "mtp.",
         ),
-        _BY_SWITCH,
+        with_others("prediction layers that train, and drafts of theirs"),
     ),
     ("lora.dropout", to(f"{MEGATRON}.lora_dropout")),
     ("lora.type", same("adapters are LoRA's", "lora")),
@@ -362,7 +362,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("over_sample_rate", refused("prompts that are sampled and thrown away")),
     ("quantization", by(set_rollout_format, "quantization, int8 or ascend")),
     ("quantization_config_file", refused("a rollout engine that is quantized from a file")),
-    ("qat mtp", _BY_SWITCH),
+    ("qat", _BY_SWITCH),
+    ("mtp", no_effect("it is that of the model")),
     ("disaggregation.enabled", refused("separate devices for prompts and tokens")),
     (_SPLIT, _BY_SWITCH),
     ("prometheus.enable prometheus.file prometheus.port prometheus.served_model_name", no_effect("see docs/observability.md")),
@@ -600,6 +601,9 @@ def _build_ppo() -> dict[str, Option]:
     )  # fmt: skip
     table |= _under(actor, _ACTOR) | _under(ref, _REF) | _under("critic.", _CRITIC) | _under(rollout, _ROLLOUT)
     table |= _under(f"{model} critic.model.", _MODEL)
+    critic_prediction = no_effect("a critic has no prediction layers that train")
+    table |= {name: critic_prediction for name in table if name.startswith("critic.model.mtp.")}
+    table["critic.model.mtp.enable_train"] = refused("prediction layers of a critic")
     table |= _under("critic.model.", [
         ("tokenizer_path enable_gradient_checkpointing lora_rank lora_alpha target_modules lora.rank lora.alpha "
          "lora.target_modules lora.dropout",
