@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,10 +61,9 @@ def device() -> str:
 
 def _ranks(count: int, arguments: list[str]) -> list[str]:
     """Runs this file once a rank and returns the last line of each; when one fails, the others are ended."""
-    sys.path.insert(0, str(SIMULATOR))
-    from ranks import find_free_port, wait_for_all
-
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(count)}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(Path(folder, f"rank{rank}.txt"), "w+") for rank in range(count)]
         processes = [
@@ -73,8 +74,19 @@ def _ranks(count: int, arguments: list[str]) -> list[str]:
             )
             for rank, output in enumerate(outputs)
         ]
-        if failure := wait_for_all(processes, RANKS_TIMEOUT_S):
-            raise SystemExit(failure)
+        deadline = time.monotonic() + RANKS_TIMEOUT_S
+        codes = [process.poll() for process in processes]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+            process.wait()
+        if any(codes):
+            raise SystemExit(", ".join(f"rank {rank} ended with code {code}" for rank, code in enumerate(codes) if code))
+        if None in codes:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            raise SystemExit(f"ranks {running} still ran after {RANKS_TIMEOUT_S:.0f} s")
         return [Path(output.name).read_text().strip().splitlines()[-1] for output in outputs]
 
 
@@ -114,11 +126,12 @@ def hccl_rank() -> str:
 
 def engine(tensor_parallel: int, plain: bool, platform_name: str) -> str:
     """Three optimizer steps of the test model against the CPU's numbers."""
-    sys.path.insert(0, str(SIMULATOR))
+    places = [str(SIMULATOR), str(ROOT / "tests"), str(ROOT)]
+    sys.path[:0] = places
     from ranks import run_ranks
 
     want = json.loads(CPU_STEPS.read_text())
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(SIMULATOR), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
     layout = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": True} if tensor_parallel > 1 else {}
     mode = "mindspeed" if platform_name == "npu" else platform_name
     settings = {"mode": mode, "steps": len(want), "layout": layout, "fused_attention": not plain}

@@ -80,7 +80,7 @@ class Sizes:
 
     @property
     def can_divide(self) -> bool:
-        """True where every layout and every size is at least 1 and none is beyond all ranges, so that all numbers below exist."""
+        """True where layouts and sizes are at least 1 and not beyond all ranges, so that all numbers below exist."""
         counts = [self.global_batch_size, self.micro_batch_size, self.mini_batch_size, self.group_size, self.num_nodes]
         optional = (self.steps_per_generation, self.generation_batch_size, self.train_prompts)
         counts += [value for value in optional if value is not None]

@@ -412,6 +412,9 @@ def build_gpt_model(
     scaling = model_config.rope_scaling
     yarn = scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention
     reward = model_config.head == "reward"
+    rotation = "yarn" if yarn else "rope" if model_config.vision is None else "mrope"
+    if hasattr(config, "position_embedding_type"):  # MindSpeed's configs have it, and Megatron then ignores its own argument
+        config.position_embedding_type = rotation
     model = (reward_class if reward else lm_class)(
         config,
         cast(ModuleSpec, spec),  # Megatron accepts the specs of a block too, undeclared
@@ -422,7 +425,7 @@ def build_gpt_model(
         parallel_output=parallel_output,
         # a score head has no rows in common with the vocabulary
         share_embeddings_and_output_weights=not (model_config.untie_embeddings_and_output_weights or reward),
-        position_embedding_type="yarn" if yarn else "rope" if model_config.vision is None else "mrope",
+        position_embedding_type=rotation,
         # images are put into full embeddings, which are scattered after that
         scatter_embedding_sequence_parallel=model_config.vision is None,
         rotary_percent=model_config.rotary_percent,

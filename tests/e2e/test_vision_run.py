@@ -59,7 +59,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(*words: str, folder: Path) -> str:
     """The output of a command that ends well."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    places = (str(ROOT), str(folder), os.environ.get("PYTHONPATH"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed_rl.cli.main", *words], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=900,

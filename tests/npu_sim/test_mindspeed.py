@@ -36,9 +36,10 @@ def one_process() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_one_process_in_fp32_equals_the_cpu() -> None:
-    on_cpu = run_ranks("engine", 1, {"mode": "cpu", "steps": STEPS})
-    on_npu = run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS})
+@pytest.mark.parametrize("model", ["qwen2", "qwen2_yarn"])
+def test_one_process_in_fp32_equals_the_cpu(model: str) -> None:
+    on_cpu = run_ranks("engine", 1, {"mode": "cpu", "steps": STEPS, "model": model})
+    on_npu = run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "model": model})
     assert losses(on_npu) == [pytest.approx(step, rel=2e-5) for step in losses(on_cpu)]
 
 

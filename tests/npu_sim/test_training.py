@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from grpo_command import Command, finished
+from scripts import load_script
 
 SOURCE = os.environ.get("MINDSPEED_SRC")
 pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
@@ -131,3 +132,22 @@ def test_a_run_goes_on_from_its_checkpoint(task: Path, tmp_path: Path) -> None:
     longer = ("megatron_training.train_iters=2", f"run_dir={tmp_path / 'again'}")
     second = finished(task, tmp_path, *changes, *longer, timeout_s=LIMIT_S)
     assert "resumes after iteration 1" in second.output
+
+
+@pytest.mark.slow
+def test_grpo_with_images_runs_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import test_vision_run as cpu
+
+    monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
+    example = load_script("examples/vision/make_task.py")
+    example.NUM_SFT, example.NUM_TRAIN, example.NUM_HELD_OUT = 8, 16, 8
+    example.main(tmp_path)
+    (tmp_path / "looks.py").write_text(cpu.REWARD)
+    keys = [key for key in COMMON if not key.startswith(("megatron_training.save_interval", "generate_config.kv"))]
+    keys += ["generate_config.kv_cache_memory_gib=null", "actor_config.load=model"]
+    keys += ["actor_config.save=null", "actor_config.save_hf=false"]
+    keys += ["rl_config.verifier_function=[looks:starts_even]", "megatron_training.train_iters=2"]
+    cpu.command("train", *cpu.GRPO, *keys, folder=tmp_path)
+    records = cpu.metrics(tmp_path / "grpo_run")
+    assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < BF16 for record in records)
+    assert all(record["actor/grad_norm"] > 0 for record in records)

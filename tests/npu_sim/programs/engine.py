@@ -20,6 +20,8 @@ QWEN2 = {
     "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": False, "hidden_act": "silu",
     "use_sliding_window": False,
 }  # fmt: skip
+#: rows of a few tokens lie behind the 8 for which the angles were trained
+QWEN2_YARN = QWEN2 | {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}}
 QWEN3_MOE = QWEN2 | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -42,6 +44,7 @@ DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 DEEPSEEK3_DENSE = DEEPSEEK3_LATENT | {"first_k_dense_replace": 2}
 MODELS = {
     "qwen2": QWEN2,
+    "qwen2_yarn": QWEN2_YARN,
     "qwen3_moe": QWEN3_MOE,
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
