@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import rollout_jobs as jobs
 import tiny_families
+from megatron_release import GROUPED_EXPERTS
 from ranks import Ranks
+from slow_layouts import EP, SP
 from training_jobs import Setting
 
 KIND = "rollout"
@@ -26,3 +28,26 @@ def test_the_engine_has_the_trained_weights_and_the_trainer_s_log_probs(
     assert len(report["proven"]) == 3 and min(report["proven"]) > 10
     assert max(report["differences"]) < 1e-4
     assert report["grad_norm"][0] > 0 and report["tokens"][0] != report["tokens"][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, id=f"{layout}-{name}")
+        for layout, names in (("TP2", tiny_families.FAMILIES), ("EP2", tiny_families.EXPERTS))
+        for name in names
+    ],
+)
+def test_engines_over_two_ranks_have_the_weights_and_the_trainer_s_log_probs(tmp_path: Path, layout: str, name: str) -> None:
+    training = SP if layout == "TP2" else EP | {"moe_grouped_gemm": GROUPED_EXPERTS and name != "gpt_oss"}
+    setting = Setting(str(tiny_families.save(name, tmp_path)), training | tiny_families.KEYS.get(name, {}))
+    engine = {"infer_tp": 2} if layout == "TP2" else {"infer_tp": 1, "sharing": 2}
+    group = Ranks(2, "rollout")
+    try:
+        for report in group.run(jobs.learn, setting=setting, timeout_s=400, **engine):
+            assert len(report["proven"]) == 3 and min(report["proven"]) > 10
+            assert max(report["differences"]) < 1e-4
+            assert report["grad_norm"][0] > 0 and report["tokens"][0] != report["tokens"][2]
+    finally:
+        group.close()
