@@ -41,12 +41,13 @@ _ERNIE = {
 }
 _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**_SIZES, **_GLM, attention_bias=True, use_qk_norm=True),
-    # vLLM asks for the last two, which published config.json files have
+    # vLLM asks for the last three, which published config.json files have
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
         **_SIZES | _MINIMAX,
         rope_parameters=_default_rope(5e6, partial_rotary_factor=0.5),
         rotary_dim=16,
         scoring_func="sigmoid",
+        use_routing_bias=True,
     ),
     "seed_oss": lambda: transformers.SeedOssConfig(**_SIZES),
     "phi3": lambda: transformers.Phi3Config(**_SIZES),
