@@ -414,7 +414,7 @@ def build_gpt_model(
     reward = model_config.head == "reward"
     rotation = "yarn" if yarn else "rope" if model_config.vision is None else "mrope"
     if hasattr(config, "position_embedding_type"):  # MindSpeed's configs have it, and Megatron then ignores its own argument
-        config.position_embedding_type = rotation
+        setattr(config, "position_embedding_type", rotation)  # noqa: B010  (undeclared)
     model = (reward_class if reward else lm_class)(
         config,
         cast(ModuleSpec, spec),  # Megatron accepts the specs of a block too, undeclared
