@@ -98,13 +98,10 @@ def timed(work: Callable[[], object]) -> Cost:
 
 def measured(rank: int, processes: int, port: int, millions: int, layout: int, bucket_mb: int, results: Any) -> None:
     """One process's part of a measurement."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    join_gloo(rank, processes, port)
     import torch
-    import torch.distributed as dist
     from push_jobs import Case, Side, weights_of
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     _, train, infer_tp = LAYOUTS[processes][layout]
     case = Case(config_of(millions), train, infer_tp, bucket_bytes=bucket_mb << 20, dtype=torch.bfloat16)
     side = Side(case)
@@ -119,9 +116,26 @@ def measured(rank: int, processes: int, port: int, millions: int, layout: int, b
     received = side.push.received_bytes
     whole = sum(torch.Size(shape).numel() * 2 for shape in side.trained.shapes.values())
     row = {"push": push, "proof": proof, "gather": gather, "received": received, "bound": bound(side, rank), "whole": whole}
-    everyone: list[Any] = [None] * processes
+    report(row, results)
+
+
+def join_gloo(rank: int, processes: int, port: int) -> None:
+    """Make this process a rank of a measurement, on one thread."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+
+def report(row: Any, results: Any) -> None:
+    """Hand the rows of all ranks over, from the first one, and leave the measurement."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, row)
-    if rank == 0:
+    if dist.get_rank() == 0:
         results.put(everyone)
     dist.barrier()
     dist.destroy_process_group()
@@ -203,15 +217,12 @@ def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
 
 def served(rank: int, processes: int, port: int, millions: int, bucket_mb: int, results: Any) -> None:
     """One process's part of a push from one trainer to engines on other ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    join_gloo(rank, processes, port)
     import torch
-    import torch.distributed as dist
     from push_jobs import Case, Side, weights_of
 
     from mindspeed_rl.resharding.push import WeightPush
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     case = Case(config_of(millions), {}, 1, bucket_bytes=bucket_mb << 20, dtype=torch.bfloat16, train_ranks=1)
     side = Side(case)
     if rank == 0:
@@ -223,12 +234,7 @@ def served(rank: int, processes: int, port: int, millions: int, bucket_mb: int, 
         push.prove(side.engine)
         cost = timed(partial(push.write, side.engine))
         row[name] = cost.seconds, push.plan.moves.bytes_by_rank("source"), push.received_bytes, push.plan.num_buckets
-    everyone: list[Any] = [None] * processes
-    dist.all_gather_object(everyone, row)
-    if rank == 0:
-        results.put(everyone)
-    dist.barrier()
-    dist.destroy_process_group()
+    report(row, results)
 
 
 def servers(millions: int, bucket_mb: int) -> None:
@@ -246,7 +252,7 @@ def servers(millions: int, bucket_mb: int) -> None:
 
 
 def run_together(context: Any, work: Callable[..., None], count: int, arguments: tuple[Any, ...]) -> list[Any]:
-    """What so many processes of a measurement report."""
+    """Run a measurement in processes of its own and return the row of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -134,7 +134,7 @@ _EXACT_KERNELS: dict[tuple[str, str], str] = {
 def _find_module(function: str) -> ModuleType | None:
     """Return the current platform's module for a function, None where it has none."""
     key = platform.current().name, function
-    name = (_KERNELS | _EXACT_KERNELS if _exact else _KERNELS).get(key)
+    name = (_exact and _EXACT_KERNELS.get(key)) or _KERNELS.get(key)
     return None if name is None else importlib.import_module(name)
 
 

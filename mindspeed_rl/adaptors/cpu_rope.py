@@ -11,6 +11,7 @@ that needs no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +44,25 @@ def _rotate(heads: Tensor, cos: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
-def adapt(module: Any) -> None:
-    """Patch Megatron's `rope_utils`."""
+def _make_tables(freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (freqs.cos() * mscale).to(dtype), (freqs.sin() * mscale).to(dtype)
+
+
+def adapt(
+    module: Any,
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotation.apply,
+    make_tables: Callable[[Tensor, float, torch.dtype], tuple[Tensor, Tensor]] = _make_tables,
+    *,
+    scales: bool = True,
+) -> None:
+    """Patch Megatron's `rope_utils`; what the patch does not turn goes to the function that was there.
+
+    Args:
+        module: `rope_utils`.
+        turn: (heads [..., d], cosines, sines) -> heads.
+        make_tables: (angles [..., d], their factor, type of the heads) -> cosines and sines, kept while angles stay the same.
+        scales: tables take a factor other than 1.
+    """
     original = module._apply_rotary_pos_emb_bshd
     last: tuple[Tensor, float, torch.dtype, Tensor, Tensor] | None = None
 
@@ -58,13 +76,12 @@ def adapt(module: Any) -> None:
     ) -> Tensor:
         # megatron-core 0.19 has another name for the same
         latent = multi_latent_attention or mla_rotary_interleaved
-        if rotary_interleaved or latent or freqs.size(-1) != t.size(-1):
+        if rotary_interleaved or latent or freqs.size(-1) != t.size(-1) or not scales and mscale != 1.0:
             return original(t, freqs, rotary_interleaved, latent, mscale)
         nonlocal last
         # the angles stay in memory here, so no other tensor can have their identity
         if last is None or last[0] is not freqs or last[1:3] != (mscale, t.dtype):
-            cos, sin = ((function(freqs) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
-            last = freqs, mscale, t.dtype, cos, sin
-        return _Rotation.apply(t, *last[3:])
+            last = freqs, mscale, t.dtype, *make_tables(freqs, mscale, t.dtype)
+        return turn(t, *last[3:])
 
     module._apply_rotary_pos_emb_bshd = apply_bshd

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.adaptors import exact_kernels
+from mindspeed_rl.adaptors import cpu_rope, exact_kernels
 
 #: fields of Megatron's TransformerConfig
 TRANSFORMER_SETTINGS = {"activation_func": exact_kernels.silu}
@@ -38,6 +38,11 @@ class _ExactTorch(types.ModuleType):
         return getattr(self._original, name)
 
 
+def _make_tables(freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = freqs[..., : freqs.size(-1) // 2].float()
+    return half.cos(), half.sin()
+
+
 def apply() -> None:
     """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
 
@@ -51,25 +56,6 @@ def apply() -> None:
     layers: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.layers")
     layers.torch = _ExactTorch(layers.torch)
     rotary: Any = importlib.import_module(f"{_PREFIX}.models.common.embeddings.rope_utils")
-    original, last = rotary._apply_rotary_pos_emb_bshd, (torch.empty(0),) * 3
-
-    def apply_bshd(
-        t: Tensor,
-        freqs: Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
-        mscale: float = 1.0,
-        mla_rotary_interleaved: bool = False,
-    ) -> Tensor:
-        latent = multi_latent_attention or mla_rotary_interleaved
-        if rotary_interleaved or latent or mscale != 1.0 or freqs.size(-1) != t.size(-1):
-            return original(t, freqs, rotary_interleaved, latent, mscale)  # of a model that plays no part in the rollout
-        nonlocal last
-        # the angles stay in memory here, so no other tensor can have their identity
-        if last[0] is not freqs:
-            half = freqs[..., : freqs.size(-1) // 2].float()
-            last = freqs, half.cos(), half.sin()
-        return exact_kernels.rotate(t, *last[1:])
-
-    rotary._apply_rotary_pos_emb_bshd = apply_bshd
+    # another factor is of a model that plays no part in the rollout
+    cpu_rope.adapt(rotary, exact_kernels.rotate, _make_tables, scales=False)
     _applied = True

@@ -175,8 +175,8 @@ class StreamingSource:
         running = [group for index, group in sorted(self._groups.items()) if index not in self._ready]
         oldest = ""
         if running:
-            first, needed = running[0], running[0].needed or len(running[0].samples)
-            oldest = f"; prompt {first.index} lacks {first.num_missing} of {needed} responses"
+            first = running[0]
+            oldest = f"; prompt {first.index} lacks {first.num_missing} of {first.num_trained} responses"
         return (
             f"{purpose} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){detail}: {len(self._ready)} are ready, "
             f"{len(running)} are being generated or scored{oldest}."

@@ -43,10 +43,15 @@ class PromptGroup:
     needed: int | None = None
 
     @property
+    def num_trained(self) -> int:
+        """Samples that train."""
+        return len(self.samples) if self.needed is None else self.needed
+
+    @property
     def num_missing(self) -> int:
         """Samples that have to end before the group is complete."""
         ended = sum(sample is not None and sample.finish != "aborted" for sample in self.samples)
-        return max(0, (len(self.samples) if self.needed is None else self.needed) - ended)
+        return max(0, self.num_trained - ended)
 
     @property
     def is_complete(self) -> bool:

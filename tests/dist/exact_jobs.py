@@ -12,6 +12,7 @@ from rollout_jobs import Pair, _shared_number  # applies the adaptors
 from training_jobs import KEYS, weighted_loss
 
 # isort: split
+import tiny_hf
 import torch
 import torch.distributed as dist
 import transformers
@@ -49,12 +50,7 @@ def save(name: str, folder: Path, **sizes: object) -> Path:
     torch.manual_seed(7)
     config = type(MODELS[name]).from_dict(MODELS[name].to_dict() | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(2.0)
+    tiny_hf.spread(model, 2.0)
     model.save_pretrained(folder)
     return folder
 

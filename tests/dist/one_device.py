@@ -1,4 +1,4 @@
-"""What one process computes on one kind of device: python tests/dist/one_device.py PLATFORM MODELS FILE
+"""Write what one process computes on one kind of device: python tests/dist/one_device.py PLATFORM MODELS FILE
 
 Runs jobs of the other tests of this folder for the models that `save_models` put into the folder MODELS and writes their
 figures to FILE, with the reason instead of figures where a job raised. test_one_gpu.py compares what two kinds of devices

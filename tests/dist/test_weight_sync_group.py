@@ -81,16 +81,14 @@ def together(work: Callable[[int, WeightSyncGroup], Any], size: int = TRAINERS +
         return list(threads.map(member, range(size)))
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) -> None:
-    case = Case(MOE, {"ep": 2}, 1, train_ranks=TRAINERS)
-    sides = [trainer(case, rank) for rank in range(TRAINERS)]
-    engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(SERVERS)]
-    size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
-    frozen = "mlp.experts.1."
-    frozen_size = sum(4 * torch.Size(shape).numel() for name, shape in sides[0].trained.shapes.items() if frozen in name)
+def three_updates(sides: list[Any], engines: list[Engine], frozen: str, delta: bool) -> list[list[tuple[int, int, list[str]]]]:
+    """Push three updates of the trainers to the engines, proven; return what each member received, sent, and has otherwise.
 
-    def work(rank: int, group: WeightSyncGroup) -> Any:
+    Args:
+        frozen: a part of the names of the tensors that do not change.
+    """
+
+    def work(rank: int, group: WeightSyncGroup) -> list[tuple[int, int, list[str]]]:
         if rank < TRAINERS:
             push = group.build_trainer_push(sides[rank].trained, delta=delta)
         else:
@@ -102,14 +100,25 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
                 sides[rank].train(tensors)
             model = None if rank < TRAINERS else engines[rank - TRAINERS].model
             push.write(model)
-            proof = push.compare(model)
-            assert proof.differing == {}
+            assert push.compare(model).differing == {}
             sent = push.plan.moves.bytes_by_rank("source").get(rank, 0)
             differs = [] if rank < TRAINERS else engines[rank - TRAINERS].differs(tensors)
             said.append((push.received_bytes, sent, differs))
         return said
 
-    found = together(work)
+    return together(work, TRAINERS + len(engines))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) -> None:
+    case = Case(MOE, {"ep": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(SERVERS)]
+    size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
+    frozen = "mlp.experts.1."
+    frozen_size = sum(4 * torch.Size(shape).numel() for name, shape in sides[0].trained.shapes.items() if frozen in name)
+
+    found = three_updates(sides, engines, frozen, delta)
     for said in found[:TRAINERS]:  # both send about half of what two engines need
         assert all(received == 0 and abs(sent - size) < size // 8 for received, sent, _ in said)
     for said in found[TRAINERS:]:
@@ -128,27 +137,10 @@ def test_many_engines_hold_what_was_trained_and_pass_it_on_to_each_other(delta: 
     size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
     frozen = "mlp.experts.1."
 
-    def work(rank: int, group: WeightSyncGroup) -> Any:
-        if rank < TRAINERS:
-            push = group.build_trainer_push(sides[rank].trained, delta=delta)
-        else:
-            push = group.build_engine_push(engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
-        differing = []
-        for update in range(3):
-            tensors = weights_of(sides[0].ops, update, torch.float32, frozen)
-            if rank < TRAINERS:
-                sides[rank].train(tensors)
-            model = None if rank < TRAINERS else engines[rank - TRAINERS].model
-            push.write(model)
-            assert push.compare(model).differing == {}
-            if rank >= TRAINERS:
-                differing.append(engines[rank - TRAINERS].differs(tensors))
-        return differing, push.plan.moves.bytes_by_rank("source").get(rank, 0)
-
-    found = together(work, TRAINERS + servers)
-    assert all(differing == [[]] * 3 for differing, _ in found[TRAINERS:])
+    found = three_updates(sides, engines, frozen, delta)
+    assert all([differs for _, _, differs in said] == [[]] * 3 for said in found[TRAINERS:])
     # without relays each trainer would send half of what five engines need
-    assert all(0 < sent < 1.2 * size for _, sent in found)
+    assert all(0 < sent < 1.2 * size for said in found for _, sent, _ in said)
 
 
 def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:

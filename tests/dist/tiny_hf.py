@@ -107,16 +107,21 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
 }
 
 
-def build(name: str) -> transformers.PreTrainedModel:
-    """The model with the same random weights each time."""
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+def spread(model: torch.nn.Module, factor: float) -> None:
+    """Takes weights far from uniform, in place: wrong attention or wrong experts must show."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
-                parameter.mul_(3.0)  # far from uniform: wrong attention or wrong experts must show
+                parameter.mul_(factor)
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    """The model with the same random weights each time."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    spread(model, 3.0)
     return model
 
 

@@ -45,7 +45,7 @@ _PREFIXES = {"numbered": "model.layers.{layer}.", "apart": "mtp.layers.{index}."
 
 
 class _Parts(nn.Module):
-    """What a prediction layer has around its decoder layer."""
+    """The norms and the projection of a prediction layer around its decoder layer."""
 
     def __init__(self, norm: nn.Module, hidden: int, eps: float) -> None:
         super().__init__()
@@ -74,12 +74,7 @@ class Predicting:
         values.pop("layer_types", None)  # of another number of layers
         config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **plain)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-                else:
-                    parameter.mul_(2.0)
+        tiny_hf.spread(model, 2.0)
         hidden, eps, inner = config.hidden_size, config.rms_norm_eps, model.model
         parts = nn.ModuleList(_Parts(inner.norm, hidden, eps) for _ in range(config.num_hidden_layers - num_layers))
         return cls(family, model, parts, num_layers)

@@ -196,7 +196,7 @@ def test_a_group_ends_when_enough_of_its_samples_have_and_the_others_are_aborted
 
 
 def trained(group: PromptGroup, sample: int) -> bool:
-    """Whether a response of the group has the tokens of this sample's seed."""
+    """Return True where a response of the group has the tokens of this sample's seed."""
     expected = [
         [token(group.index * 100 + sample, place, version) for place, version in enumerate(one.versions)]
         for one in group.trajectories
