@@ -25,7 +25,7 @@ from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
-from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
+from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point, loads_its_save
 
@@ -36,6 +36,11 @@ _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3")
+#: device kind and model -> what vLLM does with it there; tests/dist/test_family_rollout.py expects the failure
+_NO_ROLLOUT = {
+    ("cpu", "minimax_m2"): "vLLM's kernel of experts takes sigmoid scores with groups of experts alone",
+    ("cpu", "ernie4_5_moe"): "vLLM's log-probs are 0.2 from the trainer's",
+}
 
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
@@ -102,6 +107,18 @@ def _check_exact(name: str, model_config: ModelConfig) -> None:
     ):
         if is_on:
             raise ValueError(f"rl_config.exact_log_probs (true) is not available with {reason}; set it to false")
+
+
+def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
+    """Raise ValueError for a policy that the rollout engine of this device kind does not compute, or not in this format."""
+    name = plan.architecture.name
+    if reason := _NO_ROLLOUT.get((platform, name)):
+        raise ValueError(f"actor_config: no rollout of this model ({name}) on {platform}: {reason}; supervised stages train it")
+    if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
+        raise ValueError(
+            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "
+            "alone; set bfloat16"
+        )
 
 
 def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, Any]:
@@ -262,6 +279,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
             models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
     else:
         assert run.objective is not None
+        _check_rollout(run.platform, models["actor"].plan, run.generate.dtype)
         if run.objective.needs_reference and not run.rl.share_backbone:
             config, reference, iteration = rl_reference(run, source, resumes_after)
             models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)

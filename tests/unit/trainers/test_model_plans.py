@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,10 @@ from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models, with_model_configs
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+import tiny_models
 
 BY_NAME = {path.stem: path for path in SHIPPED}
 
@@ -72,6 +78,30 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
 def test_every_shipped_block_with_a_published_model_is_covered() -> None:
     assert {load(path).actor_config.model for path in SHIPPED if load(path) is not None} <= set(FITTING)
     assert {model for models in FITTING.values() for model in models} <= set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "said"),
+    [
+        ("minimax-m2", "bfloat16", "no rollout of this model (minimax_m2) on cpu"),
+        ("ernie4.5-moe", "bfloat16", "vLLM's log-probs are 0.2 from the trainer's"),
+        ("qwen3.5", "float32", "generate_config.dtype: float32 is not available for gated delta nets on cpu"),
+        ("qwen3.5", "bfloat16", ""),
+    ],
+)
+def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_starts(
+    tmp_path: Path, model: str, dtype: str, said: str
+) -> None:
+    keys = ["model.tiny_qwen25.num_layers=null", f"generate_config.dtype={dtype}", "rl_config.log_probs_diff_limit=null"]
+    keys += [f"megatron_training.bf16={str(dtype == 'bfloat16').lower()}"]
+    cfg = load_run_config("grpo_tiny_cpu", None, keys)
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model(model))
+    run = resolve(with_model_configs(with_model(cfg, tmp_path, config)), platform="cpu")
+    if said:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            plan_models(run)
+    else:
+        assert plan_models(run)[0].models["actor"].plan.model_config.linear_attention is not None
 
 
 def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:
