@@ -194,7 +194,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
-    judge = {} if run.cfg.placement.layouts.get("judge", run.sizes.actor).dedicated else _judge_bytes(run)
+    judge = {} if run.cfg.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
     # its processes are there in all phases, and without a sleep mode the engines too
     resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
@@ -232,7 +232,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     return phases
 
 
-def _judge_bytes(run: RunShape) -> dict[str, int]:
+def count_judge_bytes(run: RunShape) -> dict[str, int]:
     """Return the bytes of the engine of a judge that the run serves on each of its devices; none without one."""
     rl, device = run.cfg.rl_config, run.device
     if rl is None or rl.served_judge is None or "judge" not in run.cfg.placement.layouts:
@@ -266,7 +266,7 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
         generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
         push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
-    if (judges := run.cfg.placement.dedicated.get("judge")) and (judge := _judge_bytes(run)):
+    if (judges := run.cfg.placement.dedicated.get("judge")) and (judge := count_judge_bytes(run)):
         phase = _make_phase(Phases.JUDGE.memory, fixed, judge)
         groups.append(DeviceGroup("judge", f"{judges} of their own", judges, (phase,)))
     # all teachers share the devices of the first

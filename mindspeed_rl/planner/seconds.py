@@ -7,23 +7,28 @@
 - A weight sync moves a rank's part of the engine's weights (or the adapters), offloading moves the configured state both ways.
 - A vision tower computes the images of each prompt once a micro-batch, on every tensor rank of the first stage and before the
   others start; a frozen one once for log-probs and update together. The engine computes them once a prompt.
+- A judge that the run serves reads prompt and response and writes half of its longest reply, as an engine of its own does; all
+  its weights are read and computed in each step, whatever its architecture, and its prompt template counts nothing.
 - A model on dedicated devices (reference, critic, reward model) makes its passes there, one after the other.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.costs import ModelFlops, TowerCosts
+from mindspeed_rl.models.costs import ModelFlops, TowerCosts, read_kv_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
 from mindspeed_rl.planner.engine import plan_engine
+from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters
@@ -131,7 +136,7 @@ def plan_time(
         devices=cfg.placement.num_devices,
         efficiency=efficiency,
         lengths=assumed.lengths,
-        notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_omissions(cfg)),
+        notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_judge_notes(run), *_list_omissions(cfg)),
         overlaps=cfg.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
     )
 
@@ -139,6 +144,16 @@ def plan_time(
 def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
     if tokens := run.count_image_tokens(run.actor, samples.prompt):
         yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
+
+
+def _list_judge_notes(run: RunShape) -> Iterator[str]:
+    rl = run.cfg.rl_config
+    if rl is None or rl.served_judge is None:
+        return
+    if count_judge_bytes(run):
+        yield f"a judge's replies of {rl.judge_max_tokens / 2:g} tokens in the mean, half of judge_max_tokens"
+    else:
+        yield f"no seconds of the judge: {rl.served_judge} is not on this machine"
 
 
 def _list_omissions(cfg: RunConfig) -> Iterator[str]:
@@ -173,6 +188,8 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     )
     if reward is not None:
         parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
+    if judge := _plan_judge(run, efficiency, samples):
+        parts[Phases.JUDGE.timer] = judge
     if objective.needs_reference:
         parts[Phases.REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
         parts[Phases.REFERENCE_LOG_PROBS.timer] |= (reference or actor).tower_seconds(sizes.rollout_samples)
@@ -360,10 +377,25 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
         computed = active * flops.per_token / tensor / run.device.flops
         return max(moved / (run.device.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
 
-    # responses beyond the slots wait until a slot is free
+    full, busy, tail = _decode(count, slots, lengths, prompt, lengths.max_of(run.sizes.rollout_samples), step)
+    return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": samples.tool_seconds}
+
+
+def _decode(
+    count: float, slots: float, lengths: Lengths, prompt: float, longest: float, step: Callable[[float, float], float]
+) -> tuple[float, float, float]:
+    """Return the seconds in which an engine generates with all slots, with many and with few of them.
+
+    Args:
+        count: responses.
+        slots: that are generated at once; the others wait until one is free.
+        prompt: tokens before a response.
+        longest: length of the last response.
+        step: (active responses, tokens before the next one) -> seconds.
+    """
     full = max(0.0, count - slots) * lengths.mean / slots * step(slots, prompt + lengths.mean / 2)
     busy = tail = 0.0
-    width = lengths.max_of(run.sizes.rollout_samples) / _POINTS
+    width = longest / _POINTS
     for point in range(_POINTS):
         at = (point + 0.5) * width
         active = max(slots * lengths.above(at), 1.0)
@@ -372,7 +404,33 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
             busy += seconds
         else:
             tail += seconds
-    return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": samples.tool_seconds}
+    return full, busy, tail
+
+
+def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
+    """Return the seconds of the replies of a judge that the run serves; none without one, or where its folder is elsewhere."""
+    rl, device, owned = run.cfg.rl_config, run.device, count_judge_bytes(run)
+    if rl is None or rl.served_judge is None or not owned:
+        return {}
+    folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers, tensor = int((stored | stored.get("text_config", {}))["num_hidden_layers"]), keys.infer_tensor_parallel_size
+    weights, token_bytes = owned["judge weights"], read_kv_bytes(folder, keys.cache_itemsize) / tensor
+    flops = 2.0 * weights / (2 if keys.dtype == "bfloat16" else 4)  # of a rank: a product and a sum for each weight
+    host = layers * (efficiency.layer_s if keys.enforce_eager else efficiency.graph_layer_s)
+    replies, read = Lengths(rl.judge_max_tokens / 2, rl.judge_max_tokens), samples.tokens
+    count = max(1.0, run.sizes.rollout_samples * tensor / run.cfg.placement.layouts["judge"].num_npus)
+    room = owned["judge KV cache"] / max(1.0, token_bytes * (read + replies.mean))
+    slots = max(1.0, min(float(keys.max_num_seqs), room, count))
+
+    def step(active: float, context: float) -> float:
+        moved = weights + active * context * token_bytes
+        computed = active * flops / device.flops
+        return max(moved / (device.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
+
+    full, busy, tail = _decode(count, slots, replies, read, replies.max_of(run.sizes.rollout_samples), step)
+    prefill = count * read * flops / (device.flops * efficiency.prefill)
+    return {"prefill": prefill, "decoding": full + busy, "long tail": tail}
 
 
 def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:

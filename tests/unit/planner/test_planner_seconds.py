@@ -291,3 +291,25 @@ def test_a_run_that_cannot_be_planned_runs_and_its_report_says_why() -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), unknown))
     run = resolve(cfg, platform="cpu")
     assert "num_layers" in predict(run).compare(History())["missing"]
+
+
+def test_a_served_judge_reads_prompt_and_response_and_writes_its_reply(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 2, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "model.safetensors").write_bytes(bytes(4 * 250_000))
+    tree = compose(*locate("grpo_tiny_cpu", None), [])
+
+    def plan(**rl: object) -> dict[str, float]:
+        changes = {f"rl_config.{name}": value for name, value in {"judge_model": str(tmp_path), **rl}.items()}
+        cfg = build_run_config(apply_values(tree, changes | {"generate_config.dtype": "float32"}))
+        return plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(4.0, 6.0)).parts["judge"]
+
+    # 64 prompts of 8 samples on two engines, a product and a sum for each of 250,000 weights and 10 tokens
+    cpu, efficiency = DEVICES["cpu"], EFFICIENCIES["cpu"]
+    assert plan()["prefill"] == pytest.approx(256 * 10 * 2 * 250_000 / (cpu.flops * efficiency.prefill))
+    # with one engine of two devices all replies are on it, and each device computes half of them
+    assert plan(judge_tensor_parallel_size=2)["prefill"] == pytest.approx(plan()["prefill"])
+    one, two = (sum(plan(judge_resource={"num_npus": count}).values()) for count in (1, 2))
+    assert one > two
+    short, long = plan(judge_max_tokens=64), plan(judge_max_tokens=512)
+    assert short["prefill"] == long["prefill"] and long["decoding"] > 4 * short["decoding"]
