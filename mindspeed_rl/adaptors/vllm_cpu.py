@@ -207,6 +207,8 @@ class VllmCpuHooks(EngineHooks):
             up, down = module.w13_weight, module.w2_weight
             if down.size(2) != size:  # padded for the kernel after the load before: the loader wants the model's own shapes
                 up.data, down.data = up.new_empty(up.size(0), 2 * size, up.size(2)), down.new_empty(*down.shape[:2], size)
+                if hasattr(module, "w13_bias"):
+                    module.w13_bias.data = module.w13_bias.data[:, : 2 * size].contiguous()
 
     def after_load(self, model: nn.Module) -> None:
         for module, kernel in _experts(model):

@@ -1,13 +1,18 @@
-"""Expert parallelism in vLLM's CPU build (0.32), which has none: its kernel indexes all experts on every rank.
+"""Expert parallelism in vLLM's CPU build (0.32), which has none: its kernel indexes all experts on every rank; and its router.
 
 - experts of others (experts.cpu_moe.CPUUnquantizedExperts.apply): `expert_map` is not looked at, so a token's global expert
   number is an index into the few experts of this rank, and the process dies of a segmentation fault. Here the rank computes
   the pairs of token and expert that are its own; the engine adds up what the ranks computed;
 - exchange (CpuCommunicator.all_gatherv, reduce_scatterv): not there for groups of ranks, so replicas that share experts
-  cannot send tokens to one another. Here over gloo, with any number of tokens on each rank.
+  cannot send tokens to one another. Here over gloo, with any number of tokens on each rank;
+- choice of experts (router.cpu_router.CPURouter._compute_routing): without groups of experts it takes softmax scores, and
+  leaves out the bias of the choice without a word (ERNIE 4.5); sigmoid scores are an assertion (MiniMax-M2). Both are its own
+  grouped choice with one group;
+- padding of experts whose rows of gate and up alternate (experts.cpu_moe.CPUUnquantizedExperts._padded_intermediate_size,
+  _pad_moe_intermediate): left out, so gpt-oss needs a multiple of 32 on each rank. Its zeros are at the end of both.
 
-They can go when vLLM's CPU kernel takes an expert map and its communicator has the two collectives; `tests/unit/adaptors` fails
-for a patch that is no longer needed.
+They can go when vLLM's CPU kernel takes an expert map, its communicator has the two collectives, its router looks at the bias
+and the scores, and experts of every activation are padded; `tests/unit/adaptors` fails for a patch that is no longer needed.
 """
 
 from __future__ import annotations
@@ -57,10 +62,64 @@ def apply() -> None:
             _compute_local(compute, output, hidden_states, topk_weights, topk_ids, expert_map)
 
     experts.apply = of_this_rank
+    _pad_alternating(experts)
+    _route_by_every_rule()
     communicator: Any = CpuCommunicator
     communicator.all_gatherv = _all_gatherv
     communicator.reduce_scatterv = _reduce_scatterv
     _applied = True
+
+
+def _pad_alternating(experts: Any) -> None:
+    """Let experts whose rows of gate and up alternate have any size on a rank: zeros at the end of both, and of the biases."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    pad_halves = experts._pad_moe_intermediate
+
+    def padded_size(cls: Any, moe_config: Any) -> int:
+        block = cls._intermediate_alignment()
+        return -(-moe_config.intermediate_size_per_partition // block) * block
+
+    def pad(self: Any, layer: Any) -> None:
+        if self.moe_config.activation != MoEActivation.SWIGLUOAI:
+            return pad_halves(self, layer)
+        added = self._padded_intermediate_size(self.moe_config) - self.moe_config.intermediate_size_per_partition
+        if added:
+            # the engine's kernel holds these very parameters
+            for name, widths in (("w13_weight", (0, 0, 0, 2 * added)), ("w2_weight", (0, added)), ("w13_bias", (0, 2 * added))):
+                if hasattr(layer, name):
+                    parameter = getattr(layer, name)
+                    parameter.data = torch.nn.functional.pad(parameter.data, widths)
+
+    experts._padded_intermediate_size = classmethod(padded_size)
+    experts._pad_moe_intermediate = pad
+
+
+def _route_by_every_rule() -> None:
+    """Let sigmoid scores, and softmax scores with a bias, choose among all experts as among those of one group."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    router: Any = cpu_router.CPURouter
+    compute = router._compute_routing
+
+    def compute_routing(
+        self: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: torch.dtype | None, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        is_plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+        if self.use_grouped_topk or self.custom_routing_function or is_plain or self.scoring_func == "sqrtsoftplus":
+            return compute(self, hidden_states, router_logits, indices_type, **keywords)
+        return cpu_router._grouped_topk(
+            router_logits,
+            self.top_k,
+            self.renormalize,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func=self.scoring_func,
+            routed_scaling_factor=self.routed_scaling_factor,
+            e_score_correction_bias=self.e_score_correction_bias,
+        )
+
+    router._compute_routing = compute_routing
 
 
 def _compute_local(

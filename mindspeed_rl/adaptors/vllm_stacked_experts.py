@@ -1,14 +1,15 @@
 """vLLM's gpt-oss takes the separate experts of a weight sync (GptOssForCausalLM.load_weights; vLLM 0.18 to 0.32).
 
 Its loader takes the experts of a layer as one tensor, as checkpoints have them, and a weight sync sends each expert by itself.
-So separate experts are put together before the loader sees them. It can go when the loader takes ``experts.0.gate_proj.weight``
-and the like, as it does for other families; `tests/unit/adaptors` fails then.
+So separate experts are put together before the loader sees them; under expert parallelism those of this rank, with zeros for
+the others, of which the loader takes nothing. It can go when the loader takes ``experts.0.gate_proj.weight`` and the like, as
+it does for other families; `tests/unit/adaptors` fails then.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,13 +38,17 @@ def join_parts(parts: Mapping[str, Tensor], *, alternate: bool = True) -> Tensor
 
 
 def join_experts(
-    named: Iterable[tuple[str, Tensor]], num_experts: int, *, alternate: bool = True
+    named: Iterable[tuple[str, Tensor]], num_experts: int, *, alternate: bool = True, local: Collection[int] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the same tensors with the experts of a layer stacked, once all of them have come; see `join_parts`.
+
+    Args:
+        local: experts to wait for, where not for all; others are left out, and zeros in the stack.
 
     Raises:
         RuntimeError: a stack is not complete at the end.
     """
+    awaited = set(local or range(num_experts))
     waiting: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in named:
         found = find_stack(name)
@@ -51,14 +56,17 @@ def join_experts(
             yield name, tensor
             continue
         stack, expert, part = found
+        if expert not in awaited:
+            continue
         experts = waiting.setdefault(stack, {})
         # the giver may use its memory for the next one
         experts.setdefault(expert, {})[part] = tensor.clone()
-        if sum(map(len, experts.values())) == num_experts * (1 if part == "down" else 2):
+        if sum(map(len, experts.values())) == len(awaited) * (1 if part == "down" else 2):
             del waiting[stack]
-            yield stack, torch.stack([join_parts(experts[index], alternate=alternate) for index in range(num_experts)])
+            joined = {index: join_parts(parts, alternate=alternate) for index, parts in experts.items()}
+            yield stack, torch.stack([joined.get(index, torch.zeros_like(joined[expert])) for index in range(num_experts)])
     if waiting:
-        raise RuntimeError(f"weight push: {min(waiting)} came without some of its {num_experts} experts.")
+        raise RuntimeError(f"weight push: {min(waiting)} came without some of its {len(awaited)} experts.")
 
 
 def apply() -> None:
@@ -66,13 +74,19 @@ def apply() -> None:
     global _applied
     if _applied:
         return
+    from vllm.distributed.parallel_state import get_ep_group
     from vllm.model_executor.models import gpt_oss
 
     model_class: Any = gpt_oss.GptOssForCausalLM
     load = model_class.load_weights
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> object:
-        return load(self, join_experts(weights, self.config.num_local_experts))
+        count, local = self.config.num_local_experts, range(0)
+        if self.model.parallel_config.enable_expert_parallel:
+            group = get_ep_group()
+            size = count // group.world_size
+            local = range(group.rank_in_group * size, (group.rank_in_group + 1) * size)
+        return load(self, join_experts(weights, count, local=local))
 
     model_class.load_weights = load_weights
     _applied = True

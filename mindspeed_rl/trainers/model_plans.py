@@ -36,11 +36,6 @@ _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3")
-#: device kind and model -> what vLLM does with it there; tests/dist/test_family_rollout.py expects the failure
-_NO_ROLLOUT = {
-    ("cpu", "minimax_m2"): "vLLM's kernel of experts takes sigmoid scores with groups of experts alone",
-    ("cpu", "ernie4_5_moe"): "vLLM's log-probs are 0.2 from the trainer's",
-}
 
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
@@ -110,10 +105,7 @@ def _check_exact(name: str, model_config: ModelConfig) -> None:
 
 
 def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
-    """Raise ValueError for a policy that the rollout engine of this device kind does not compute, or not in this format."""
-    name = plan.architecture.name
-    if reason := _NO_ROLLOUT.get((platform, name)):
-        raise ValueError(f"actor_config: no rollout of this model ({name}) on {platform}: {reason}; supervised stages train it")
+    """Raise ValueError for a policy that the rollout engine of this device kind does not compute in this format."""
     if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
         raise ValueError(
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "

@@ -18,13 +18,8 @@ _QUICK = ("glm4_moe",)
 
 
 _BF16 = "vLLM's CPU kernel of gated delta nets takes bfloat16 alone: tests/e2e/test_hybrid_run.py"
-_MINIMAX = "vLLM 0.32's CPU kernel of experts takes sigmoid scores with groups of experts alone"
-_ERNIE = "log-probs of vLLM's CPU build are 0.2 from the trainer's, which are transformers'; the cause was not found"
 #: family, or layout and family -> why its rollout does not work here
-_BROKEN = {"minimax_m2": _MINIMAX, "ernie4_5_moe": _ERNIE, "qwen3_5": _BF16, "qwen3_next": _BF16} | {
-    "TP2-gpt_oss": "the push over two ranks lacks biases of experts",
-    "EP2-gpt_oss": "vLLM's CPU build has no kernel for experts with biases over ranks",
-}
+_BROKEN = {"qwen3_5": _BF16, "qwen3_next": _BF16}
 
 
 def _case(*values: str, quick: bool = False) -> Any:

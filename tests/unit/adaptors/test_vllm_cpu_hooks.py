@@ -52,47 +52,110 @@ PACKED = """
 import torch
 from torch import nn
 from types import SimpleNamespace
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from mindspeed_rl.adaptors import vllm_cpu_experts
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
+
+vllm_cpu_experts.apply()
 
 
 class Kernel(cpu_moe.CPUUnquantizedExperts):
-    def __init__(self, intermediate, isa):
+    def __init__(self, intermediate, isa, activation):
         self.isa, self.output_alignment, self.reduction_alignment = isa, 32, 32
-        self.moe_config = SimpleNamespace(intermediate_size_per_partition=intermediate, activation=None)
+        self.moe_config = SimpleNamespace(intermediate_size_per_partition=intermediate, activation=activation)
 
     @classmethod
     def _intermediate_alignment(cls):
         return 32
 
 
+def check(isa, dtype, hidden, intermediate, activation):
+    layer, kernel = nn.Module(), Kernel(intermediate, isa, activation)
+    layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
+    loaded = {
+        "w13_weight": torch.randn(2, 2 * intermediate, hidden).to(dtype),
+        "w2_weight": torch.randn(2, hidden, intermediate).to(dtype),
+    }
+    bias = {"w13_bias": torch.randn(2, 2 * intermediate)} if activation == MoEActivation.SWIGLUOAI else {}
+    for name, value in (loaded | bias).items():
+        layer.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
+    kernel.process_weights_after_loading(layer)
+    unpack = VllmCpuHooks().unpack(layer)
+    assert set(unpack) == set(loaded)
+    for name, value in loaded.items():
+        packed = layer.get_parameter(name).data
+        assert not torch.equal(packed.flatten()[: value.numel()], value.flatten())
+        for expert in range(2):
+            matrix, expected = unpack[name](packed[expert]), value[expert]
+            assert torch.equal(matrix[: expected.size(0), : expected.size(1)], expected), (isa, dtype, hidden, name)
+            # what was added is at the end, and 0
+            assert torch.count_nonzero(matrix) == torch.count_nonzero(expected)
+    for name, value in bias.items():
+        padded = layer.get_parameter(name).data
+        assert torch.equal(padded[:, : 2 * intermediate], value) and not padded[:, 2 * intermediate :].any()
+    # the loader gets the sizes of the model again
+    VllmCpuHooks().before_load(layer)
+    for name, value in (loaded | bias).items():
+        assert layer.get_parameter(name).shape == value.shape
+
+
 for isa in ("vec", "amx"):
     for dtype in (torch.bfloat16, torch.float32):
         for hidden, intermediate in ((64, 32), (64, 24), (32, 8), (96, 48)):
-            layer, kernel = nn.Module(), Kernel(intermediate, isa)
-            layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
-            loaded = {
-                "w13_weight": torch.randn(2, 2 * intermediate, hidden).to(dtype),
-                "w2_weight": torch.randn(2, hidden, intermediate).to(dtype),
-            }
-            for name, value in loaded.items():
-                layer.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
-            kernel.process_weights_after_loading(layer)
-            unpack = VllmCpuHooks().unpack(layer)
-            assert set(unpack) == set(loaded)
-            for name, value in loaded.items():
-                packed = layer.get_parameter(name).data
-                assert not torch.equal(packed.flatten()[: value.numel()], value.flatten())
-                for expert in range(2):
-                    matrix, expected = unpack[name](packed[expert]), value[expert]
-                    assert torch.equal(matrix[: expected.size(0), : expected.size(1)], expected), (isa, dtype, hidden, name)
-                    # what was added is at the end, and 0
-                    assert torch.count_nonzero(matrix) == torch.count_nonzero(expected)
+            check(isa, dtype, hidden, intermediate, None)
+            check(isa, dtype, hidden, intermediate, MoEActivation.SWIGLUOAI)
+"""
+
+ROUTED = """
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_fused_moe
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+logits, bias = torch.randn(50, 8), torch.randn(8) / 4
+for score, with_bias, scale in (("sigmoid", True, 1.0), ("sigmoid", False, 1.0), ("softmax", True, 2.5), ("softmax", False, 1)):
+    router = CPURouter(
+        3, 8, scoring_func=score, e_score_correction_bias=bias if with_bias else None, routed_scaling_factor=scale
+    )
+    weights, ids = router._compute_routing(torch.empty(0), logits, None)
+    for row in range(50):
+        scores = logits[row].sigmoid() if score == "sigmoid" else logits[row].softmax(0)
+        chosen = sorted(range(8), key=lambda i: float(scores[i] + with_bias * bias[i]), reverse=True)[:3]
+        total = sum(float(scores[i]) for i in chosen)
+        found = dict(zip(ids[row].tolist(), weights[row].tolist()))
+        assert set(found) == set(chosen) and ids.dtype == torch.int32
+        assert all(abs(found[i] - scale * float(scores[i]) / total) < 1e-6 for i in chosen), (score, with_bias)
+
+# alternate rows of gate and up, with zeros at the end: as the plain formula
+x, gate, up = torch.randn(5, 32), torch.randn(2, 8, 33), torch.randn(2, 8, 33)
+down, ids, weights = torch.randn(2, 32, 9), torch.tensor([[0, 1]] * 5, dtype=torch.int32), torch.rand(5, 2)
+layer, kernel = nn.Module(), Kernel(8, "vec", MoEActivation.SWIGLUOAI)
+for name, value in (
+    ("w13_weight", torch.stack([gate, up], 2).flatten(1, 2)[..., :32]),
+    ("w13_bias", torch.stack([gate, up], 2).flatten(1, 2)[..., 32]),
+    ("w2_weight", down[..., :8]),
+):
+    layer.register_parameter(name, nn.Parameter(value.contiguous(), requires_grad=False))
+kernel.process_weights_after_loading(layer)
+out = torch.empty(5, 32)
+bias2 = down[..., 8].contiguous()
+cpu_fused_moe(
+    out, x, layer.w13_weight, layer.w2_weight, layer.w13_bias, bias2, weights, ids, MoEActivation.SWIGLUOAI.value, "vec"
+)
+expected = torch.zeros(5, 32)
+for token in range(5):
+    for expert in range(2):
+        g = (gate[expert, :, :32] @ x[token] + gate[expert, :, 32]).clamp(max=7.0)
+        u = (up[expert, :, :32] @ x[token] + up[expert, :, 32]).clamp(-7.0, 7.0)
+        inner = (u + 1) * g * torch.sigmoid(1.702 * g)
+        expected[token] += weights[token, expert] * (down[expert, :, :8] @ inner + bias2[expert])
+torch.testing.assert_close(out, expected)
 """
 
 
-def test_packed_experts_are_read_back_as_they_were_loaded_by_every_kernel() -> None:
-    result = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, timeout=patient(300))
+def test_experts_are_read_back_as_they_were_loaded_and_chosen_by_the_rule_of_their_model() -> None:
+    program = [sys.executable, "-c", PACKED + ROUTED]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=patient(300))
     assert result.returncode == 0, result.stderr[-3000:]
 
 

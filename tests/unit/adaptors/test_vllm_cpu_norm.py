@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-from patience import patient
+from vllm_program import run_program
 
 PROGRAM = """
 import json, os
@@ -72,8 +68,6 @@ print(json.dumps({"errors": errors, "kept": all(kept), "others": others}))
 
 
 def test_norms_are_exact_to_the_last_digit_and_what_the_kernels_do_not_know_stays() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(PROGRAM)
     assert max(found["errors"].values()) < 2, found["errors"]
     assert found["kept"] and all(found["others"].values()), found["others"]

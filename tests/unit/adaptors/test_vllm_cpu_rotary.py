@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-from patience import patient
+from vllm_program import run_program
 
 PROGRAM = """
 import json, os
@@ -45,8 +41,6 @@ print(json.dumps({
 
 
 def test_heads_are_rotated_by_their_tokens_angles_and_the_latents_beside_them_stay() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patient(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(PROGRAM)
     assert max(found["errors"]) < 1e-4  # angles of float32 at position 400
     assert found["shapes"] == [[3, 4, 64], [3, 1, 64]] and found["latents kept"] and found["rows"] == [3, 256]

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import patient
+from vllm_program import run_program
 
 from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 
 
 @pytest.mark.parametrize("cache", ["caching", "short of memory"])
 def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path: Path) -> None:
-    program = Path(__file__).with_name("steps_ahead.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), cache], capture_output=True, text=True, timeout=patient(300)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(Path(__file__).with_name("steps_ahead.py"), tmp_path, cache)
     assert found["names"] and found["tokens"] and found["ends"] and found["dropped"]
     assert found["log-probs"] < 1e-5  # another batch around a request rounds differently
     assert found["exact"] < 1e-4
@@ -36,10 +28,7 @@ def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path
 
 
 def test_a_server_steps_ahead_too(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("served_steps.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=patient(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(Path(__file__).with_name("served_steps.py"), tmp_path)
     assert [sum(each) for each in found["lengths"]] == found["wanted"]
     assert max(max(each) for each in found["lengths"]) > 10  # tokens that came at once
     assert found["gap"] < 1e-4 and found["frozen"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import patient
+from vllm_program import run_program
 
 from mindspeed_rl.adaptors.vllm_drafts import _SuffixDrafts
 
@@ -16,11 +13,8 @@ from mindspeed_rl.adaptors.vllm_drafts import _SuffixDrafts
 _CHI_SQUARE = {1: 10.83, 2: 13.82, 4: 18.47, 8: 26.12}
 
 
-def _run(program: str, *arguments: str) -> dict:
-    path = Path(__file__).with_name(program)
-    done = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=patient(800))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def _run(program: str, *arguments: object) -> dict:
+    return run_program(Path(__file__).with_name(program), *arguments, timeout_s=800)
 
 
 def test_drafted_tokens_have_the_distribution_and_log_probs_of_the_model() -> None:
@@ -49,7 +43,7 @@ def _check_responses(found: dict, kinds: tuple[str, ...]) -> None:
 
 
 def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path: Path) -> None:
-    found = _run("drafted_responses.py", str(tmp_path), "none", "suffix")
+    found = _run("drafted_responses.py", tmp_path, "none", "suffix")
     _check_responses(found, ("suffix",))
     # the same response once more is found in the cache: most of its 40 tokens cost no step
     first, second = found["suffix"]["again"][1:]
@@ -59,7 +53,7 @@ def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path:
 @pytest.mark.slow
 def test_responses_are_those_without_drafts_whatever_makes_the_drafts(tmp_path: Path) -> None:
     kinds = ("ngram", "alone", "model", "itself", "eagle", "eagle3")
-    found = _run("drafted_responses.py", str(tmp_path), "none", *kinds)
+    found = _run("drafted_responses.py", tmp_path, "none", *kinds)
     _check_responses(found, kinds)
     # the policy's own most likely tokens are accepted more often than those of another model
     rate = {kind: found[kind]["accepted"] / found[kind]["proposed"] for kind in kinds}

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import patient
+from vllm_program import run_program
 
 
 def _sample(folder: Path, head: str, tied: str) -> dict[str, float]:
-    program = Path(__file__).with_name("float32_head.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder), head, tied], capture_output=True, text=True, timeout=patient(300)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_program(Path(__file__).with_name("float32_head.py"), folder, head, tied)
 
 
 @pytest.mark.parametrize("tied", ["tied", "untied"])

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import patient
+from vllm_program import run_program
 
 from mindspeed_rl.adaptors import vllm_log_probs
 
 
 def test_log_probs_are_those_of_the_full_tempered_distribution_under_every_setting(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("sampling_grid.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=patient(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(Path(__file__).with_name("sampling_grid.py"), tmp_path)
     assert len(found["exact"]) == 6 * 5 * 5
     assert {setting: error for setting, error in found["exact"].items() if error > 1e-5} == {}
     assert {setting: error for setting, error in found["trainer"].items() if error > 1e-5} == {}
@@ -36,10 +30,7 @@ def test_a_model_runner_with_another_sampler_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_text_ends_a_response_and_a_form_shapes_it_while_log_probs_stay_those_of_all_tokens(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("shaped_sampling.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=patient(300))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(Path(__file__).with_name("shaped_sampling.py"), tmp_path)
     for text in found["stop"]["texts"]:
         body = text.removesuffix("</s>")
         # the text that ends it is its last, and is nowhere before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from types import SimpleNamespace
 
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
 
@@ -12,7 +13,9 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -32,6 +35,10 @@ layer = torch.nn.Linear(64, 64, bias=False)
 before = layer.weight.numel()
 dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
 
+alternating = SimpleNamespace(intermediate_size_per_partition=16, activation=MoEActivation.SWIGLUOAI)
+last_expert = CPURouter(1, 4, e_score_correction_bias=torch.tensor([0.0, 0.0, 0.0, 9.0]))
+_, chosen = last_expert._compute_routing(torch.ones(1, 8), torch.tensor([[9.0, 0.0, 0.0, 0.0]]), None)
+
 print(
     json.dumps(
         {
@@ -39,6 +46,8 @@ print(
             "shared memory name": ExecutorWithExternalLauncher._distributed_args(None)[0] == "env://",
             "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
             "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
+            "bias of the choice": chosen.item() != 3,
+            "padding of alternate rows": CPUUnquantizedExperts._padded_intermediate_size(alternating) == 16,
             "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
             "heads of tokens": not torch.allclose(turned, rope.forward_native(positions, heads, key)[0]),
             # V1's runners do not know of them, and V2's needs Triton

@@ -48,6 +48,11 @@ def test_separate_experts_are_stacked_again_in_any_order(folder: Path) -> None:
     joined = dict(join_experts(iter(named), 4))
     assert joined.keys() == {name for name in stored if ".mlp.experts." in name}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in joined.items())
+    # expert parallelism: of the others' experts come none, or some
+    for sent in (named, [(name, tensor) for name, tensor in named if ".experts.0." not in name]):
+        local = dict(join_experts(iter(sent), 4, local=range(1, 3)))
+        assert local.keys() == joined.keys()
+        assert all(torch.equal(local[name][1:3], stored[name][1:3]) and not local[name][[0, 3]].any() for name in local)
     with pytest.raises(RuntimeError, match=r"down_proj came without some of its 4 experts"):
         list(join_experts([("model.layers.0.mlp.experts.0.down_proj.weight", torch.zeros(2, 2))], 4))
 
