@@ -64,11 +64,19 @@ class PendingMetrics(Mapping[str, Metric]):
         self._read: dict[str, Metric] | None = None
 
     @staticmethod
-    def read(pending: Iterable[Mapping[str, Metric]]) -> None:
-        """Read the metrics that are still on the device, in one transfer; they are plain floats afterwards."""
+    def read(pending: Iterable[Mapping[str, Metric]], others: Iterable[Tensor] = ()) -> list[float]:
+        """Read the metrics that are still on the device, in one transfer; they are plain floats afterwards.
+
+        Args:
+            others: 0-d tensors that are read with them.
+
+        Returns:
+            The values of `others`.
+        """
         waiting = {id(metrics): metrics for metrics in pending if isinstance(metrics, PendingMetrics)}
         unread = [metrics for metrics in waiting.values() if metrics._read is None]
         tensors = [tensor for metrics in unread for _, terms in metrics._terms.values() for tensor in terms]
+        tensors += others
         # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
         wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
         # one cast for all tensors of a type, not one for each
@@ -89,6 +97,7 @@ class PendingMetrics(Mapping[str, Metric]):
                         metrics._read[name] = Metric("mean", -value, count)
                     else:
                         metrics._read[name] = Metric(reduction, value, count)
+        return [*ordered]
 
     def _read_all(self) -> dict[str, Metric]:
         if self._read is None:

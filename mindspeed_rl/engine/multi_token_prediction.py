@@ -34,8 +34,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
+from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.engine.sequence_layout import PredictionTargets
-from mindspeed_rl.observability.metrics import Metric
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.batching import MicroBatch
@@ -137,9 +137,11 @@ class PredictionLosses:
             hidden_states = MTPLossAutoScaler.apply(hidden_states, factor * loss)
         return hidden_states
 
-    def metrics(self) -> dict[str, Metric]:
-        """Return the mean loss of a target over the layers since `start_step`; collective over the context-parallel ranks."""
+    def metrics(self) -> PendingMetrics:
+        """Return the mean loss of a target over the layers since `start_step`, not read yet.
+
+        Collective over the context-parallel ranks.
+        """
         if parallel_state.get_context_parallel_world_size() > 1:
             dist.all_reduce(self._sums, group=parallel_state.get_context_parallel_group())
-        total, count = self._sums.tolist()
-        return {"mtp_loss": Metric("mean", total, count)} if count else {}
+        return PendingMetrics({"mtp_loss": ("mean", (self._sums[0], self._sums[1]))})

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    clip_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -128,6 +130,46 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
         wsd_decay_steps=max(1, decay_steps // 10) if config.lr_decay_style == "WSD" else None,
         lr_wsd_decay_style="linear" if config.lr_decay_style == "WSD" else None,
     )
+
+
+# ---------------------------------------------------------------------- a step that the host waits for once
+
+
+@torch.no_grad()
+def compute_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
+    """Return the squared norm of all gradients as Megatron's `get_grad_norm` computes it, but not read back; collective.
+
+    Returns:
+        0-d float32, one for each group of ranks that has gradients of its own: with experts there can be two.
+    """
+    optimizer.prepare_grads()
+    gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # the second name is that of release 0.19
+        read = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
+        gradients.setdefault(part.get_grad_stats_parallel_group(), []).extend(read())
+    squares = []
+    for group, found in gradients.items():
+        square = torch.zeros(1, device=device)
+        if found:
+            flag = torch.zeros(1, dtype=torch.int, device=device)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [found], False)
+            square = norm**2.0
+        dist.all_reduce(square, group=group)
+        squares.append(square.reshape(()))
+    return squares
+
+
+def step_with_norm(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Clip the gradients and update the weights, after `compute_squared_norms`; collective.
+
+    Args:
+        norm: of all gradients.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
 
 
 # ---------------------------------------------------------------------- state in a checkpoint

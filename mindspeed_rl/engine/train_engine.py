@@ -37,7 +37,7 @@ from mindspeed_rl.engine.batching import (
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
 from mindspeed_rl.engine.offload import Offloader
-from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
+from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, compute_squared_norms, step_with_norm
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.engine.router_losses import RouterLosses
 from mindspeed_rl.engine.router_replay import RoutedLayers
@@ -260,8 +260,7 @@ class TrainEngine:
                 then gathered during its forward pass; otherwise they are complete when this returns.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite, and weights and optimizer are as before; or the norm of the
-                gradient is not.
+            NonFiniteError: a loss, a gradient or the norm of all is not finite; weights and optimizer are as before.
         """
         optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None  # start_training came first
@@ -282,20 +281,17 @@ class TrainEngine:
                     one.start_step(micro_batches, count)
             # called here and not in a helper, so that only Megatron's frames are between this line and the loss
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
-            is_skipped = not self._check_step(losses, micro_batches)
+            grad_norm, is_skipped = self._check_step(losses, micro_batches)
             if self.on_gradients is not None:
                 self.on_gradients()
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
             # only now, when activations no longer take the memory of a swapped optimizer
             self.offloader.onload(optimizer=True)
-            grad_norm: float | None = None
             if is_skipped:  # moments and weight decay would change weights
                 for bias, before in biases:
                     bias.copy_(before)
             else:
-                # declared to return nothing; every optimizer returns success, the norm and a count of zeros
-                _, grad_norm, _ = cast(tuple[bool, float | None, int | None], optimizer.step())
-                self._check_norm(grad_norm)
+                step_with_norm(optimizer, grad_norm)
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -303,13 +299,10 @@ class TrainEngine:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
             self.num_updates += 1
-            PendingMetrics.read(one.metrics for one in losses)
-            if self._prediction_losses is not None and losses:  # on the last stage
-                losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **self._prediction_losses.metrics()})
         counted = [one for one in micro_batches if self.shape.shares_prefixes and not one.is_filler]
         return StepResult(
             losses if parallel.is_output_source() else [],
-            float(grad_norm or 0.0),
+            0.0 if is_skipped else grad_norm,
             float(lr),
             is_skipped,
             sum(one.num_tokens for one in counted),
@@ -380,47 +373,49 @@ class TrainEngine:
             chunk.scale_gradients(scale)
         self._num_counted = num_counted
 
-    def _check_norm(self, norm: float | None) -> None:
-        """Raise on every rank where the norm is not finite: squares overflow before their roots do."""
-        if norm is not None and not math.isfinite(norm) and not self.config.no_check_for_nan_in_loss_and_grad:
-            raise NonFiniteError(
-                f"the norm of the gradient is not finite ({norm}) though loss and gradient are; the run ends without saving "
-                "this update"
-            )
+    def _check_step(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch]) -> tuple[float, bool]:
+        """Return the norm of the gradient and whether no rank had anything to learn from; read the metrics of the losses.
 
-    def _check_step(self, losses: Sequence[LossOutput], micro_batches: Sequence[MicroBatch]) -> bool:
-        """Return whether any rank had anything to learn from.
-
-        Raises the same error on every rank when any rank has a non-finite loss or gradient. The host waits once.
+        Losses, counts, norm and metrics reach the host in one transfer, so that it waits once a step. A gradient that is not
+        finite has no finite norm. Raises the same error on every rank when any rank has a loss that is not finite, or the norm
+        is not; no weight has changed then.
 
         Args:
             losses: of the micro-batches; none on other pipeline stages than the last.
         """
-        num_counted = self._num_counted
-        assert num_counted is not None  # the schedule has finalized the gradients
-        if self.config.no_check_for_nan_in_loss_and_grad:
-            return bool(num_counted > 0)
-        # NaN and infinity survive a sum: one number a buffer is enough
-        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
-        is_broken = torch.stack(sums).isfinite().all().logical_not()
-        state = torch.stack([is_broken.to(num_counted.dtype), num_counted.reshape(())])
-        # on all ranks: if one raised alone, the others would wait in the optimizer
-        dist.all_reduce(state, op=dist.ReduceOp.MAX)
-        any_broken, count = state.tolist()
-        if not any_broken:
-            return count > 0
+        optimizer, num_counted = self.optimizer, self._num_counted
+        assert optimizer is not None and num_counted is not None  # the schedule has finalized the gradients
+        checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
+        finite = torch.stack([loss.loss_sum for loss in losses]).isfinite().all() if losses else num_counted >= 0
+        state = torch.stack([finite, num_counted > 0]).float()
+        if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
+            dist.all_reduce(state, op=dist.ReduceOp.MIN)
+        # on the last stage
+        added = self._prediction_losses.metrics() if self._prediction_losses is not None and losses else {}
+        squares = compute_squared_norms(optimizer, self.device)
+        all_finite, counted, *read = PendingMetrics.read([*(one.metrics for one in losses), added], [*state.unbind(), *squares])
+        if added:
+            losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **added})
+        roots = [square**0.5 for square in read]
+        norm = roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
+        if not checks or (all_finite and math.isfinite(norm)):
+            return norm, not counted
         broken = [
             f"micro-batch {index} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
             for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
             if not torch.isfinite(loss.loss_sum)
         ]
-        finite = all(bool(torch.isfinite(value)) for value in sums)
+        is_finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in self.gradient_buffers())
         rank = dist.get_rank()
-        mine = f"rank {rank}: {broken[0]}" if broken else None if finite else f"rank {rank}: a gradient is not finite"
+        mine = f"rank {rank}: {broken[0]}" if broken else None if is_finite else f"rank {rank}: a gradient is not finite"
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, mine)
-        raise NonFiniteError(
-            "loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in texts if text)
+        if any(texts):
+            raise NonFiniteError(
+                "loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in texts if text)
+            )
+        raise NonFiniteError(  # squares overflow before their roots do
+            f"the norm of the gradient is not finite ({norm}) though loss and gradient are; no weight was changed"
         )
 
     # ------------------------------------------------------------------ shared

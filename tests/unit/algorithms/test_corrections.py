@@ -117,3 +117,11 @@ def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
     rollout = torch.cat([mu[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
     metrics = PendingMetrics(measure_mismatch(old, rollout, torch.ones_like(old, dtype=torch.bool)))
     assert metrics["rollout/kl"].result() == pytest.approx(true.item())
+
+
+def test_tensors_that_are_read_with_metrics_keep_their_order_and_their_values() -> None:
+    metrics = PendingMetrics({"loss": ("mean", (torch.tensor(6.0), torch.tensor(3))), "nothing": ("sum", (torch.zeros(()),) * 2)})
+    others = [torch.tensor(2), torch.tensor(0.25), torch.tensor(float("inf"))]
+    assert PendingMetrics.read([metrics, {}], others) == [2.0, 0.25, float("inf")]
+    assert {name: (metric.value, metric.count) for name, metric in metrics.items()} == {"loss": (6.0, 3.0)}
+    assert PendingMetrics.read([], others[:1]) == [2.0] and PendingMetrics.read([]) == []

@@ -83,5 +83,40 @@ def test_a_norm_that_overflows_ends_the_run_though_loss_and_gradients_are_finite
         loss = negative_log_prob(inputs)
         return LossOutput(loss.loss_sum * 1e30, loss.count)
 
-    with pytest.raises(NonFiniteError, match=r"the norm of the gradient is not finite \(inf\) though loss and gradient are"):
+    before = state(engine)
+    words = r"the norm of the gradient is not finite \(inf\) though .*; no weight was changed"
+    with pytest.raises(NonFiniteError, match=words):
         engine.train_step(rows(True), MicroBatching(1), huge)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(engine).items())
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"bf16": True}, {"use_distributed_optimizer": True}], ids=["float32", "bf16", "distributed"]
+)
+def test_the_norm_that_is_read_with_the_metrics_is_megatrons_to_the_bit(
+    make_engine: Callable[..., TrainEngine], keys: dict[str, Any]
+) -> None:
+    engine = make_engine(clip_grad=0.5, **keys)
+    norms = []
+
+    def compute_norm() -> None:
+        assert engine.optimizer is not None
+        norms.append(engine.optimizer.get_grad_norm())
+
+    engine.on_gradients = compute_norm
+    found = [engine.train_step(rows(True, True), MicroBatching(1), negative_log_prob).grad_norm for _ in range(3)]
+    assert found == norms and norms[0] > 0.5
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is(make_engine: Callable[..., TrainEngine]) -> None:
+    engine = make_engine()
+    before = state(engine)
+
+    def broken(inputs: LossInputs) -> LossOutput:
+        loss = negative_log_prob(inputs)
+        inputs.outputs[0].register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    with pytest.raises(NonFiniteError, match="no weight was changed; rank 0: a gradient is not finite"):
+        engine.train_step(rows(True), MicroBatching(1), broken)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(engine).items())
