@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -10,7 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
 from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
@@ -29,6 +30,13 @@ _DESCRIPTION = (
 _TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
 #: between two looks whether the run goes
 _CHECK_S = 2.0
+
+
+class _Shared(TypedDict):
+    """Limits of images, and slices of exact log-probs, as `serve` takes them."""
+
+    pixels: tuple[int | None, int | None]
+    exact_slices: int
 
 
 def make_parser() -> Parser:
@@ -50,6 +58,7 @@ def make_parser() -> Parser:
     add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
     add("--dtype", choices=("bfloat16", "float32"), help="data type of the weights")
     add("--quantization", choices=("int8",), help="format of the matrices; weights that are quantized come from the run")
+    add("--speculative-config", "--vllm-speculative-config", "--vllm_speculative_config", metavar="JSON", help="drafts")
     add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
     add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")
     add("--platform", choices=PLATFORMS, default="auto", help="device kind")
@@ -61,7 +70,7 @@ def main(argv: list[str]) -> int:
     """Serve until an interrupt; return 0 then, 2 for a wrong command line, 1 when the engine failed."""
     try:
         args = make_parser().parse_intermixed_args(argv)
-        generate, folder, pixels = _engine_keys(args)
+        generate, folder, shared = _engine_keys(args)
         token, is_new = _token(args)
         listening = _listen(args.host, args.port)
     except ValueError as error:
@@ -71,7 +80,7 @@ def main(argv: list[str]) -> int:
     names = args.served_model_name or [folder.name]
     try:
         with _joined(args, listening, token):
-            return _serve(args, generate, folder, token, listening, names, pixels)
+            return _serve(args, generate, folder, token, listening, names, shared)
     except KeyboardInterrupt:
         print_status("interrupted; the engine was stopped.")
         return 0
@@ -81,15 +90,16 @@ def main(argv: list[str]) -> int:
         listening.close()
 
 
-def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, tuple[int | None, int | None]]:
-    """Return the keys of the engine, the model's folder, and the run's limits of images."""
-    folder, pixels = args.model, (None, None)
+def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Shared]:
+    """Return the keys of the engine, the model's folder, and what the server has in common with the run's trainer."""
+    folder, shared = args.model, _Shared(pixels=(None, None), exact_slices=0)
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
     if args.join is not None:
         if args.config_name is not None:
             raise ValueError("--join and --config-name exclude one another: the settings are those of the run")
         settings = ServerFolder(args.join.expanduser()).read_settings()
         pixels = settings["min_pixels"], settings["max_pixels"]
+        shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
         sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
         generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
         folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
@@ -98,7 +108,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, tuple[
         if cfg.generate_config is None:
             raise ValueError(f"--config-name {args.config_name} has no group generate_config")
         generate, actor = cfg.generate_config, cfg.actor_config
-        pixels = actor.min_pixels, actor.max_pixels
+        shared = _Shared(pixels=(actor.min_pixels, actor.max_pixels), exact_slices=cfg.exact_slices)
         model = actor.tokenizer_name_or_path or actor.load
         folder = folder or (Path(model) if model else None)
     if folder is None or not (folder.expanduser() / "config.json").is_file():
@@ -117,7 +127,16 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, tuple[
             if not isinstance(value, str) and value <= 0:
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
             setattr(generate, name, value)
-    return generate, folder.expanduser().resolve(), pixels
+    if args.speculative_config is not None:
+        try:
+            drafts = json.loads(args.speculative_config)
+        except ValueError:
+            drafts = None
+        if not isinstance(drafts, dict) or "method" not in drafts:
+            example = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
+            raise ValueError(f"--speculative-config {args.speculative_config}: must be a JSON object with a method: {example}")
+        generate.speculative_config = drafts
+    return generate, folder.expanduser().resolve(), shared
 
 
 def _token(args: argparse.Namespace) -> tuple[str, bool]:
@@ -183,7 +202,7 @@ def _serve(
     token: str,
     listening: socket.socket,
     names: list[str],
-    pixels: tuple[int | None, int | None],
+    shared: _Shared,
 ) -> int:
     # the engine's process is ended, not asked: Python's tracker then frees its semaphores, and would warn that it has
     quiet = {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker", **WAITING}
@@ -191,5 +210,5 @@ def _serve(
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
-    serve(folder, generate, names, listening, token, platform_name=args.platform, pixels=pixels)
+    serve(folder, generate, names, listening, token, platform_name=args.platform, **shared)
     return 0

@@ -34,6 +34,7 @@ class ServedModel:
         holders: see `TrainedWeights`.
         shapes: of every HF tensor, in forward order.
         quantized: matrices that are sent in int8.
+        predicted: see `TrainedWeights`.
     """
 
     holders: RanksBySlice
@@ -42,6 +43,7 @@ class ServedModel:
     bucket_bytes: int
     delta: bool
     quantized: tuple[str, ...]
+    predicted: tuple[str, ...]
 
 
 class WeightSyncGroup:
@@ -104,7 +106,7 @@ class WeightSyncGroup:
         nodes = _gather_nodes(exchange, device)
         destinations, repacked = read(model)
         trained = TrainedWeights(
-            model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized
+            model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized, model.predicted
         )
         return WeightPush(
             trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta, relays=True
@@ -124,15 +126,16 @@ def _pack(trained: TrainedWeights, delta: bool) -> bytes:
         for name, slices in trained.holders.items()
     }
     copies = dict(trained.copies or {})
-    fields = [holders, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta, trained.quantized]
+    rest = [trained.bucket_bytes, delta, trained.quantized, trained.predicted]
+    fields = [holders, list(groups), dict(trained.shapes), copies, *rest]
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
 def _unpack(content: bytes) -> ServedModel:
-    packed, groups, shapes, copies, bucket_bytes, delta, quantized = json.loads(zlib.decompress(content))
+    packed, groups, shapes, copies, bucket_bytes, delta, quantized, predicted = json.loads(zlib.decompress(content))
     holders = {
         name: {tuple((start, stop) for start, stop in tensor_slice): groups[index] for tensor_slice, index in slices}
         for name, slices in packed.items()
     }
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    return ServedModel(holders, shapes, copies, bucket_bytes, delta, tuple(quantized))
+    return ServedModel(holders, shapes, copies, bucket_bytes, delta, tuple(quantized), tuple(predicted))

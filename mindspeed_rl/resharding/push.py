@@ -35,6 +35,7 @@ class TrainedWeights:
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
         quantized: matrices that the engines have in int8 (`quantization.quantize_side`).
+        predicted: tensors of multi-token-prediction layers. An engine takes all, where they make its drafts, or none.
     """
 
     holders: RanksBySlice
@@ -45,6 +46,7 @@ class TrainedWeights:
     find_node: Callable[[int], int] = lambda rank: 0
     copies: Mapping[str, str] | None = None
     quantized: tuple[str, ...] = ()
+    predicted: tuple[str, ...] = ()
 
 
 class WeightPush:
@@ -133,10 +135,13 @@ class WeightPush:
         taken: dict[str, int] = {}
         for name, tensor_slice in needs:
             taken[name] = taken.get(name, 0) + num_elements(tensor_slice)
+        optional = set(self._trained.copies or {})
+        if not taken.keys() & set(self._trained.predicted):
+            optional.update(self._trained.predicted)
         missing = [
             name
             for name, shape in self._trained.shapes.items()
-            if taken.get(name, 0) < num_elements(full_slice(shape)) and name not in (self._trained.copies or {})
+            if taken.get(name, 0) < num_elements(full_slice(shape)) and name not in optional
         ]
         if missing:
             raise WeightDeliveryError(

@@ -164,15 +164,17 @@ class WeightStream:
         self.shapes |= {copy: self.shapes[owner] for copy, owner in self.copies.items()}
         device = next(iter(self.local_weights.values())).tensor.device
         # an engine without drafts of theirs has no prediction layers; the names that repeat others are of these layers
-        predicted = {name for op in self.ops if op.section == "mtp" for name in op.hf} | set(self.copies)
-        shapes = {name: shape for name, shape in self.shapes.items() if name not in predicted}
+        self._predicted = tuple(name for op in self.ops if op.section == "mtp" for name in op.hf if name not in self.copies)
+        others = {*self._predicted, *self.copies}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in others}
         self.trained = TrainedWeights(holders, shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
 
     @property
     def with_predictions(self) -> TrainedWeights:
-        """The training side of a weight sync with multi-token-prediction layers, for an engine whose drafts they make."""
+        """The training side of a weight sync with multi-token-prediction layers, for engines whose drafts they make."""
         # the engine has one embedding and one head for both
-        return replace(self.trained, shapes={name: shape for name, shape in self.shapes.items() if name not in self.copies})
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in self.copies}
+        return replace(self.trained, shapes=shapes, predicted=self._predicted)
 
     @property
     def base(self) -> TrainedWeights:

@@ -103,15 +103,16 @@ class EngineExtension:
             raise RuntimeError("this server is in no group of trainers; join one first.")
         if not hasattr(self, "_weights_hooks"):
             self._weights_hooks = adaptors.engine_hooks()
-        model, hooks = self.model_runner.model, self._weights_hooks
+        hooks, push = self._weights_hooks, self._weights_push
         with contextlib.ExitStack() as unless_received:
             unless_received.callback(self.weights_leave)
-            hooks.before_load(model)
-            push = self._weights_push
-            if push is None:
+            if push is not None:
+                hooks.before_load(self._weights_model)
+            else:  # which reads the model, prepared for a load
                 push = self._weights_push = group.build_engine_push(
                     self._read_destinations, replica=self._weights_replica, derived=DERIVED, device=self.device
                 )
+            model = self._weights_model
             push.write(model)
             hooks.after_load(model)
             proof = push.compare(model, hooks.unpack(model))
@@ -124,13 +125,18 @@ class EngineExtension:
 
     def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
         """Return the destinations of the engine's parameters; they are read again only for another model."""
-        model = self.model_runner.model
+        policy, left_out = self.model_runner.model, set(served.predicted)
+        # without drafts of them, or without weights for them, the policy alone is loaded
+        model: Any = vllm_drafts.join_drafts(policy, self.model_runner) if left_out else policy
+        shapes = {name: shape for name, shape in served.shapes.items() if model is not policy or name not in left_out}
+        self._weights_model = model
+        self._weights_hooks.before_load(model)
         known: Destinations | None = getattr(self, "_weights_destinations", None)
-        if known is None or known.shapes != served.shapes:
+        if known is None or known.shapes != shapes:
             known = read_destinations(
                 model,
                 model.load_weights,
-                served.shapes,
+                shapes,
                 self.model_config.dtype,
                 skip=DERIVED,
                 quantized=served.quantized,

@@ -257,8 +257,10 @@ class TrainerWorker(ActorPhases):
             self.actor.offloader.onload(params=True)
             try:
                 if self._push is None:
-                    trained = replace(self.actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
-                    trained = trained if generate.quantization is None else quantize_side(trained)
+                    stream, is_whole = self.actor.stream, generate.quantization is None
+                    # each server takes the prediction layers where they make its drafts
+                    trained = stream.with_predictions if is_whole else quantize_side(stream.trained)
+                    trained = replace(trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
                     self._push = self._group.build_trainer_push(trained, delta=generate.update_weight_mode == "delta")
                 self._push.write(None)
                 self._push.compare(None)

@@ -143,6 +143,44 @@ def test_many_engines_hold_what_was_trained_and_pass_it_on_to_each_other(delta: 
     assert all(0 < sent < 1.2 * size for said in found for _, sent, _ in said)
 
 
+def test_engines_take_prediction_layers_all_of_them_or_none() -> None:
+    case = Case(TIED, {"tp": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    shapes = dict(sides[0].trained.shapes)
+    # the second layer, in place of one that predicts
+    predicted = tuple(name for name in shapes if ".layers.1." in name)
+    policy = {name: shape for name, shape in shapes.items() if name not in predicted}
+    for side in sides:
+        side.trained = dataclasses.replace(side.trained, predicted=predicted)
+
+    class PolicyAlone(Engine):
+        def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+            assert served.predicted == predicted
+            return super().read(dataclasses.replace(served, shapes=policy))
+
+    found = three_updates(sides, [Engine(shapes), PolicyAlone(policy)], "embed_tokens", delta=True)
+    assert [differs for said in found[TRAINERS:] for _, _, differs in said] == [[]] * 6
+    whole, alone = (sum(4 * torch.Size(shape).numel() for shape in part.values()) for part in (shapes, policy))
+    assert [said[0][0] for said in found[TRAINERS:]] == [whole, alone]
+
+    def join(rank: int, group: WeightSyncGroup) -> str:
+        class HalfALayer(Engine):
+            def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+                return super().read(dataclasses.replace(served, shapes=policy | {predicted[0]: shapes[predicted[0]]}))
+
+        try:
+            if rank < TRAINERS:
+                group.build_trainer_push(sides[rank].trained, delta=False)
+            else:
+                engine = HalfALayer(policy | {predicted[0]: shapes[predicted[0]]})
+                group.build_engine_push(engine.read, replica=rank, derived=(), device=CPU)
+        except WeightDeliveryError as error:
+            return str(error)
+        return ""
+
+    assert f"no parameter for {len(predicted) - 1} tensors" in together(join, TRAINERS + 1)[-1]
+
+
 def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:
     case = Case(TIED, {"tp": 2}, 1, train_ranks=TRAINERS)
     sides = [trainer(case, rank) for rank in range(TRAINERS)]

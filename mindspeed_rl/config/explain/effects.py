@@ -340,8 +340,6 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
         yield f"{key}.method {method}: the draft's weights stay those of its folder, so fewer are kept as the policy learns"
     if method == "mtp" and not trains:
         yield f"{key}.method mtp: its layers stay as in the folder; megatron_training.mtp_num_layers trains and sends them"
-    if method == "mtp" and trains and cfg.placement.disaggregated:
-        yield f"{key}.method mtp: rollout servers take the policy's weights alone; its layers stay as in the folder"
 
 
 def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:

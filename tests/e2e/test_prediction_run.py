@@ -1,0 +1,116 @@
+"""`mindspeed-rl train` on a model whose multi-token-prediction layer trains, and makes drafts in every kind of rollout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from grpo_command import ONE_PROCESS, Command, finished
+from patience import patient
+from ports import find_free_port
+from safetensors.torch import load_file, save_file
+from test_rollout_apart import completions
+from tiny_task import make_other_task
+
+_LAYER = "model.layers.2."
+_KEYS = [
+    *ONE_PROCESS,
+    "rl_config.log_completions=true",
+    "rl_config.use_prefix_grouper=false",
+    "actor_config.save=null",
+    "megatron_training.train_iters=4",
+    "+megatron_training.mtp_num_layers=1",
+    "+megatron_training.mtp_loss_scaling_factor=1.0",
+    "megatron_training.lr=2e-3",
+]
+_DRAFTS = ["+generate_config.speculative_config={method: mtp, num_speculative_tokens: 1}"]
+_SERVERS = ["rl_config.use_integrated_worker=false", "generate_config.vllm_server_timeout=60"]
+
+
+def predicting_task(folder: Path) -> Path:
+    """The tests' task for a tiny DeepSeek-V3 with one prediction layer, which has learnt nothing."""
+    task = make_other_task(folder, "deepseek-v3")
+    path, generator = task / "model" / "model.safetensors", torch.Generator().manual_seed(4)
+    tensors = load_file(path)
+    layer = {name.replace(".layers.1.", ".layers.2."): one.clone() for name, one in tensors.items() if ".layers.1." in name}
+    hidden = tensors["model.norm.weight"].numel()
+    layer |= {f"{_LAYER}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer[f"{_LAYER}eh_proj.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file(tensors | layer, path, {"format": "pt"})
+    config = task / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    return task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return predicting_task(tmp_path_factory.mktemp("task"))
+
+
+@contextlib.contextmanager
+def standalone_server(task: Path, folder: Path, *words: str) -> Iterator[list[str]]:
+    """The keys of a run that generates on a server that a user started with these words."""
+    port = find_free_port()
+    base = ["--platform=cpu", f"--model={task / 'model'}", "--dtype=float32", "--max-model-len=64", "--kv-cache-memory-gib=0.05"]
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "rollout", "--port", str(port), *base, *words]
+    environment = {**os.environ, "MINDSPEED_RL_SERVER_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    (folder / "token").write_text("secret")
+    with (folder / "server.log").open("w+") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            deadline = time.monotonic() + patient(300)
+            while "serving model" not in (text := (folder / "server.log").read_text()):
+                assert server.poll() is None and time.monotonic() < deadline, text
+                time.sleep(0.5)
+            keys = {"host": "127.0.0.1", "port": port, "token_file": folder / "token"}
+            yield [f"generate_config.vllm_server_{name}={value}" for name, value in keys.items()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def samples(command: Command) -> list[str]:
+    """Return all responses, in an order that no timing changes."""
+    return sorted(f"{row['iteration']} {row['prompt']} {row['response']}" for row in completions(command))
+
+
+@pytest.mark.slow
+def test_the_layer_that_trains_makes_the_drafts_of_an_engine_and_of_servers(task: Path, tmp_path: Path) -> None:
+    plain = finished(task, tmp_path / "plain", *_KEYS)
+    runs = [finished(task, tmp_path / "own engine", *_KEYS, *_DRAFTS)]
+    runs.append(finished(task, tmp_path / "own server", *_KEYS, *_DRAFTS, *_SERVERS, "rl_config.rollout_resource.num_npus=1"))
+    words = "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    with standalone_server(task, tmp_path, *words) as at:
+        runs.append(finished(task, tmp_path / "standalone server", *_KEYS, *_DRAFTS, *at))
+    proven = {record["rollout/proven_parameters"] for record in plain.metrics}
+    for run in runs:
+        assert samples(run) == samples(plain)
+        # the parameters of the layer too, and the same ones by every way
+        assert {record["rollout/proven_parameters"] for record in run.metrics} == {
+            record["rollout/proven_parameters"] for record in runs[0].metrics
+        }
+        assert run.metrics[0]["rollout/proven_parameters"] > max(proven)
+        losses = [record["actor/mtp_loss"] for record in run.metrics]
+        assert losses[-1] < losses[0]
+        assert run.metrics[-1]["rollout/draft_acceptance"] > 0.3
+
+
+@pytest.mark.slow
+def test_a_server_without_drafts_takes_the_policy_alone(task: Path, tmp_path: Path) -> None:
+    plain = finished(task, tmp_path / "plain", *_KEYS, "megatron_training.train_iters=1")
+    server = finished(
+        task, tmp_path / "server", *_KEYS, *_SERVERS, "rl_config.rollout_resource.num_npus=1", "megatron_training.train_iters=1"
+    )
+    name = "rollout/proven_parameters"
+    assert server.metrics[0][name] == plain.metrics[0][name]
+    assert samples(server) == samples(plain)
