@@ -388,11 +388,15 @@ class TrainEngine:
         checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
         finite = torch.stack([loss.loss_sum for loss in losses]).isfinite().all() if losses else num_counted >= 0
         state = torch.stack([finite, num_counted > 0]).float()
+        if self.config.reuse_fp32_param and checks:
+            state[0] *= torch.stack([buffer.grad_data.sum() for buffer in self.gradient_buffers()]).isfinite().all()
         if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
+        # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
+        must_stop = self.config.reuse_fp32_param and not all(state.tolist())
         # on the last stage
         added = self._prediction_losses.metrics() if self._prediction_losses is not None and losses else {}
-        squares = compute_squared_norms(optimizer, self.device)
+        squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
         all_finite, counted, *read = PendingMetrics.read([*(one.metrics for one in losses), added], [*state.unbind(), *squares])
         if added:
             losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **added})
