@@ -57,6 +57,7 @@ def _write_record(path: Path, iteration: int, version: int, groups: Sequence[Pro
         "prompts": [
             {
                 "prompt": group.index,
+                **({"part": group.part} if group.part else {}),
                 "samples": [
                     {"versions": _version_spans(sample.sampled_versions), "finish": sample.finish}
                     for sample in group.trajectories
@@ -97,7 +98,8 @@ class GroupRollout(Rollout):
         self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
         self._record = run.folder / CONSUMED
         self._save = Path(actor.save) if actor.save else None
-        self._num_spare = run.rl.spare_samples_per_prompt
+        # a prompt that starts anew after a resume has no second group: what was in flight was counted with it
+        self._num_spare = 0 if run.rl.keep_spare_samples else run.rl.spare_samples_per_prompt
         self._pushed: int | None = None
         self._resumed: list[PromptGroup] = []
 
@@ -225,6 +227,7 @@ class GroupRollout(Rollout):
             size = self._plan.n_samples_per_prompt
             count = size + self._num_spare
             self._resumed = [
-                PromptGroup(index, loader.item(index), version, [None] * count, needed=size) for index in loader.waiting
+                PromptGroup(index, loader.item(index), version, [None] * count, None, size, loader.waiting[:place].count(index))
+                for place, index in enumerate(loader.waiting)
             ]
         loader.waiting = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ class Requests:
         seed: (index of the prompt, index of the sample) -> of the response.
         group_size: samples of a prompt that train.
         num_spare: samples of a prompt that are generated in addition, until enough others have ended.
+        keeps_spare: those that have not ended by then continue in a second group of their prompt.
     """
 
     item: Callable[[int], PromptItem]
@@ -46,11 +47,39 @@ class Requests:
     sampling: Sampling
     group_size: int
     num_spare: int = 0
+    keeps_spare: bool = False
 
     def new_group(self, index: int, version: int) -> PromptGroup:
         """Return the group of a prompt that is started by weights of this version."""
         samples: list[Trajectory | None] = [None] * (self.group_size + self.num_spare)
         return PromptGroup(index, self.item(index), version, samples, needed=self.group_size)
+
+    def list_in_flight(self, groups: Iterable[PromptGroup], is_ready: Callable[[PromptGroup], bool]) -> list[InFlight]:
+        """Return the groups in the order of their prompts, each with the second one that will come of it."""
+        listed = []
+        for group in sorted(groups, key=lambda group: group.order):
+            listed.append(InFlight(group.order, group.oldest_version, is_ready(group)))
+            if self.keeps_spare and group.has_spare:
+                listed.append(InFlight(group.order + 1, group.oldest_version, False))
+        return listed
+
+    def end_group(self, group: PromptGroup) -> tuple[PromptGroup, PromptGroup | None, int]:
+        """Return what trains of a complete group, the group that follows, and the number of samples left out of the first.
+
+        Samples that have ended are not counted where they are kept.
+        """
+        if not group.has_spare:
+            return group, None, 0
+        num_unfinished, num_rest = len(group.unfinished), len(group.samples) - group.num_trained
+        complete = group.split()
+        return (complete, group, num_unfinished) if self.keeps_spare else (complete, None, num_rest)
+
+    def report_spare(self, count: int) -> Metrics:
+        """Return the number of samples that did not train with the first ones of their prompt, by what became of them."""
+        metrics = Metrics()
+        if self.num_spare:
+            metrics.add_sum("rollout/continued_samples" if self.keeps_spare else "rollout/aborted_samples", count)
+        return metrics
 
 
 class StreamingSource:
@@ -93,7 +122,7 @@ class StreamingSource:
         self._next = self._taken = 0
         self._version: int | None = None
         self._failure: BaseException | None = None
-        self._dropped_tokens = self._dropped = self._aborted = 0
+        self._dropped_tokens = self._dropped = self._num_spare = 0
         self._timers = Timers()
         self._changed: asyncio.Event | None = None
         self._generating = 0
@@ -116,9 +145,8 @@ class StreamingSource:
             metrics.add_sum("rollout/dropped_prompts", self._dropped)
             metrics.add_sum("rollout/dropped_tokens", self._dropped_tokens)
             self._dropped = self._dropped_tokens = 0
-        if self._requests.num_spare:
-            metrics.add_sum("rollout/aborted_samples", self._aborted)
-            self._aborted = 0
+        metrics.merge(self._requests.report_spare(self._num_spare))
+        self._num_spare = 0
         engines = [] if self._engine_times is None else self._runner.run(self._engine_times())
         return groups, [WorkerReport(metrics, [*self._timers.drain(), *engines])]
 
@@ -149,12 +177,12 @@ class StreamingSource:
         Tokens are those of the last interruption.
         """
         # lists are copied: responses go on arriving while the snapshot is written
-        copies = (replace(group, samples=list(group.samples)) for group in self._groups.values())
+        copies = (replace(group, samples=list(group.samples), ids=list(group.ids)) for group in self._groups.values())
         return self._runner.run(_call(lambda: (list(copies), self._next, self._taken)))
 
     def restore(self, groups: list[PromptGroup], next_prompt: int, num_taken: int) -> None:
         """Load a snapshot; the next `after_push` starts it."""
-        self._groups = {group.index: group for group in groups}
+        self._groups = {group.order: group for group in groups}
         self._next, self._taken = next_prompt, num_taken
 
     def _wait(self, poll: Callable[[], Coroutine[object, object, _Result | None]], purpose: str, detail: str = "") -> _Result:
@@ -172,7 +200,7 @@ class StreamingSource:
         return result
 
     def _describe_wait(self, purpose: str, detail: str) -> str:
-        running = [group for index, group in sorted(self._groups.items()) if index not in self._ready]
+        running = [group for order, group in sorted(self._groups.items()) if order not in self._ready]
         oldest = ""
         if running:
             first = running[0]
@@ -214,42 +242,61 @@ class StreamingSource:
     def _admit(self) -> None:
         """Start as many prompts as there is room for."""
         assert self._version is not None
-        for _ in range(self.admission.compute_room(self._version, self._taken, len(self._groups))):
-            group = self._groups[self._next] = self._requests.new_group(self._next, self._version)
+        room = self.admission.compute_room(self._version, self._taken, len(self._list_in_flight()))
+        for _ in range(room // (2 if self._requests.keeps_spare else 1)):
+            group = self._requests.new_group(self._next, self._version)
+            self._groups[group.order] = group
             self._next += 1
             self._start(group)
 
     def _start(self, group: PromptGroup) -> None:
         if group.is_complete and group.results is not None:
-            self._ready.add(group.index)
+            self._ready.add(group.order)
             return
         task = asyncio.get_running_loop().create_task(self._complete(group))
-        self._tasks[group.index] = task
-        task.add_done_callback(lambda task: self._on_end(group.index, task))
+        self._tasks[group.order] = task
+        task.add_done_callback(self._on_end)
 
-    def _on_end(self, index: int, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(index, None)
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks = {order: other for order, other in self._tasks.items() if other is not task}
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure  # later ones may follow from the first
         if self._changed is not None:
             self._changed.set()
 
     async def _complete(self, group: PromptGroup) -> None:
-        """Generate and score what the group lacks; abort what is still being generated when enough samples have ended."""
-        running = {asyncio.ensure_future(self._sample(group, sample)) for sample in range(len(group.samples))}
+        """Generate and score what the group lacks, and the second group of the prompt where there is one.
+
+        What is still being generated when enough samples have ended continues there, or is aborted.
+        """
+        running = {asyncio.ensure_future(self._sample(group, sample)) for sample in group.unfinished}
+        following: PromptGroup | None = group
         try:
-            while not group.is_complete:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+            while following is not None:
+                while not group.is_complete:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                known = group.ids
+                complete, following, count = self._requests.end_group(group)
+                self._groups[complete.order] = complete
+                self._num_spare += count
+                if following is not None:
+                    self._groups[following.order], self._tasks[following.order] = following, self._tasks[complete.order]
+                    new = [sample for sample in following.ids if sample not in known]
+                    running |= {asyncio.ensure_future(self._sample(following, sample)) for sample in new}
+                else:
+                    for task in running:
+                        task.cancel()
+                    # their tools and environments end too
+                    await asyncio.gather(*running, return_exceptions=True)
+                complete.results = await self._score(complete)
+                self._ready.add(complete.order)
+                if self._changed is not None:
+                    self._changed.set()
         finally:
             for task in running:
                 task.cancel()
-        # their tools and environments end too
-        await asyncio.gather(*running, return_exceptions=True)
-        self._aborted += group.drop_spare()
-        group.results = await self._score(group)
-        self._ready.add(group.index)
 
     async def _sample(self, group: PromptGroup, index: int) -> None:
         item = group.item
@@ -263,9 +310,11 @@ class StreamingSource:
         self._generating += 1
         try:
             # interrupted by a weight sync: requested again, it continues when the engine does
-            while (sample := group.samples[index]) is None or sample.finish == "aborted":
+            # its place changes when the group is split
+            while (sample := group.samples[group.ids.index(index)]) is None or sample.finish == "aborted":
                 task = replace(new, partial=None if sample is None else sample.response)
-                group.samples[index] = await self._agents.sample(self._engine, task)
+                sampled = await self._agents.sample(self._engine, task)
+                group.samples[group.ids.index(index)] = sampled
         finally:
             self._generating -= 1
             if self._changed is not None:
@@ -285,13 +334,12 @@ class StreamingSource:
         return [self._groups.pop(index) for index in indexes]
 
     def _list_in_flight(self) -> list[InFlight]:
-        return [
-            InFlight(group.index, group.oldest_version, group.index in self._ready) for _, group in sorted(self._groups.items())
-        ]
+        return self._requests.list_in_flight(self._groups.values(), lambda group: group.order in self._ready)
 
     def _drop_overdue(self, iteration: int) -> None:
         """Drop the groups that are too old, and start others for them."""
-        for index in self.admission.find_overdue(iteration, self._list_in_flight()):
+        overdue = self.admission.find_overdue(iteration, self._list_in_flight())
+        for index in filter(self._groups.__contains__, overdue):  # not the second groups that are still to come
             if (task := self._tasks.pop(index, None)) is not None:
                 task.cancel()
             group = self._groups.pop(index)
@@ -339,7 +387,7 @@ class PartialSource:
         self._groups: list[PromptGroup] = []
         self._next = self._taken = 0
         self._taken_now = 0  # since the weights changed
-        self._version = 0
+        self._version = self._num_spare = 0
 
     def take(self, iteration: int, count: int) -> tuple[list[PromptGroup], list[WorkerReport]]:
         """See `GroupSource`."""
@@ -351,18 +399,17 @@ class PartialSource:
             indexes := self.admission.choose(
                 iteration,
                 count,
-                [InFlight(group.index, group.oldest_version, group.is_complete) for group in self._groups],
+                self._requests.list_in_flight(self._groups, lambda group: group.is_complete),
             )
         ) is None:
             reports += self._grow()
         self._taken += count
         self._taken_now += count
-        taken = [group for group in self._groups if group.index in indexes]
+        taken = [group for group in self._groups if group.order in indexes]
+        self._groups = [group for group in self._groups if group.order not in indexes]
         if self._requests.num_spare:
-            metrics = Metrics()
-            metrics.add_sum("rollout/aborted_samples", sum(group.drop_spare() for group in taken))
-            reports.append(WorkerReport(metrics))
-        self._groups = [group for group in self._groups if group.index not in indexes]
+            reports.append(WorkerReport(self._requests.report_spare(self._num_spare)))
+            self._num_spare = 0
         return taken, reports
 
     def reject(self, count: int) -> None:
@@ -387,7 +434,9 @@ class PartialSource:
 
     def _grow(self) -> list[WorkerReport]:
         """Start as many prompts as may be under way, and let every response that has not ended grow by a slice."""
-        for _ in range(self._num_prompts - self._taken_now - len(self._groups)):
+        in_flight = self._requests.list_in_flight(self._groups, lambda group: group.is_complete)
+        room = self._num_prompts - self._taken_now - len(in_flight)
+        for _ in range(room // (2 if self._requests.keeps_spare else 1)):
             self._groups.append(self._requests.new_group(self._next, self._version))
             self._next += 1
         slots: list[tuple[PromptGroup, int]] = []
@@ -397,11 +446,20 @@ class PartialSource:
                 if not group.is_complete and (sample is None or sample.finish == "aborted"):
                     slots.append((group, index))
                     partial = None if sample is None else sample.response
-                    seed = self._requests.seed(group.index, index)
+                    seed = self._requests.seed(group.index, group.ids[index])
                     images = read_references(group.item["columns"])
                     responses.append(PartialResponse(tuple(group.item["prompt_ids"]), seed, partial, images))
         reports, continued = self._continue(responses, self._slice_tokens)
         for (group, index), response in zip(slots, continued, strict=True):
             images = read_references(group.item["columns"])
             group.samples[index] = Trajectory.from_response(group.item["prompt_ids"], response, images)
+        self._groups = [part for group in self._groups for part in self._end(group)]
         return reports
+
+    def _end(self, group: PromptGroup) -> list[PromptGroup]:
+        """Return what becomes of a group after a slice: itself, or its complete part with what follows it."""
+        if not group.is_complete:
+            return [group]
+        complete, following, count = self._requests.end_group(group)
+        self._num_spare += count
+        return [complete] if following is None else [complete, following]

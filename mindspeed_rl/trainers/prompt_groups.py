@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class PromptGroup:
         samples: a trajectory each; None where there is none yet, or where it starts again if it is interrupted.
         results: of the reward functions; None before.
         needed: samples that train, the first ones that end; None: all of them.
+        part: 1 for the second group of a prompt (`split`), 0 for any other.
+        ids: index of each sample among those of its prompt, which its seed follows from.
     """
 
     index: int
@@ -41,6 +43,18 @@ class PromptGroup:
     samples: list[Trajectory | None]
     results: list[RewardResult] | None = None
     needed: int | None = None
+    part: int = 0
+    ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Give the samples indexes where there are none."""
+        size = len(self.samples)
+        self.ids = self.ids or list(range(self.part * size, self.part * size + size))
+
+    @property
+    def order(self) -> int:
+        """Its place among all groups of a run: that of its prompt, and the second group of a prompt after the first."""
+        return 2 * self.index + self.part
 
     @property
     def num_trained(self) -> int:
@@ -50,19 +64,37 @@ class PromptGroup:
     @property
     def num_missing(self) -> int:
         """Samples that have to end before the group is complete."""
-        ended = sum(sample is not None and sample.finish != "aborted" for sample in self.samples)
-        return max(0, self.num_trained - ended)
+        return max(0, self.num_trained - len(self.samples) + len(self.unfinished))
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indexes (`ids`) of the samples that have not ended."""
+        samples = zip(self.ids, self.samples, strict=True)
+        return [index for index, sample in samples if sample is None or sample.finish == "aborted"]
 
     @property
     def is_complete(self) -> bool:
         """True when as many samples have ended as train."""
         return self.num_missing == 0
 
-    def drop_spare(self) -> int:
-        """Keep the samples of a complete group that train, in their order; return the number of the others."""
-        size, ended = len(self.samples), [sample for sample in self.samples if sample and sample.finish != "aborted"]
-        self.samples = [*ended[: self.needed]]
-        return size - len(self.samples)
+    @property
+    def has_spare(self) -> bool:
+        """True while it has more samples than train."""
+        return len(self.samples) > self.num_trained
+
+    def split(self) -> PromptGroup:
+        """Take the samples of a complete group that train out of it, in their order, and return them as a group.
+
+        This one becomes the second group of the prompt: the others, as far as they are, and new ones that make up the number.
+        """
+        ids, samples, unfinished = self.ids, self.samples, self.unfinished
+        taken = [slot for slot, index in enumerate(ids) if index not in unfinished][: self.needed]
+        rest = [slot for slot in range(len(samples)) if slot not in taken]
+        complete = replace(self, samples=[samples[slot] for slot in taken], ids=[ids[slot] for slot in taken])
+        num_new = max(0, len(taken) - len(rest))
+        self.part, self.samples = 1, [*(samples[slot] for slot in rest), *[None] * num_new]
+        self.ids = [*(ids[slot] for slot in rest), *range(len(samples), len(samples) + num_new)]
+        return complete
 
     @property
     def oldest_version(self) -> int:
@@ -92,6 +124,8 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
             "version": group.version,
             "samples": [None if sample is None else _describe(sample) for sample in group.samples],
             "needed": group.needed,
+            "part": group.part,
+            "ids": group.ids,
             "results": None if group.results is None else [dataclasses.asdict(result) for result in group.results],
         }
         for group in groups
@@ -154,6 +188,8 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
                 [None if sample is None else _read_trajectory(sample, columns) for sample in group["samples"]],
                 None if results is None else [RewardResult(**result) for result in results],
                 group.get("needed"),
+                group.get("part", 0),
+                group.get("ids", []),
             )
         )
     return groups

@@ -241,7 +241,9 @@ def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0), r
     epochs = run.config.actor_config.train_epochs
     if epochs is None:
         return run
-    iters = done[0] + max(0, math.ceil((epochs * num_prompts - done[1]) / run.plan.num_prompts))
+    rl = run.config.rl_config
+    visits = epochs * (2 if rl is not None and rl.keep_spare_samples else 1)  # a prompt trains as two groups
+    iters = done[0] + max(0, math.ceil((visits * num_prompts - done[1]) / run.plan.num_prompts))
     # the learning rate of each role follows its train_iters
     roles = {
         name: dataclasses.replace(role, train_iters=iters)

@@ -66,6 +66,7 @@ def build_rollout(
         derive_seed,
         group_size=plan.n_samples_per_prompt,
         num_spare=rl.spare_samples_per_prompt,
+        keeps_spare=rl.keep_spare_samples,
     )
 
     source: StreamingSource | PartialSource

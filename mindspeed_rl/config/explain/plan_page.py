@@ -203,27 +203,30 @@ def _shorten_groups(groups: list[list[int]]) -> str:
 
 
 def _describe_samples(cfg: RunConfig) -> str:
-    """Return sentences about samples of several turns, drafts and an engine in int8; empty where there is none."""
+    """Return phrases about turns, spare samples, drafts, int8 and exact log-probs; empty where there is none."""
     rl = cfg.rl_config
     if rl is None or cfg.generate_config is None:
         return ""
-    drafts, text = cfg.generate_config.drafts, ""
+    drafts, phrases = cfg.generate_config.drafts, list[str]()
+    if rl.spare_samples_per_prompt:
+        fate = "continue in its second group" if rl.keep_spare_samples else "are aborted"
+        phrases.append(f"{rl.spare_samples_per_prompt} spare samples of each prompt: the unfinished ones {fate}")
     if drafts is not None:
         source = f" of {drafts['model']}" if drafts.get("model") else ""
         same = "responses are those without drafts, token by token"
         if cfg.platform in ("npu", "cuda"):
             same = "the distribution of responses stays, but the same seed gives other tokens"
-        text = f"drafts by {drafts.get('method')}{source}, {drafts.get('num_speculative_tokens')} tokens a step at most: {same}"
+        limit = f"{drafts.get('num_speculative_tokens')} tokens a step at most"
+        phrases.append(f"drafts by {drafts.get('method')}{source}, {limit}: {same}")
     if cfg.generate_config.quantization is not None:
         mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
-        in_int8 = f"the engine's matrices are in {cfg.generate_config.quantization}, corrected by {mode}"
-        text = f"{text}; {in_int8}" if text else in_int8
+        phrases.append(f"the engine's matrices are in {cfg.generate_config.quantization}, corrected by {mode}")
     if rl.exact_log_probs:
-        same = "log-probs of trainer and rollout engine are equal bit for bit"
-        same = same if cfg.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine"
-        text = f"{text}; {same}" if text else same
+        slices = f", with sums over ranks in {cfg.exact_slices} slices" if cfg.exact_slices > 1 else ""
+        same = f"log-probs of trainer and rollout engine are equal bit for bit{slices}"
+        phrases.append(same if cfg.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine")
     if rl.agent_loop_name == "single_turn":
-        return text
+        return "; ".join(phrases)
     loop = rl.agent_loop_name
     program = None if rl.agent is None else rl.agent.url or " ".join(rl.agent.command)
     by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment, "program": program}.get(loop)
@@ -232,10 +235,11 @@ def _describe_samples(cfg: RunConfig) -> str:
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
     turns = "as many turns as fit" if rl.max_turns is None else f"at most {rl.max_turns} turns"
     one = cfg.generate_config.sampling_config.max_tokens
-    return (
+    conversation = (
         f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {one} tokens, "
-        f"{cfg.response_limit} tokens after the prompt together{'; ' if text else ''}{text}"
+        f"{cfg.response_limit} tokens after the prompt together"
     )
+    return "; ".join([conversation, *phrases])
 
 
 # ---------------------------------------------------------------------- devices, phases and groups

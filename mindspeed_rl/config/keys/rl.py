@@ -263,6 +263,11 @@ class _ModeKeys:
         "samples of each prompt that are generated beyond n_samples_per_prompt: when enough have ended, the others are "
         "aborted; trains on more short responses", "每个 prompt 在 n_samples_per_prompt 之外多生成的样本数：够数即中止其余的；"
         "训练的短回答会偏多", range=Bounds(0, 1024), on_resume="in_flight")
+    keep_spare_samples: bool = key(False,
+        "samples that are unfinished then are not aborted: they continue, with new samples up to n_samples_per_prompt, as a "
+        "second group of the prompt in a later iteration; no token is lost, and each prompt trains twice",
+        "够数时未完成的样本不中止：与补足 n_samples_per_prompt 的新样本一起，作为该 prompt 的第二组在后面的迭代训练；"
+        "不丢 token，每个 prompt 训练两次", needs=("spare_samples_per_prompt", "set"), on_resume="in_flight")
     longest_first: bool = key(False,
         "prompts whose last responses, in an earlier epoch of this process, were longest are generated first; pays where a "
         "replica has more samples than max_num_seqs",

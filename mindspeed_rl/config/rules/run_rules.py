@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.keys import PATH_KEYS
+from mindspeed_rl.config.keys import PATH_KEYS, RLConfig
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
 from mindspeed_rl.config.rules.rollout_rules import ROLLOUT_RULES
@@ -351,7 +351,40 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             f"above 1, but the mode is {mode}" + (f": {reason}" if mode == "one_step_off" else ""),
             ({key: 0}, {"rl_config.trainer_mode": "async"}),
         )
+    if rl.keep_spare_samples and rl.spare_samples_per_prompt:
+        yield from _second_groups(rl)
     yield from _asynchronous(cfg)
+
+
+def _second_groups(rl: RLConfig) -> Iterator[Violation]:
+    """Check that the second group of a prompt has room in a later iteration."""
+    key, spare, size = "rl_config.keep_spare_samples", rl.spare_samples_per_prompt, rl.n_samples_per_prompt
+    if spare > size:
+        yield Violation(
+            "second_group_size",
+            {"rl_config.spare_samples_per_prompt": spare, "rl_config.n_samples_per_prompt": size},
+            f"rl_config.spare_samples_per_prompt ({spare}) must be at most n_samples_per_prompt ({size}) with {key}: the "
+            "second group of a prompt has as many samples as the first",
+            ({"rl_config.spare_samples_per_prompt": size},),
+        )
+    name, room = "rl_config.over_sample_rate", rl.over_sample_rate
+    if rl.trainer_mode == "async":
+        name, room = "rl_config.max_off_policy_threshold", rl.max_off_policy_threshold
+    if room < 1:
+        yield Violation(
+            "second_group_room",
+            {key: True, name: room},
+            f"{name} ({room:g}) must be at least 1 with {key}: the second group of a prompt trains in a later iteration",
+            ({name: 1.0}, {key: False}),
+        )
+    if rl.trainer_mode == "async" and rl.max_off_policy_strategy == "wait":
+        yield Violation(
+            "second_group_order",
+            {key: True, "rl_config.max_off_policy_strategy": "wait"},
+            f"rl_config.max_off_policy_strategy wait and {key} exclude each other: groups in strict order wait for the samples "
+            "that were to continue later",
+            ({"rl_config.max_off_policy_strategy": "pace"},),
+        )
 
 
 def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:

@@ -373,6 +373,15 @@ def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> 
         assert any(reason in error for error in explain(load_run_config("grpo_tiny_cpu", None, [*keys, change]))["errors"])
 
 
+def test_spare_samples_are_told_with_what_becomes_of_them() -> None:
+    keys = ["guarantee_order=false", "partial_rollout_max_split=2", "spare_samples_per_prompt=2"]
+    words = [f"rl_config.{key}" for key in keys]
+    for further, fate in (([], "are aborted"), (["rl_config.keep_spare_samples=true"], "continue in its second group")):
+        report = explain(load_run_config("grpo_tiny_cpu", None, [*words, *further]))
+        assert report["errors"] == []
+        assert f"2 spare samples of each prompt: the unfinished ones {fate}" in render(report)
+
+
 def test_drafts_are_explained_on_one_line_with_reasons_why_they_will_not_pay() -> None:
     generate = {"speculative_config": {"spec_method": "suffix", "spec_tokens": 6}, "max_num_seqs": 16}
     report = explain(prompt_level(generate_config=generate))

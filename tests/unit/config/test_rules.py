@@ -25,6 +25,7 @@ M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_conf
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 EXACT = {"exact_log_probs": True}
+KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
 CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
@@ -326,7 +327,37 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "spare_samples",
         ["spare_samples_per_prompt (2)", "one_step_off"],
     ),
-    ({R: EXACT, G: {"infer_tensor_parallel_size": 2}}, *EXACT, ["infer_tensor_parallel_size (2)"]),
+    (
+        {R: KEPT | {"n_samples_per_prompt": 2, "spare_samples_per_prompt": 3}},
+        "second_group_size",
+        ["spare_samples_per_prompt (3)", "at most n_samples_per_prompt (2)"],
+    ),
+    ({R: KEPT | {"over_sample_rate": 0.5}}, "second_group_room", ["over_sample_rate (0.5) must be at least 1"]),
+    (
+        {
+            R: {
+                "trainer_mode": "async",
+                "spare_samples_per_prompt": 1,
+                "keep_spare_samples": True,
+                "max_off_policy_threshold": 0.5,
+            }
+        },
+        "second_group_room",
+        ["max_off_policy_threshold (0.5) must be at least 1"],
+    ),
+    (
+        {
+            R: {
+                "trainer_mode": "async",
+                "spare_samples_per_prompt": 1,
+                "keep_spare_samples": True,
+                "max_off_policy_strategy": "wait",
+            }
+        },
+        "second_group_order",
+        ["max_off_policy_strategy wait", "keep_spare_samples"],
+    ),
+    ({R: EXACT, M: {"context_parallel_size": 2}}, *EXACT, ["context_parallel_size (2)"]),
     ({R: EXACT, G: {D: SUFFIX}}, *EXACT, [D, "several tokens"]),
     ({R: EXACT, G: {"kv_cache_dtype": "fp8"}}, *EXACT, ["kv_cache_dtype (fp8)"]),
     ({R: EXACT, M: EXPERTS}, *EXACT, ["experts of this model"]),
@@ -483,6 +514,12 @@ def test_whole_experts_spread_over_tensor_parallel_ranks_too() -> None:
     assert validate(prompt_level(megatron_training={**keys, "num_experts": 16})) == []
     split = rules_of(prompt_level(megatron_training={**keys, "num_experts": 16, "expert_tensor_parallel_size": 2}))
     assert set(split) == {"actor_config.whole_experts"}
+
+
+def test_exact_log_probs_need_layouts_whose_ranks_add_up_neighbours() -> None:
+    for trainer, engine, allowed in ((4, 1, True), (2, 4, True), (6, 6, True), (1, 3, True), (6, 2, False), (3, 12, False)):
+        changes = {M: {"tensor_model_parallel_size": trainer}, G: {"infer_tensor_parallel_size": engine}, R: EXACT}
+        assert ("exact_log_probs" not in rules_of(prompt_level(**changes))) == allowed, (trainer, engine)
 
 
 def test_rollout_experts_must_fit_the_devices() -> None:

@@ -150,7 +150,7 @@ ELSEWHERE: dict[str, str] = {
     "filter_groups_max_batches",
     "workers/server_rollout.py": "longest_first",
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
-    "partial_rollout partial_rollout_max_split",
+    "partial_rollout partial_rollout_max_split keep_spare_samples",
     "trainers/model_plans.py": "share_backbone refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",

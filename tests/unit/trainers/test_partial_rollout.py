@@ -39,10 +39,11 @@ class Engines:
 
     Attributes:
         rounds: pieces of each call.
+        num_tokens: that were drawn.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = self.num_tokens = 0
         self.rounds: list[int] = []
 
     def __call__(self, pieces: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
@@ -54,12 +55,13 @@ class Engines:
         kept, wanted = len(partial.token_ids), length(piece.seed)
         places = range(kept, min(wanted, kept + num_tokens))
         new = tuple(token(piece.seed, place, self.version) for place in places)
+        self.num_tokens += len(new)
         finish = ("length" if wanted == MOST else "stop") if kept + len(new) == wanted else "aborted"
         return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
 
 
-def source(engines: Engines, over_sample_rate: float = 1.0, spare: int = 0) -> PartialSource:
-    requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP, spare)
+def source(engines: Engines, over_sample_rate: float = 1.0, spare: int = 0, keeps: bool = False) -> PartialSource:
+    requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP, spare, keeps)
     return PartialSource(engines, requests, Admission("pace", SPLIT, BATCH), MOST // SPLIT, over_sample_rate)
 
 
@@ -128,6 +130,62 @@ def test_spare_samples_end_a_group_whose_longest_response_is_left_out() -> None:
         assert max(lengths) == (3 if spare else MOST)
         steps[spare] = len(engines.rounds)
     assert steps[1] == 12 < steps[0]
+
+
+@pytest.mark.parametrize("spare", [1, GROUP])
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_spare_samples_that_are_kept_train_once_in_a_second_group_of_their_prompt(rate: float, spare: int) -> None:
+    engines = Engines()
+    partial = source(engines, rate, spare, keeps=True)
+    batches = train(partial, engines, range(40))
+    left = partial.snapshot()[0]
+    for iteration, batch in enumerate(batches):
+        assert len(batch) == BATCH
+        assert iteration - min(min(response.versions) for group in batch for response in group.trajectories) <= SPLIT
+    trained: dict[int, list[int]] = {}
+    for group in (group for batch in batches for group in batch):
+        for sample, response in zip(group.ids, group.trajectories, strict=True):
+            seed = group.index * 100 + sample
+            expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
+            assert list(response.token_ids) == expected and len(expected) == length(seed)
+            assert list(response.log_probs) == [log_prob(one) for one in expected]
+        trained.setdefault(group.index, []).extend(group.ids)
+    # short responses are not preferred: of a prompt that is done, each of the 2 x GROUP samples trained, and trained once
+    assert all(len(set(ids)) == len(ids) for ids in trained.values())
+    in_flight = {group.index for group in left}
+    assert all(sorted(ids) == list(range(2 * GROUP)) for number, ids in trained.items() if number not in in_flight)
+    assert set(trained) | in_flight == set(range(partial.snapshot()[1]))
+    responses = [one for batch in batches for group in batch for one in group.trajectories]
+    started = [one for group in left for one in group.samples if one is not None]
+    assert engines.num_tokens == sum(len(one.token_ids) for one in responses + started)
+
+
+def test_the_first_group_of_a_prompt_does_not_wait_for_the_samples_that_are_kept() -> None:
+    engines = Engines()
+    batches = train(source(engines, 1.0, 1, keeps=True), engines, range(12))
+    taken = [
+        (iteration, group.index, group.part, max(len(one.token_ids) for one in group.trajectories))
+        for iteration, batch in enumerate(batches)
+        for group in batch
+    ]
+    # prompt 0 is started in iteration 0; its first sample takes three slices, which the second group has
+    assert [(iteration, part, longest) for iteration, number, part, longest in taken if number == 0] == [
+        (0, 0, 3),
+        (2, 1, MOST),
+    ]
+
+
+def test_kept_spare_samples_resume_bit_for_bit(tmp_path: Path) -> None:
+    engines = Engines()
+    whole = train(source(engines, 1.0, 1, keeps=True), engines, range(9))
+    first = source(Engines(), 1.0, 1, keeps=True)
+    partial = train(first, first._continue, range(4))
+    groups, next_prompt, taken = first.snapshot()
+    assert any(group.part for group in groups)
+    save_groups(tmp_path / "groups.safetensors", groups)
+    second = source(Engines(), 1.0, 1, keeps=True)
+    second.restore(load_groups(tmp_path / "groups.safetensors", prompt), next_prompt, taken)
+    assert partial + train(second, second._continue, range(4, 9)) == whole
 
 
 def test_more_prompts_under_way_need_fewer_steps_where_some_responses_are_long() -> None:

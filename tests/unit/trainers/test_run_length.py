@@ -21,6 +21,15 @@ def test_epochs_become_iterations_once_the_prompts_are_counted() -> None:
     assert longer.config.megatron_training.train_iters == 24 and run.plan.train_iters is None
 
 
+def test_a_prompt_that_trains_as_two_groups_counts_twice() -> None:
+    changes = ["megatron_training.train_iters=null", "megatron_training.train_epochs=1.5", "rl_config.guarantee_order=false"]
+    changes += [
+        f"rl_config.{key}" for key in ("partial_rollout_max_split=2", "spare_samples_per_prompt=1", "keep_spare_samples=true")
+    ]
+    run = resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu")
+    assert resolve_length(run, 1000).plan.train_iters == 47  # 3000 / 64 = 46.9
+
+
 def test_a_run_with_iterations_keeps_them() -> None:
     run = resolve(load_run_config("grpo_tiny_cpu"), platform="cpu")
     assert resolve_length(run, 1000) is run

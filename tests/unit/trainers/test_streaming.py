@@ -65,9 +65,11 @@ class Driver:
     timeout_s: float = 1000.0
     warmup: int = 1
     spare: int = 0
+    keeps: bool = False
     batches: list[tuple[int, list[PromptGroup]]] = field(default_factory=list)
     dropped: float = 0.0
     aborted: float = 0.0
+    continued: float = 0.0
 
     def __post_init__(self) -> None:
         self.clock = JumpingClock()
@@ -77,7 +79,9 @@ class Driver:
             self.engine,
             AgentRunner(SingleTurn()),
             self.clock,
-            Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP, self.spare),
+            Requests(
+                prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP, self.spare, self.keeps
+            ),
             self.admission,
             score,
             interrupts=self.interrupts,
@@ -100,6 +104,7 @@ class Driver:
             results = reports[0].metrics.results()
             self.dropped += results.get("rollout/dropped_tokens", 0.0)
             self.aborted += results.get("rollout/aborted_samples", 0.0)
+            self.continued += results.get("rollout/continued_samples", 0.0)
             self.batches.append((iteration, groups))
             self.clock.run(asyncio.sleep(TRAIN_S))
             self.push(iteration + 1)
@@ -193,6 +198,61 @@ def test_a_group_ends_when_enough_of_its_samples_have_and_the_others_are_aborted
         assert all(len(group.samples) == GROUP for _, groups in driver.batches for group in groups)
         assert driver.aborted == 4 * BATCH * spare
     assert seconds == {0: pytest.approx(4 * (40 + TRAIN_S)), 1: pytest.approx(4 * (5 + TRAIN_S))}
+
+
+@pytest.mark.parametrize("interrupts", [True, False])
+@pytest.mark.parametrize(("strategy", "threshold", "step"), [("pace", 1, 1), ("pace", 2.5, 1), ("pace", 1, 2), ("drop", 3, 1)])
+def test_samples_that_are_kept_train_once_in_time_and_with_their_tokens(
+    strategy: Any, threshold: float, step: int, interrupts: bool
+) -> None:
+    driver = Driver(Admission(strategy, threshold, BATCH, step), interrupts, spare=1, keeps=True).train(range(30))
+    assert max(driver.staleness()) <= driver.admission.bound and driver.aborted == 0 < driver.continued
+    seen: dict[int, list[int]] = {}
+    for group in (group for _, groups in driver.batches for group in groups):
+        for sample, response in zip(group.ids, group.trajectories, strict=True):
+            seed = group.index * 100 + sample
+            assert list(response.token_ids) == [token(seed, place, version) for place, version in enumerate(response.versions)]
+            assert len(response.token_ids) == long_tail(seed)
+        seen.setdefault(group.index, []).extend(group.ids)
+    in_flight = {group.index for group in driver.source.snapshot()[0]}
+    assert all(len(set(ids)) == len(ids) for ids in seen.values())
+    if strategy == "pace":
+        assert all(sorted(ids) == list(range(2 * GROUP)) for number, ids in seen.items() if number not in in_flight)
+        assert set(seen) | in_flight == set(range(driver.source.snapshot()[1]))
+
+
+def test_a_sample_that_is_kept_goes_on_while_the_first_group_of_its_prompt_trains() -> None:
+    def length(seed: int) -> int:
+        return 40 if seed % 100 == 1 else 5  # the second sample of each prompt
+
+    driver = Driver(Admission("pace", 8, BATCH), length=length, spare=1, keeps=True).train(range(10))
+    parts = {(group.index, group.part): (iteration, group) for iteration, groups in driver.batches for group in groups}
+    (first, _), (second, group) = parts[0, 0], parts[0, 1]
+    assert first == 0 < second
+    # it was interrupted by each push, and never started anew
+    long = group.trajectories[group.ids.index(1)]
+    assert len(long.token_ids) == 40 and long.versions[0] == 0 and len(set(long.versions)) > 3
+
+
+def test_a_resumed_run_has_both_groups_of_a_prompt(tmp_path: Path) -> None:
+    admission = Admission("pace", 3, BATCH)
+    first = Driver(admission, spare=1, keeps=True).train(range(7))
+    groups, next_prompt, taken = first.source.snapshot()
+    assert any(group.part for group in groups)
+    save_groups(tmp_path / "groups.safetensors", groups)
+    loaded = load_groups(tmp_path / "groups.safetensors", prompt)
+    assert loaded == groups
+    second = Driver(admission, spare=1, keeps=True)
+    second.source.restore(loaded, next_prompt, taken)
+    second.train(range(7, 30))
+    seen = [
+        (group.index, sample)
+        for driver in (first, second)
+        for _, one in driver.batches
+        for group in one
+        for sample in group.ids
+    ]
+    assert len(set(seen)) == len(seen) == 30 * BATCH * GROUP and max(second.staleness()) <= 3
 
 
 def trained(group: PromptGroup, sample: int) -> bool:
